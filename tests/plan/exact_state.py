@@ -37,7 +37,7 @@ def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
     Args:
         place: of the rank among those that share the buffers.
     """
-    held, shards = rules.held(), rules.shards[kind.is_expert]
+    held, shards = rules.held, rules.shards[kind.is_expert]
     updated: list[tuple[int, HeldParameter]] = []
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):

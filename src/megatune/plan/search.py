@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from megatune.config.pipeline import pipeline_chunks
@@ -27,7 +28,9 @@ from megatune.plan.layouts import (
     refusals,
     with_free,
 )
-from megatune.plan.memory.parameters import state_bytes
+from megatune.plan.memory.estimate import library_bytes, workspace_bytes
+from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.schedule import bubble_seconds
 from megatune.plan.time import micro_batch_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
@@ -101,15 +104,23 @@ def rank_key(found: Estimate) -> tuple[bool, float, int]:
 def search(request: SearchRequest) -> SearchResult:
     """Search all layouts of the request's processes that train its model in its global batch.
 
-    They are judged in the order of a lower bound of their time: that of the same layout and batch with nothing
-    recomputed and no bubble. Once `request.keep` are found, what cannot be faster than the last of them, nor as fast as
-    the first, nor on the frontier, is left out.
+    They are judged in the order of a lower bound of their time: first that of the same layout and batch with nothing
+    recomputed, even stages and the shortest bubble; then of those that it leaves a closer one, of their own estimate.
+    Once `request.keep` are found, what cannot be faster than the last of them, nor as fast as the first, nor on the
+    frontier, is left out.
     """
     space = Space(replace(request, case=replace(request.case, settings=with_free(request))))
     found = _Search(space)
-    for point in sorted(found.points(), key=lambda point: point.shortest):
-        if found.may_be_better(point):
+    waiting = [(point.shortest, number, point) for number, point in enumerate(found.points())]
+    heapify(waiting)
+    while waiting:
+        _, number, point = heappop(waiting)
+        if not found.may_be_better(point):
+            continue
+        if point.is_close:
             found.judge(point)
+        elif (closer := found.closer(point)) is not None:
+            heappush(waiting, (closer.shortest, number, closer))
     for variants in (space.exchanged, space.dispatched, space.reshaped):
         found.reshape(variants)
     if request.below == math.inf:
@@ -158,13 +169,14 @@ class Frontier:
 
 
 class _Point(NamedTuple):
-    """A layout and batch. No way to interleave or recompute it takes fewer bytes than `state`, nor fewer seconds than
-    `shortest`."""
+    """A layout and batch. No way to interleave or recompute it takes fewer bytes than `smallest`, nor fewer seconds
+    than `shortest`, which is close once it is that of its own estimate."""
 
     layout: CandidateLayout
     batch: CandidateBatch
-    state: int
+    smallest: int
     shortest: float
+    is_close: bool = False
 
 
 class _Search:
@@ -183,7 +195,7 @@ class _Search:
         for layout in self.space.layouts():
             batches = self.space.batches(layout)
             self.num_considered += sum(1 + len(self.space.virtual_stages(layout, batch)) for batch in batches)
-            state = self._state(layout, batches[0])
+            state, libraries = self._bytes(layout, batches[0])
             if state > self.request.case.machine.device.memory:
                 self._without_room.append((state, layout, batches[0]))
                 continue
@@ -193,17 +205,21 @@ class _Search:
                     whole[key] = micro_batch_seconds(self.space.candidate(layout, batch, None).case)
                 # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
                 waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
-                yield _Point(layout, batch, state, (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING)
+                shortest = (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
+                yield _Point(layout, batch, state + libraries, shortest)
 
-    def _state(self, layout: CandidateLayout, batch: CandidateBatch) -> int:
-        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage."""
+    def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
+        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and of the
+        device's context and libraries."""
         case = self.space.candidate(layout, batch, None).case
-        return max(state_bytes(case, stage).exact for stage in {0, layout.pp - 1})
+        rules = Rules.of(case)
+        state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
+        return state, workspace_bytes(case, 0).framework + library_bytes(case)
 
     def may_be_better(self, point: _Point) -> bool:
         """Return whether a point may be ranked, or be on the frontier."""
-        state, shortest = point.state, point.shortest
-        if not self._may_be_on_frontier(state, shortest) and not self._may_be_ranked(state, shortest):
+        bounds = point.smallest, point.shortest
+        if not self._may_be_on_frontier(*bounds) and not self._may_be_ranked(*bounds):
             return False
         miss = self._misses.get(point.layout)
         # A larger micro-batch does not fit where a smaller one does not.
@@ -225,20 +241,25 @@ class _Search:
         within = (1 + equal_within(first.case)) * first.time.total
         return keep > 1 and key[0] == first.is_tight and seconds <= within
 
+    def closer(self, point: _Point) -> _Point | None:
+        """Return a point with the closer bound of its estimate; None where nothing makes it fit, or be better."""
+        kept, least = self._ends(point, None)
+        # Virtual stages are all that makes it faster.
+        shortest = min([kept.time.total, *(seconds for seconds, _ in self._virtual_bounds(point))])
+        point = point._replace(shortest=shortest, is_close=True)
+        if not self.may_be_better(point):
+            return None
+        if not kept.fits and not least.fits:
+            self._misses[point.layout] = least
+            return None
+        return point
+
     def judge(self, point: _Point) -> None:
         """Estimate what the bounds do not rule out."""
         kept, least = self._ends(point, None)
-        # Virtual stages are all that makes it faster.
-        waits = kept.time.pipeline if self.space.virtual_stages(point.layout, point.batch) else 0.0
-        seconds = kept.time.total - waits
-        ranks = self._may_be_ranked(point.state, seconds)
-        ranks = ranks and self._may_be_ranked(min(kept.bytes, least.bytes), seconds)
-        if not (ranks and kept.fits) and not least.fits:
-            self._misses[point.layout] = least
-            return
-        if ranks:
+        if self._may_be_ranked(min(kept.bytes, least.bytes), point.shortest):
             self._rank(point)
-        if self._may_be_on_frontier(self._ends(point, None)[1].bytes, seconds):
+        if self._may_be_on_frontier(least.bytes, point.shortest):
             self._save_memory(point)
 
     def _ends(self, point: _Point, virtual: int | None) -> tuple[Estimate, Estimate]:
@@ -251,19 +272,21 @@ class _Search:
     def _rank(self, point: _Point) -> None:
         """Rank a point with its best number of virtual stages and way to recompute, by the bound of each."""
         best = plain = self._best_way(point, None)
-        numbers = self.space.virtual_stages(point.layout, point.batch)
-        for kept, virtual in sorted(
-            ((self._ends(point, number)[0], number) for number in numbers), key=lambda pair: pair[0].time.total
-        ):
-            seconds = kept.time.total
+
+        def may_help(smallest: int, seconds: float) -> bool:
             if best is not None and not best.is_tight and best.time.total <= seconds:
-                break
-            smallest = min(each.bytes for each in self._ends(point, virtual))
+                return False
             # The same without virtual stages is taken where it is not clearly slower.
             is_plain = plain is not None and not plain.is_tight and plain.time.total <= (1 + CLEARLY) * seconds
-            if is_plain and not self._may_be_on_frontier(smallest, seconds):
+            ranks = self._may_be_ranked(smallest, seconds)
+            return ranks and (not is_plain or self._may_be_on_frontier(smallest, seconds))
+
+        for shortest, virtual in self._virtual_bounds(point):
+            if not may_help(point.smallest, shortest):
                 continue
-            if not self._may_be_ranked(smallest, seconds):
+            kept, least = self._ends(point, virtual)
+            seconds = kept.time.total
+            if not may_help(point.smallest, seconds) or not may_help(min(kept.bytes, least.bytes), seconds):
                 continue
             other = self._best_way(point, virtual)
             if other is not None and (best is None or rank_key(other) < rank_key(best)):
@@ -274,6 +297,16 @@ class _Search:
             best = plain if plain.time.total <= (1 + CLEARLY) * best.time.total else best
         if best.time.total < self.request.below:
             insort(self.ranked, best, key=rank_key)
+
+    def _virtual_bounds(self, point: _Point) -> list[tuple[float, int]]:
+        """Return numbers of virtual stages with the least seconds of each: with even stages, and without exchanges
+        between them."""
+        plain, pp, count = self._ends(point, None)[0].time, point.layout.pp, point.batch.accumulation
+        totals = [sum([chunk.total for chunk in stage]) for stage in plain.chunks]
+        even = sum(totals) / pp
+        least = plain.total - plain.pipeline - count * (max(totals) - even)
+        numbers = self.space.virtual_stages(point.layout, point.batch)
+        return sorted((least + bubble_seconds([even] * pp, virtual), virtual) for virtual in numbers)
 
     def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
         """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""

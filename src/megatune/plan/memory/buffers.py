@@ -58,7 +58,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
         return buckets[-1].stop
 
     for parameter in reversed(parameters):
-        begin = pad(end, _PARAMETER_ALIGNMENT)
+        begin = -(-end // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT  # `pad` without a call: there are thousands
         if parameter.is_shared_embedding and held:
             start = begin = close(begin)  # both stages shard it in the same way, so it has a bucket of its own
         end = begin + parameter.numel

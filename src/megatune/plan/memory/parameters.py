@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ class Kind(NamedTuple):
         return one.is_expert == self.is_expert and self.is_adapter in (None, one.is_adapter)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)  # a key of caches, made once: known by identity
 class Rules:
     """All that decides about state.
 
@@ -142,13 +142,13 @@ class Rules:
     gradient_bytes: int
     optimizer: OptimizerRules
 
-    @classmethod
-    def of(cls, case: Case) -> Rules:
+    @staticmethod
+    def of(case: Case) -> Rules:
         settings, shards = case.settings, (case.shard_size, case.expert_shard_size)
         sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_rules(settings)
-        return cls(case.model, settings.finetuning, settings.parallel, shards, *sizes, optimizer)
+        return _rules(case.model, settings.finetuning, settings.parallel, shards, *sizes, optimizer)
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """As the engine's shards_optimizer: on one rank the distributed optimizer only copies, but for state on the
         host, for which it alone has a place."""
@@ -156,7 +156,7 @@ class Rules:
         shards = parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
         return shards or self.optimizer.host_fraction > 0
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Dense weights, and experts where the model has any; each in a 16-bit model without its adapters, and then
         these."""
@@ -170,13 +170,14 @@ class Rules:
         """Return bytes of an element, and of its gradient."""
         return (_FP32, _FP32) if kind.is_adapter else (self.parameter_bytes, self.gradient_bytes)
 
-    @property
+    @cached_property
     def num_optimizers(self) -> int:
         """Parts of the optimizer: of dense weights, and of experts where some are trained, on whatever stage."""
         layers = layer_contents(self.model.architecture, self.trainable)
-        of_layers = (self.held().of_layer(layer) for layer in set(layers))
+        of_layers = (self.held.of_layer(layer) for layer in set(layers))
         return 1 + any(one.is_expert and one.trained for held in of_layers for one in held)
 
+    @cached_property
     def held(self) -> HeldParameters:
         parallel = self.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -191,6 +192,9 @@ class Rules:
         # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
         first = self.parallel.overlap_grad_reduce and not stage and not virtual_stage
         return full_bucket(self.shards[0] // self.parallel.context_parallel_size) if first else None
+
+
+_rules = lru_cache(maxsize=65536)(Rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +242,13 @@ def stage_state(rules: Rules, stage: int) -> StageState:
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
-    """Return elements that each rank of a stage holds."""
-    return _elements(Rules.of(case), stage)
+    """Return `elements_of` of a case."""
+    return elements_of(Rules.of(case), stage)
 
 
 @lru_cache(maxsize=65536)
-def _elements(rules: Rules, stage: int) -> StageParameters:
+def elements_of(rules: Rules, stage: int) -> StageParameters:
+    """Return elements that each rank of a stage holds."""
     parts = _closed_parts(rules, stage)
     dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
     return StageParameters(
@@ -258,7 +263,7 @@ def _elements(rules: Rules, stage: int) -> StageParameters:
 
 def _orthogonal_flops(rules: Rules, stage: int) -> int:
     """Count one iteration over the matrices of a stage, those of experts and the others each shared by replicas."""
-    held = rules.held()
+    held = rules.held
     return sum(
         count * one.orthogonal_flops // (rules.shards[one.is_expert] if rules.is_sharded else 1)
         for chunk in rules.chunks(stage)
@@ -274,7 +279,7 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     sparse = sum(layer.kind.sparse for chunk in chunks for layer in chunk.layers)
     saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
     num_layers = sum(len(chunk.layers) for chunk in chunks)
-    weights = sparse * rules.held().sparse_buffer_bytes - saved
+    weights = sparse * rules.held.sparse_buffer_bytes - saved
     weights += num_layers * rules.parameter_bytes if rules.model.architecture.layer_scalars else 0
     gradients = master_weights = host = 0
     state = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
@@ -290,11 +295,11 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     return StageState(num_layers, weights, gradients, master_weights, state, host)
 
 
-@lru_cache(maxsize=1024)  # asked for twice, one soon after the other
+@lru_cache(maxsize=65536)
 def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
     """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
     little of `on_host`."""
-    held, parts = rules.held(), []
+    held, parts = rules.held, []
     for kind in rules.kinds:
         size = trained = others = buffers = 0
         for virtual_stage, chunk in enumerate(rules.chunks(stage)):
@@ -317,7 +322,7 @@ def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
 
 def _chunk_buckets(rules: Rules, stage: int, kind: Kind) -> Iterator[list[Bucket]]:
     """Yield the buckets of each of a stage's chunks under the distributed optimizer."""
-    held, shards = rules.held(), rules.shards[kind.is_expert]
+    held, shards = rules.held, rules.shards[kind.is_expert]
     for virtual_stage, chunk in enumerate(rules.chunks(stage)):
         ours = trained_of(held.of_chunk(chunk), kind)
         yield shared_buckets(ours, shards, rules.bucket_size(stage, virtual_stage))
@@ -346,7 +351,7 @@ def _buffer_size(held: HeldParameters, chunk: ChunkContent, kind: Kind, shards: 
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
         return padded_size(((_trained_at(held, place, kind), count) for place, count in _places(chunk)), shards)
-    ours = trained_of(held.of_chunk(chunk), kind)
+    ours = [one for place in chunk.places for one in _trained_at(held, place, kind)]
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 

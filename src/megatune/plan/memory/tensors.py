@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,18 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, GLOBAL_HEADS, output_weight
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
-from megatune.families.weights import Role, Slice, Stack, Weight, engine_shape, hf_shapes, is_in_layer, layers_of
+from megatune.families.weights import (
+    Role,
+    Slice,
+    Stack,
+    Weight,
+    engine_shape,
+    experts_of,
+    hf_shape,
+    hf_shapes,
+    is_in_layer,
+    layers_of,
+)
 from megatune.plan.case import PlannedModel
 
 # The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
@@ -120,6 +131,15 @@ class ChunkContent:
     loss: bool
     counts: tuple[tuple[LayerContent, int], ...]  # of layers, each kind where it comes first
 
+    @property
+    def places(self) -> Iterator[Place]:
+        """Yield where its parameters are, in the engine's order."""
+        if self.embedding:
+            yield "first"
+        yield from self.layers
+        if self.loss:
+            yield "last"
+
 
 @cache
 def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool) -> ChunkContent:
@@ -145,12 +165,7 @@ class HeldParameters:
 
     def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
         """Yield the parameters of a chunk in the engine's order."""
-        if chunk.embedding:
-            yield from self.first
-        for layer in chunk.layers:
-            yield from self.of_layer(layer)
-        if chunk.loss:
-            yield from self.last
+        return chain.from_iterable(map(self.at, chunk.places))
 
     def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
         return self.layers[layer.kind, layer.gradient == "weights"]
@@ -208,7 +223,6 @@ def held_parameters(
     contents = layer_contents(architecture, trainable)
     # Trained layers train the same weights, and the others none.
     trains = [content.gradient == "weights" for content in contents]
-    trained, frozen = (trains.index(each) if each in trains else -1 for each in (True, False))
 
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
         part = expert if weight.per_expert else whole
@@ -232,9 +246,8 @@ def held_parameters(
         first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
         # Of kinds that the model has: another one may need numbers that it lacks, such as those of experts.
         layers={
-            (kind, trains): tuple(layer(kind, index))
-            for kind in {content.kind for content in contents}
-            for trains, index in ((True, trained), (False, frozen))
+            (kind, has_gradient): tuple(layer(kind, trains.index(has_gradient)))
+            for kind, has_gradient in {(content.kind, content.gradient == "weights") for content in contents}
         },
         last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
@@ -245,8 +258,9 @@ def held_parameters(
 
 def _orthogonal_flops(weight: Weight, architecture: Architecture, part: Slice) -> int:
     """Count products of one iteration: x xᵀ, its square, and a polynomial of it times x, whose shorter side counts."""
-    shapes = (sorted(shape) for shape in hf_shapes(weight, architecture, 0, part).values())
-    return sum(2 * short * short * (2 * long + short) for short, long in shapes)
+    sides = (sorted(hf_shape(tensor, architecture)) for tensor in weight.hf if tensor.name)
+    matrices = len(experts_of(weight, architecture, part))
+    return matrices * sum(2 * short * short * (2 * long + short) for short, long in sides)
 
 
 def _is_ours(weight: Weight) -> bool:

@@ -6,7 +6,7 @@ delta nets: k key heads and n value heads of this rank; d channels of a key, e o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from megatune.plan.operators.attention import self_attention
 from megatune.plan.operators.experts import expert_layer
 from megatune.plan.operators.linear import elementwise, feed_forward, layer_norm, linear, linear_work
 from megatune.plan.operators.operator import Memory, Moved, Operator, Product
-from megatune.plan.operators.shapes import Shapes
+from megatune.plan.operators.shapes import Shapes, without_experts
 
 # As the engine has them: tokens of a chunk, and tokens that are in memory at once with all that is computed of them.
 CHUNK, TOKENS_AT_ONCE = 64, 1024
@@ -28,16 +28,34 @@ _ALL_LAYERS = 10**9
 Branch = tuple[Operator, ...]  # norms, what is between them, and the sum into the residual stream
 
 
-@lru_cache(maxsize=4096)
 def decoder_layer(shapes: Shapes, sparse: bool) -> tuple[Branch, Branch]:
     """Return the residual branches of a layer: attention, and feed-forward or experts."""
-    dense_channels = shapes.architecture.ffn_hidden_size // shapes.tp
-    inner = expert_layer(shapes) if sparse else feed_forward(shapes, "mlp", dense_channels)
+    whole = without_experts(shapes)
+    return mixer_branch(whole), expert_branch(shapes) if sparse else dense_branch(whole)
+
+
+@lru_cache(maxsize=4096)
+def mixer_branch(shapes: Shapes) -> Branch:
+    """Return the branch of attention, or of a gated delta net."""
+    return _branch(shapes, delta_net(shapes) if shapes.kind.delta else self_attention(shapes))
+
+
+@lru_cache(maxsize=4096)
+def dense_branch(shapes: Shapes) -> Branch:
+    """Return the branch of a feed-forward."""
+    return _branch(shapes, feed_forward(shapes, "mlp", shapes.architecture.ffn_hidden_size // shapes.tp))
+
+
+@lru_cache(maxsize=4096)
+def expert_branch(shapes: Shapes) -> Branch:
+    """Return the branch of experts."""
+    return _branch(shapes, expert_layer(shapes))
+
+
+def _branch(shapes: Shapes, inner: Iterable[Operator]) -> Branch:
     norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
     before, behind = ((norm,) * has for has in (shapes.architecture.pre_norms, shapes.architecture.post_norms))
-    residual = Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
-    mixer = delta_net(shapes) if shapes.kind.delta else self_attention(shapes)
-    return (*before, *mixer, *behind, residual), (*before, *inner, *behind, residual)
+    return *before, *inner, *behind, Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
 
 
 class Recompute(NamedTuple):

@@ -262,6 +262,12 @@ def of_layer(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
     return shapes if trained else frozen(shapes)
 
 
+@lru_cache(maxsize=8192)
+def without_experts(shapes: Shapes) -> Shapes:
+    """Return what decides about all but experts: one object for all the ways to share them out."""
+    return _only(replace(shapes, ep=1, etp=1, imbalance=1.0))
+
+
 @lru_cache(maxsize=4096)
 def frozen(shapes: Shapes) -> Shapes:
     """Return the shapes of a layer of which nothing is trained."""

@@ -18,7 +18,6 @@ is found from shares of the peak that were published for the generation's refere
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,9 +28,9 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import STREAMS, Case
 from megatune.plan.machine import Device, Machine
 from megatune.plan.memory.parameters import StageParameters, optimizer_rules
-from megatune.plan.operators.decoder import decoder_layer, embedding, head
+from megatune.plan.operators.decoder import dense_branch, embedding, expert_branch, head, mixer_branch
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
-from megatune.plan.operators.shapes import Shapes
+from megatune.plan.operators.shapes import Shapes, without_experts
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
 
 SCALING = 0.5
@@ -284,11 +283,36 @@ class Seconds(NamedTuple):
     launches: tuple[int, int]
     relaunches: dict[str, int]
 
+    def plus(self, other: Seconds) -> Seconds:
+        """Return both."""
+        forward, backward, again, weights, attention, launches, relaunches = self
+        return Seconds(
+            forward + other.forward,
+            backward + other.backward,
+            again | {name: again.get(name, 0.0) + seconds for name, seconds in other.recompute.items()},
+            weights + other.weight_gradient,
+            attention + other.attention,
+            (launches[0] + other.launches[0], launches[1] + other.launches[1]),
+            relaunches | {name: relaunches.get(name, 0) + count for name, count in other.relaunches.items()},
+        )
+
 
 @lru_cache(maxsize=4096)
 def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     """Time one decoder layer, dense or sparse."""
-    return _add_up(rates, itertools.chain(*decoder_layer(shapes, sparse)))
+    whole = without_experts(shapes)
+    mixer = _mixer_seconds(whole, rates)
+    return mixer.plus(_add_up(rates, expert_branch(shapes)) if sparse else _dense_seconds(whole, rates))
+
+
+@lru_cache(maxsize=4096)
+def _mixer_seconds(shapes: Shapes, rates: Rates) -> Seconds:
+    return _add_up(rates, mixer_branch(shapes))
+
+
+@lru_cache(maxsize=4096)
+def _dense_seconds(shapes: Shapes, rates: Rates) -> Seconds:
+    return _add_up(rates, dense_branch(shapes))
 
 
 @lru_cache(maxsize=8192)

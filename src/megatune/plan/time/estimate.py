@@ -11,10 +11,10 @@ from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
-from megatune.plan.memory.parameters import StageParameters, stage_parameters
+from megatune.plan.memory.parameters import Rules, StageParameters, elements_of
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, chunk_content, layer_contents, stage_chunks
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
+from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of, without_experts
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time.communication import (
@@ -157,13 +157,21 @@ class _Parts(NamedTuple):
         )
 
 
+class _Chunk(NamedTuple):
+    """Seconds of one micro-batch in one chunk, by part, by pass, and all."""
+
+    parts: _Parts
+    time: ChunkSeconds
+    total: float
+
+
 class _Stage:
     """The chunks of a stage, and seconds of a micro-batch in all of them."""
 
-    def __init__(self, chunks: list[_Parts]) -> None:
-        self.chunks, self.times = chunks, tuple(chunk.time for chunk in chunks)
-        self.total = sum(time.total for time in self.times)
-        self.forward, self.backward = (sum(each) for each in zip(*self.times, strict=True))
+    def __init__(self, chunks: list[_Chunk]) -> None:
+        self.chunks, self.times = chunks, tuple([chunk.time for chunk in chunks])
+        self.total = sum([chunk.total for chunk in chunks])
+        self.forward, self.backward = map(sum, zip(*self.times, strict=True))
 
 
 def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
@@ -181,7 +189,7 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     stages = {chunks: _Stage([rank.chunk(each, recompute) for each in chunks]) for chunks in dict.fromkeys(contents)}
     slowest = max(stages.values(), key=attrgetter("total"))
     total, waiting = _Parts(), 0.0
-    for chunk in slowest.chunks:
+    for chunk, _, _ in slowest.chunks:
         total, waiting = total.plus(chunk), waiting + chunk.waiting
     count, calibration = case.num_micro_batches, case.machine.calibration
     # Exchanges between stages that nothing hides.
@@ -219,7 +227,7 @@ def micro_batch_seconds(case: Case) -> float:
     case, layers = case.in_the_mean, layer_contents(case.model.architecture, case.settings.finetuning)
     rank = FixedTime(case).rank(images_of(case))
     content = chunk_content(embedding=True, layers=layers, loss=True)
-    return rank.chunk(content, recompute_of(case.settings)).time.total
+    return rank.chunk(content, recompute_of(case.settings)).total
 
 
 class FixedTime:
@@ -256,8 +264,8 @@ class FixedTime:
 
     @cached_property
     def _ends(self) -> list[StageParameters]:
-        pp = len(self.contents)
-        return [stage_parameters(self._case, stage) for stage in sorted({0, pp // 2, pp - 1})]
+        pp, rules = len(self.contents), Rules.of(self._case)
+        return [elements_of(rules, stage) for stage in sorted({0, pp // 2, pp - 1})]
 
     @cached_property
     def reductions(self) -> list[Reduction]:
@@ -281,8 +289,16 @@ class RankTime:
     ) -> None:
         self.shapes, self.groups, self.rates, self.calibration, self.images = shapes, groups, rates, calibration, images
         self._parts: dict[tuple[LayerContent, tuple[str, ...], float], _Parts] = {}
+        self._chunks: dict[tuple[ChunkContent, Recompute], _Chunk] = {}
 
-    def chunk(self, content: ChunkContent, recompute: Recompute) -> _Parts:
+    def chunk(self, content: ChunkContent, recompute: Recompute) -> _Chunk:
+        """Return a chunk, the same for the same one."""
+        if (found := self._chunks.get((content, recompute))) is None:
+            parts = self._sum(content, recompute)
+            self._chunks[content, recompute] = found = _Chunk(parts, parts.time, parts.time.total)
+        return found
+
+    def _sum(self, content: ChunkContent, recompute: Recompute) -> _Parts:
         """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
         parts = _Parts()
         layers = len(content.layers)
@@ -299,14 +315,14 @@ class RankTime:
 
     @cached_property
     def _end(self) -> _Parts:
-        computed = end_seconds(self.shapes, self.rates, True)
+        computed = end_seconds(without_experts(self.shapes), self.rates, True)
         return self._once(computed, end_exchange(self.shapes, self.groups.tensor, True))
 
     @cached_property
     def _begin(self) -> _Parts:
         """Return the word embedding, with pictures in it."""
         if self.images is None:
-            computed = end_seconds(self.shapes, self.rates, False)
+            computed = end_seconds(without_experts(self.shapes), self.rates, False)
             return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
         computed = vision_seconds(self.shapes, self.rates, self.images)
         parts = self._once(computed, picture_exchange(self.shapes, self.groups, self.images))
