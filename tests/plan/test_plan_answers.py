@@ -48,3 +48,24 @@ def test_a_run_takes_longer_by_the_answers_that_it_writes() -> None:
     text = "\n".join(map(str, time_lines(planned)))
     assert "answers to 16 prompts, of up to 64 tokens each, take up to" in text
     assert f"every 10 steps, {written.seconds / planned.time.total / 10:.1%} of the time of training" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "rows"),
+    [
+        ("val_size=64 eval_strategy=steps eval_steps=50", None, 4 * 64),
+        ("val_size=64 eval_strategy=steps eval_steps=50 eval_on_start=true", None, 5 * 64),
+        ("val_size=0.1 eval_strategy=epoch num_train_epochs=2 eval_on_start=true", 8_192_000.0, 3 * 400),
+        ("val_size=0.1 eval_strategy=epoch eval_on_start=true", None, 0),  # of a number of rows that is not known
+    ],
+)
+def test_a_run_takes_longer_by_its_evaluations(words: str, tokens: float | None, rows: int) -> None:
+    settings = load(None, ["bf16=true", "cutoff_len=1024", "max_steps=200", *words.split()], []).settings
+    case = Case(model=find_model("Qwen3-8B"), settings=settings, world_size=8, machine=find_machine("h100-80g"))
+    planned = estimate(case)
+    question = Question(case=case, global_batch_size=case.global_batch_size, dataset_tokens=tokens)
+    whole = question.run_seconds(planned)
+    assert whole is not None
+    steps = 200 if tokens is None else tokens / planned.time.tokens
+    evaluating = rows / case.global_batch_size * planned.time.forward
+    assert whole[0] == pytest.approx(steps * planned.time.total + evaluating)

@@ -50,13 +50,27 @@ class Question:
     def run_seconds(self, planned: Estimate) -> tuple[float, str] | None:
         """Return how long the whole run takes with a plan of its step, and of how many tokens or steps that is: by the
         tokens of its data, or where these are not known by its steps; None where neither is known. Answers that are
-        written every so many steps count."""
-        of_step, steps = planned.time.total, float(self.case.settings.optimizer.max_steps)
+        written every so many steps count, and evaluations of held-out rows whose number is known."""
+        steps, about = float(self.case.settings.optimizer.max_steps), ""
+        if self.dataset_tokens is not None:
+            steps, about = self.dataset_tokens / planned.time.tokens, f"{amount(self.dataset_tokens)} tokens"
+        if steps <= 0:
+            return None
+        of_step = planned.time.total
         if (written := answers(planned.case)) is not None and written.every is not None:
             of_step += written.seconds / written.every
-        if self.dataset_tokens is not None:
-            return self.dataset_tokens / planned.time.tokens * of_step, f"{amount(self.dataset_tokens)} tokens"
-        return (steps * of_step, f"{steps:,.0f} steps") if steps > 0 else None
+        return steps * of_step + self._evaluation_seconds(planned, steps), about or f"{steps:,.0f} steps"
+
+    def _evaluation_seconds(self, planned: Estimate, steps: float) -> float:
+        """Return seconds of forward passes over the held-out rows, before the first step and during so many steps."""
+        settings = self.case.settings
+        evaluation, epochs, held_out = settings.evaluation, settings.optimizer.num_train_epochs, settings.data.val_size
+        of_epoch = steps / epochs if self.dataset_tokens is not None else math.inf  # not known
+        if held_out < 1:  # a share of an epoch's rows
+            held_out *= of_epoch * self.global_batch_size if of_epoch < math.inf else 0.0
+        every = {"no": math.inf, "steps": settings.eval_interval, "epoch": of_epoch}[evaluation.eval_strategy]
+        times = evaluation.eval_on_start + steps / every
+        return times * held_out / self.global_batch_size * planned.time.forward
 
     @property
     def request(self) -> SearchRequest:
