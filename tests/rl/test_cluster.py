@@ -65,7 +65,9 @@ def test_calls(ray: None, tmp_path: Path) -> None:
         assert (world, local, other_local, address, mark) == (2, 0, 1, "127.0.0.1", "a")
         assert port == other_port
         assert engine.call("where")[0][3:] == (None, None)
-        assert trainer.call("size", np.zeros(10**6)) == [(10**6, False)] * 2
+        with mock.patch("megatune.rl.cluster.role.store", wraps=store) as stored:  # once, for both
+            assert trainer.call("size", np.zeros(10**6)) == [(10**6, False)] * 2
+        assert stored.call_count == 1
         slow, quick = trainer.start_one(0, "work", "a", 1, 5.0), trainer.start_one(1, "work", "b", 1, 0.0)
         begun = time.monotonic()
         assert quick.result() == [None]

@@ -298,7 +298,11 @@ def test_64_engines_get_a_call_a_group_and_turn(loop: Any, ratio: float) -> None
         asked.append(index)
         return Problem(str(index), "", domain, [], np.array([1]), {"index": index})
 
-    sampler = Sampler(engines, Pool(), sampling, str, _extend)  # type: ignore[arg-type]
+    def decode(ids: np.ndarray) -> str:
+        assert isinstance(ids, np.ndarray)  # of a list Transformers looks at each id in Python
+        return str(ids)
+
+    sampler = Sampler(engines, Pool(), sampling, decode, _extend)  # type: ignore[arg-type]
     collector = Collector(sampler, problem_at, {"a": 256}, {"a": GroupFilter()}, 8, ratio)
     for step in range(2):
         taken = engines.run(collector.take())

@@ -203,8 +203,8 @@ class RoleGroup:
 
     def _start(self, method: str, arguments: Mapping[int, tuple[Any, ...]], limit: float | None) -> Pending:
         limit = self._call_limit if limit is None else limit
-        shared = len({id(args) for args in arguments.values()}) < len(arguments)
-        stored = {id(args): store(args) if shared and args else args for args in arguments.values()}
+        own = {id(args): args for args in arguments.values()}
+        stored = {key: store(args) if args and len(own) < len(arguments) else args for key, args in own.items()}
         answers = []
         for rank, args in arguments.items():
             actor = self._actors[rank]

@@ -38,7 +38,8 @@ class Sampler:
     """Samples and scores any number of groups at once.
 
     Args:
-        decode: ids of tokens -> text, without special tokens.
+        decode: ids of tokens, int64 -> text, without special tokens. Of a list Transformers would look at every id in
+            Python, which takes most of the driver's time.
         extend: writes what an environment observes.
     """
 
@@ -47,7 +48,7 @@ class Sampler:
         engines: EngineGroup,
         pool: RewardPool,
         sampling: Sampling,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[np.ndarray], str],
         extend: Extend,
     ) -> None:
         self._engines, self._pool, self._sampling = engines, pool, sampling
@@ -88,8 +89,8 @@ class Sampler:
 
     def _sample(self, group: Group, place: int) -> Sample:
         response = group.responses[place]
-        turns = tuple(self._decode(turn.tolist()) for turn in response.turns)
-        text = turns[0] if len(turns) == 1 else self._decode(response.response_ids.tolist())
+        turns = tuple(map(self._decode, response.turns))
+        text = turns[0] if len(turns) == 1 else self._decode(response.response_ids)
         return Sample(group.problem, group.number, response, text, turns=turns)
 
     def _go_on(self, group: Group) -> None:
