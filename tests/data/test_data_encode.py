@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
+from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -291,15 +292,17 @@ def test_the_same_answer_twice_teaches_nothing() -> None:
 
 
 def test_ids_are_those_that_the_tokenizer_gives() -> None:
-    """Whatever padding and truncation tokenizer.json asks for, and in a batch as alone."""
-    tokenizer = qwen_tokenizer()
+    """Whatever padding and truncation tokenizer.json asks for, in a batch as alone, next to texts that are not NFC."""
+    tokenizer, fresh = qwen_tokenizer(), qwen_tokenizer()
+    for each in (tokenizer, fresh):
+        each.backend_tokenizer.normalizer = NFC()
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=50)
     template = load_template("qwen", tokenizer)
     other = Conversation((Message("user", "<|im_end|> 今天天气"), Message("assistant", "好\u00e9 ")), "Be kind.")
-    examples = [CONVERSATION, other, CONVERSATION]
+    decomposed = Conversation((Message("user", "cafe\u0301 A\u030a"), Message("assistant", "e\u0323\u0302 \u212b")))
+    examples = [CONVERSATION, other, CONVERSATION, decomposed]
     together = Encoder(tokenizer, template, 1000).encode(examples)
-    fresh = qwen_tokenizer()
     for example, result in zip(examples, together, strict=True):
         assert isinstance(result, Encoded)
         (alone,) = Encoder(fresh, template, 1000).encode([example])

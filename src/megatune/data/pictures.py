@@ -182,9 +182,10 @@ class PictureTable:
 
     def is_current(self) -> bool:
         """Return whether every picture's file is there with as many bytes as when it was measured."""
-        parts = np.array_split(np.arange(len(self)), -(-len(self) // 4096) or 1)
+        places = np.stack((self._records["offset"], self._records["size"]), axis=1)
+        parts = np.array_split(places, -(-len(self) // 4096) or 1)
         with ThreadPoolExecutor(_LOOKING) as pool:
-            return all(pool.map(lambda part: all(map(self._has_its_bytes, part)), parts))
+            return all(pool.map(lambda part: all(self._has_its_bytes(*place) for place in part.tolist()), parts))
 
     def digested(self) -> Sequence[np.ndarray]:
         """Return the content, for a digest."""
@@ -207,11 +208,9 @@ class PictureTable:
             packed=self._sources.read(offset, offset + size).data,
         )
 
-    def _has_its_bytes(self, number: int) -> bool:
-        record = self._records[number]
-        content = self._sources.values[record["offset"] : record["offset"] + record["size"]].data
+    def _has_its_bytes(self, offset: int, size: int) -> bool:
         try:
-            header, _ = _header_of(content)
+            header, _ = _header_of(self._sources.values[offset : offset + size].data)
             sizes = (os.stat(path).st_size if size is None else size for path, size in header["parts"])
             return bool(header["bytes"] == sum(sizes))
         except (OSError, ValueError, TypeError, KeyError, struct.error):  # it is gone, or the record is damaged
