@@ -40,6 +40,7 @@ def needs_solution(names: Collection[str]) -> bool:
 def accuracy(answer: Answer) -> float:
     """1 where math-verify finds the solution in the response, in <answer> where it has that, else 0."""
     from math_verify import LatexExtractionConfig, parse
+    from math_verify.errors import TimeoutException
 
     solution, text = str(_solution(answer)), _tagged(answer.text)
     truth = _tagged(solution)
@@ -53,7 +54,10 @@ def accuracy(answer: Answer) -> float:
         rules = replace(usual.normalization_config, nits=False, malformed_operators=False, boxed=True)
         latex = replace(usual, normalization_config=rules, boxed_match_priority=0, try_extract_without_anchor=False)
         found = parse(answer.text, extraction_config=[latex], extraction_mode="first_match")
-    return float(any(has_equal_value(gold, each) for gold in golds for each in found))
+    try:
+        return float(any(has_equal_value(gold, each) for gold in golds for each in found))
+    except TimeoutException:  # no subclass of Exception
+        return 0.0
 
 
 def cosine(answer: Answer, args: SimpleNamespace) -> float:
