@@ -236,9 +236,9 @@ def _curve(output: Path) -> list[tuple[float, ...]]:
 def test_a_run_of_turns_trains_what_was_sampled_and_resumes_exactly(pool, model, tmp_path):
     """Log-probabilities of trainer and engine are compared at every token that was sampled: max_log_prob_gap."""
     whole, parts, ahead = (tmp_path / name for name in ("whole", "parts", "ahead"))
-    pool.run(1, run, _settings(model, whole, 3, 0.0), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, whole, 4, 0.0), model, limit=LIMIT)
     pool.run(1, run, _settings(model, parts, 1, 0.0), model, limit=LIMIT)
-    pool.run(1, run, _settings(model, parts, 3, 0.0, resume_from_checkpoint=True), model, limit=LIMIT)
+    pool.run(1, run, _settings(model, parts, 4, 0.0, resume_from_checkpoint=True), model, limit=LIMIT)
     assert _curve(parts) == _curve(whole)
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     pool.run(1, run, _settings(model, ahead, 2, 1.0), model, limit=LIMIT)

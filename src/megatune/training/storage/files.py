@@ -97,7 +97,7 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
         room = f"{amount(shutil.disk_usage(nearest_folder(path)).free)} free there"
     except OSError:
         room = "and it is not reachable"
-    fix = "free some room, lower save_total_limit, or choose an output_dir on another disk"
+    fix = "free some room, keep fewer checkpoints, or choose an output_dir on another disk"
     return Finding(f"no room to write {path}: {need}{room}", "", why, fix)
 
 
