@@ -82,6 +82,12 @@ def test_a_number_too_large_to_compute_is_a_wrong_answer(power: str) -> None:
         assert judged(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == score
 
 
+@pytest.mark.parametrize(("power", "value"), [("1^{10^{10}}", "1"), ("(-1)^{10^{10}+1}", "-1"), ("0^{10^{10}}", "0")])
+def test_a_large_power_of_a_small_number_has_its_value(power: str, value: str) -> None:
+    for text, truth in ((power, value), (value, power)):
+        assert judged(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == 1
+
+
 def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SECONDS", 1)
     said = judged(MathRule(), answer(r"\boxed{(1+x)^{100000}}", "3"))

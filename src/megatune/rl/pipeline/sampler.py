@@ -38,8 +38,8 @@ class Sampler:
     """Samples and scores any number of groups at once.
 
     Args:
-        decode: ids of tokens, int64 -> text, without special tokens. Of a list Transformers would look at every id in
-            Python, which takes most of the driver's time.
+        decode: ids of tokens, int64 -> text, without special tokens. Of a list Transformers looks at every id in
+            Python, which would be most of the driver's work.
         extend: writes what an environment observes.
     """
 

@@ -101,7 +101,8 @@ def num_bits(expression: Any) -> float:
     import sympy  # type: ignore[import-untyped]
 
     if isinstance(expression, sympy.Rational):
-        return float(int(expression.p).bit_length() + int(expression.q).bit_length())
+        above = (abs(int(expression.p)) - 1, int(expression.q) - 1)  # powers of 0, 1 and -1 stay as small
+        return float(sum(max(0, each).bit_length() for each in above))
     parts = [num_bits(part) for part in getattr(expression, "args", ())]
     bits = sum(parts)
     if isinstance(expression, sympy.Pow | sympy.factorial) and bits <= MOST_BITS:
