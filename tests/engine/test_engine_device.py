@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -151,3 +152,22 @@ def test_every_copy_of_a_micro_batch_is_sent(monkeypatch):
     copies += mine.sequences.normalizer, mine.sequences.trained
     assert [any(copy is each for each in sent) for copy in copies] == [True] * 6
     assert mine.input_ids.tolist() == [[2, 3, 4, 5]]
+
+
+def sums_in_groups(num_groups: int) -> tuple[list[float], int]:
+    """On every rank: a sum in each of so many groups, and how many threads they brought."""
+    before = len(os.listdir("/proc/self/task"))
+    made = [torch.distributed.new_group() for _ in range(num_groups)]
+    values = [torch.tensor(float(groups.rank() + index)) for index in range(num_groups)]
+    works = [
+        torch.distributed.all_reduce(value, group=one, async_op=True) for value, one in zip(values, made, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return [value.item() for value in values], len(os.listdir("/proc/self/task")) - before
+
+
+def test_groups_of_gloo_share_the_thread_that_looks_for_messages(pool):
+    for sums, threads in pool.run(2, sums_in_groups, 8):
+        assert sums == [1.0 + 2 * index for index in range(8)]
+        assert threads == 8 * 2  # two work in each group; a third would look for its messages

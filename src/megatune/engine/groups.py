@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroupGloo
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import device
@@ -37,6 +38,8 @@ expert_slices_group = parallel_state.get_expert_tensor_and_model_parallel_group
 
 _store: torch.distributed.Store | None = None
 _num_relayed = 0  # values, since this process met the others
+_gloo_devices: list[Any] = []  # of the first group, which the others take over
+_make_gloo_group = ProcessGroupGloo.__init__
 
 _ANNOUNCE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
@@ -235,12 +238,25 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout:
     global _store, _num_relayed
     _store, _num_relayed = store, 0
     limit = datetime.timedelta(seconds=timeout)
+    ProcessGroupGloo.__init__ = _init_gloo_group  # type: ignore[assignment,method-assign]
     # Bound to the device, NCCL connects now, so that what keeps ranks from it shows here; Megatron-Core's groups are
     # then parts of this one.
     own = device.current() if device.HAS_GPU else None
     torch.distributed.init_process_group(
         device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=own
     )
+
+
+def _init_gloo_group(group: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    """Make a group of gloo that shares the sockets' thread of this process's first one: each thread looks for messages
+    a hundred times a second, and a rank is in some 25 groups."""
+    if _gloo_devices:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = _gloo_devices, timeout
+        _make_gloo_group(group, store, rank, size, options)
+    else:
+        _make_gloo_group(group, store, rank, size, timeout=timeout)
+        _gloo_devices.extend(group.options._devices)  # type: ignore[attr-defined]
 
 
 def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoordinates:
@@ -363,3 +379,4 @@ def leave() -> None:
     unbuild()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    _gloo_devices.clear()
