@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -29,8 +29,16 @@ SLOW_FACTOR = 10  # a machine that others use, too, may take so many times as lo
 SETTLE_SECONDS = 2.0  # after a first failure, for others to fail for reasons of their own
 
 
+class _Worker(NamedTuple):
+    """A process, our end of its pipe, and the file for where it hangs."""
+
+    process: Any
+    pipe: Connection
+    stack: Path
+
+
 class RankPool:
-    """Processes forked from one that has imported everything; nothing starts before the first `run`.
+    """Processes forked from one that has imported everything; each starts with the first `run` that needs it.
 
     Args:
         size: the most ranks that a case may ask for.
@@ -41,42 +49,45 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._size = size
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[_Worker] = []
+        self._num_started = 0
         self._stacks = tempfile.TemporaryDirectory()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, limit: float = 30.0) -> list[Any]:
         """Call function(*args) on `world_size` ranks that can talk to each other; answers by rank.
 
-        A rank that fails or that hangs fails the case, by its number; the pool starts anew. Ranks hang when together
-        they have used no processor time to speak of for `limit` seconds: a busy machine makes them slow, not idle.
+        A rank that fails or that hangs fails the case, by its number; the case's processes end, and others start when
+        they are needed. Ranks hang when together they have used no processor time to speak of for `limit` seconds: a
+        busy machine makes them slow, not idle.
 
         Args:
             function: of a module that can be imported here; test modules can.
             limit: seconds without work; a case that works ends after SLOW_FACTOR times as long.
         """
         assert world_size <= self._size
-        self._start()
+        self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+            for rank, worker in enumerate(self._workers[:world_size]):
                 # The function's module may lie in a folder that pytest put on the path after this process started, and
                 # the process may have started in a folder of another test's.
                 here = (os.getcwd(), sys.path)
-                pipe.send((rank, world_size, os.path.join(folder, "store"), here, pickle.dumps((function, args))))
+                store = os.path.join(folder, "store")
+                worker.pipe.send((rank, world_size, store, here, pickle.dumps((function, args))))
             answers = self._collect(world_size, limit)
         failed = {rank: text for rank, (text, _) in answers.items() if text}
         silent = [rank for rank in range(world_size) if rank not in answers]
         if failed or silent:
             stacks = {} if failed else {rank: self._stack(rank) for rank in silent}
-            self.close()
+            self._end(world_size)
             reports = "\n".join(f"rank {rank}:\n{text}" for rank, text in {**failed, **stacks}.items())
             raise AssertionError(f"no answer from ranks {silent}\n{reports}" if silent else reports)
         return [answers[rank][1] for rank in range(world_size)]
 
     def _collect(self, world_size: int, limit: float) -> dict[int, tuple[str, Any]]:
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
+        pipes = {worker.pipe: rank for rank, worker in enumerate(self._workers[:world_size])}
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + SLOW_FACTOR * limit
-        idle = _Idleness([process.pid for process, _ in self._workers[:world_size]], limit)
+        idle = _Idleness([worker.process.pid for worker in self._workers[:world_size]], limit)
         while len(answers) < world_size and time.monotonic() < deadline and not idle.too_long():
             for pipe in wait([pipe for pipe, rank in pipes.items() if rank not in answers], LOOK_SECONDS):
                 try:
@@ -87,30 +98,36 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
         return answers
 
-    def _start(self) -> None:
-        for _ in range(self._size - len(self._workers)):
+    def _start(self, world_size: int) -> None:
+        for _ in range(world_size - len(self._workers)):
             ours, theirs = self._context.Pipe()
-            stack = os.path.join(self._stacks.name, str(len(self._workers)))
+            stack = Path(self._stacks.name, str(self._num_started))
+            self._num_started += 1
             # A rank may have processes of its own, which load its data; it ends with its pipe.
-            process = self._context.Process(target=_serve, args=(theirs, stack), daemon=False)
+            process = self._context.Process(target=_serve, args=(theirs, str(stack)), daemon=False)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
+            self._workers.append(_Worker(process, ours, stack))
 
     def _stack(self, rank: int) -> str:
         """Where a rank hangs."""
-        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        worker = self._workers[rank]
+        os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.2)
-        return Path(self._stacks.name, str(rank)).read_text()
+        return worker.stack.read_text()
 
     def close(self) -> None:
         """End every process."""
-        for process, pipe in self._workers:
-            process.kill()
-            pipe.close()
-        for process, _ in self._workers:
-            process.join(10)
-        self._workers = []
+        self._end(len(self._workers))
+
+    def _end(self, count: int) -> None:
+        """End the first processes; those behind them had no part in what failed."""
+        ended, self._workers = self._workers[:count], self._workers[count:]
+        for worker in ended:
+            worker.process.kill()
+            worker.pipe.close()
+        for worker in ended:
+            worker.process.join(10)
 
 
 class _Idleness:
