@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_ATEN = torch.ops.aten
+_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
+# A processor without instructions for bf16 takes up to 160 times as long for these as in fp32; each makes tensors of
+# the same sizes either way, whatever their values.
+_PRODUCTS = frozenset((
+    _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN._grouped_mm.default,
+    _ATTENTION.default, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+))  # fmt: skip
 
 
 class LiveBytes(TorchDispatchMode):
@@ -56,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor, None)
-        found = func(*args, **kwargs)
+        found = _computed(func, args, kwargs)
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor, str(func))
@@ -95,3 +104,18 @@ class LiveBytes(TorchDispatchMode):
         self.at_peak = Counter()
         for key, size in self._sizes.items():
             self.at_peak[self._makers[key]] += size
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator; what is allocated here beside its results is not counted."""
+    is_half = any(isinstance(one, torch.Tensor) and one.dtype == torch.bfloat16 for one in tree_leaves(args))
+    if func not in _PRODUCTS or not is_half:
+        return func(*args, **kwargs)
+    found = func(*tree_map_only(torch.Tensor, _widened, args), **tree_map_only(torch.Tensor, _widened, kwargs))
+    if func is _ATTENTION.default:  # the logarithms of its sums are in fp32
+        return found[0].bfloat16(), *found[1:]
+    return tree_map_only(torch.Tensor, torch.Tensor.bfloat16, found)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -130,3 +130,15 @@ def test_the_garbage_collector_is_left_as_it_was(num_workers: int) -> None:
         frozen.append(gc.get_freeze_count() > 0)
     assert frozen == [True]
     assert gc.get_freeze_count() == 0
+
+
+def test_data_sets_that_are_read_together_leave_the_garbage_collector_as_it_was() -> None:
+    gc.unfreeze()
+    encoder = Encoder(qwen_tokenizer(), None, cutoff_len=8)
+    first, second = (workers.encode_all(encoder, READER, SAMPLES) for _ in range(2))
+    next(first)
+    next(second)
+    first.close()
+    assert gc.get_freeze_count() > 0
+    second.close()
+    assert gc.get_freeze_count() == 0

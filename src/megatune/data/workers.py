@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -32,6 +33,8 @@ CHUNK_BYTES = 2**24  # of pictures that rows hold
 MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
 CHUNKS_AHEAD = 3  # for each process, so that none waits
+
+_num_frozen = 0  # calls at work that keep the heap frozen, which was not
 
 
 class _Chunk(NamedTuple):
@@ -106,21 +109,33 @@ def encode_all(
     """
     chunks = _chunked(iter(samples), reader.pictures)
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
-    # Objects come by the million here: the garbage collector's passes over them must not look at every module, too.
-    # A heap that is frozen already stays as it is: a rank's is, since its pages are shared.
-    frozen_here = gc.get_freeze_count() == 0
-    if frozen_here:
-        gc.freeze()
     # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    try:
+    with _frozen_heap():
         if num_workers > 1:
             yield from _encode_in_processes(work, chunks, num_workers, series)
         else:
             yield from _in_order(work, chunks, 1 if series is None else CHUNKS_AHEAD, work.submit, series)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Objects come by the million inside: the garbage collector's passes over them must not look at every module, too.
+    A heap that is frozen already stays as it is: a rank's is, since its pages are shared."""
+    global _num_frozen
+    # To count what is frozen takes tens of milliseconds, and data sets that are mixed are read at the same time.
+    frozen_here = _num_frozen > 0 or gc.get_freeze_count() == 0
+    if frozen_here:
+        if _num_frozen == 0:
+            gc.freeze()
+        _num_frozen += 1
+    try:
+        yield
     finally:
         if frozen_here:
-            gc.unfreeze()
+            _num_frozen -= 1
+            if _num_frozen == 0:
+                gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True)
