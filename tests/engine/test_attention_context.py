@@ -107,6 +107,7 @@ def check(answers: list[dict[tuple[str, str, int], list[float]]], tolerance: flo
 ROUNDING = 5e-7
 
 
+@pytest.mark.extended(4)  # eight ranks are below
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_across_ranks_is_its_definition(pool: RankPool, variant, size):
@@ -192,6 +193,7 @@ def sinks_across_ranks(variant: str, size: int) -> list[float]:
     return errors([*found, total], [*(each[mine] for each in expected), definition.grad])
 
 
+@pytest.mark.extended(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sinks_across_ranks_are_their_definition(pool: RankPool, variant, size):

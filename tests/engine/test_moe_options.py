@@ -162,6 +162,7 @@ def of_different_lengths(case: Case, each: list[Rows], lengths: tuple[int, ...])
     )
 
 
+@pytest.mark.extended("ep2")
 @pytest.mark.parametrize("experts", [{}, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}],
                          ids=["", "capacity"])  # fmt: skip
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

@@ -113,6 +113,7 @@ def test_values_are_those_that_its_cpu_library_makes(kind, dtype):
     assert same(found, bnb.dequantize_4bit(*bnb.quantize_4bit(values, quant_type=kind)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_slices_have_the_values_of_the_whole(form, dtype):

@@ -4,6 +4,7 @@ which layers they are. A process of its own: Megatron-Core must find the package
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +37,12 @@ def measured(model: Path, settings: Any) -> tuple[float, dict[str, Any], list[st
 
 
 def main(cases: list[tuple[str, str]]) -> None:
-    pool._PRELOAD = ["transformer_engine_stand_in", *pool._PRELOAD]
-    ranks = pool.RankPool(2)
+    import transformer_engine_stand_in  # noqa: F401  (before Megatron-Core)
     from layouts import LAYOUTS
     from settings_gradients import worst_error
+
+    ranks = pool.RankPool(2)
+    ranks._context = multiprocessing.get_context("fork")  # all that ranks need is imported here
 
     for model, layout in cases:
         found, truth = (

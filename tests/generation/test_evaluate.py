@@ -69,6 +69,7 @@ def test_answers_to_a_data_set_are_scored(model: Path, tmp_path: Path, capsys: p
         assert f"rougeL: {expected['rougeL']:.4f}" in capsys.readouterr().out
 
 
+@pytest.mark.extended(False)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_benchmarks_are_computed_with_the_model(
     adapted: bool,

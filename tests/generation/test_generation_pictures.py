@@ -120,6 +120,8 @@ ASKED = [
 ]
 
 
+# Two images, or an image and a video, are harder than one; qwen3_vl_moe has the positions of qwen3_vl.
+@pytest.mark.extended("i", "v", "qwen3_vl_moe")
 @pytest.mark.parametrize(
     ("family", "kinds", "text"),
     [(family, *asked) for family in FAMILIES for asked in ASKED if family not in OF_IMAGES or "v" not in asked[0]],

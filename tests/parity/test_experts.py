@@ -34,6 +34,8 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     table.add(f"{family}, untied", layout, found)
 
 
+# ep 2 has the same dispatcher above; gpt_oss has ep 2 with etp 2 in tests/parity/test_family_parity.py.
+@pytest.mark.extended("ep4 allgather", "ep2 etp2 tp2 sp")
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_EXPERT_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
@@ -52,6 +54,13 @@ OTHERS = {
 }
 
 
+# tests/parity/test_sequences.py and test_parity.py have them all; of what they exchange or overlap the layouts above
+# have each kind beside experts.
+@pytest.mark.extended(
+    "cp4 p2p", "cp4 all_gather", "cp4 a2a", "cp4, packed", "cp2 all_gather, packed", "cp2 a2a, packed", "dp4", "pp4",
+    "plain cross-entropy, tp2 sp", "pp2 vpp2, no p2p overlap", "tp2 pp2 vpp2 dp2 sp, overlaps, fusions",
+    "tp2 pp2 dp2 sp, overlaps, fusions",
+)  # fmt: skip
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", OTHERS)
 def test_layouts_of_dense_models_agree(pool, model_dir, reference, table, tmp_path, layout):

@@ -1,6 +1,6 @@
 """Optimizer steps from a Hugging Face checkpoint, saved, against the same steps by Transformers and torch.optim.
 
-Four micro-batches a step, with uneven numbers of trained tokens. A difference is measured against the norm of the
+Several micro-batches a step, with uneven numbers of trained tokens. A difference is measured against the norm of the
 tensor's update: at most 1e-3 with Adam, whose first step is the sign of the gradient and so magnifies rounding where
 gradients vanish, at most 1e-5 with SGD.
 """
@@ -33,8 +33,9 @@ from megatune.verify.reference import checkpoint_tensors, compute_reference, loa
 from megatune.verify.samples import Sample, random_pictures, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-NUM_SAMPLES = 8
-ACCUMULATION = 4
+ROWS = 4  # of a step, in twice as few micro-batches
+# Of a step with virtual stages and two data-parallel ranks: more micro-batches than stages.
+MANY_ROWS = 8
 
 # fp32 rounds a weight w to within |w| · 6e-8. Learning rates are such that updates are large against that: about 1 % of
 # a weight with Adam, of the weights' own size with SGD, whose tolerance is closer.
@@ -67,9 +68,9 @@ OPTIMIZERS["muon"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer": "muon", 
 TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1e-3, "muon": 1e-3, "sgd": 1e-5}
 
 
-def step_samples(index: int, architecture: Architecture) -> list[Sample]:
+def step_samples(index: int, architecture: Architecture, rows: int = ROWS) -> list[Sample]:
     """The rows of one step, of lengths that no other step has; with pictures where the model takes any."""
-    lengths, vision = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8], architecture.vision
+    lengths, vision = [17 + index, 5, 30, 25 - index, 9, 12, 21, 8][:rows], architecture.vision
     pictures = random_pictures(len(lengths), vision) if vision is not None else ()
     return random_samples(301, lengths, seed=index, pictures=pictures, vision=vision)
 
@@ -79,17 +80,19 @@ def plain_steps(model_dir) -> Iterator[Any]:
     """Weights before and after steps by Transformers and torch.optim, computed once for each case."""
     made: dict[Any, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
-    def make(family: str, tied: bool, optimizer: str, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        key = (family, tied, optimizer, num_steps)
+    def make(
+        family: str, tied: bool, optimizer: str, num_steps: int, rows: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        key = (family, tied, optimizer, num_steps, rows)
         if key not in made:
-            made[key] = _plain_steps(model_dir(family, tied=tied), OPTIMIZERS[optimizer], num_steps)
+            made[key] = _plain_steps(model_dir(family, tied=tied), OPTIMIZERS[optimizer], num_steps, rows)
         return made[key]
 
     return make
 
 
 def _plain_steps(
-    model_dir: Path, settings: dict[str, Any], num_steps: int
+    model_dir: Path, settings: dict[str, Any], num_steps: int, rows: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = load_reference_model(model_dir, torch.float32)
     before = _checkpoint_copy(model)
@@ -113,7 +116,7 @@ def _plain_steps(
     else:
         optimizer = torch.optim.SGD(groups, settings["learning_rate"], settings["sgd_momentum"])
     for index in range(num_steps):
-        compute_reference(model, step_samples(index, load_architecture(model_dir)))
+        compute_reference(model, step_samples(index, load_architecture(model_dir), rows))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         assert norm > settings["max_grad_norm"], "the step is to be clipped"
         optimizer.step()
@@ -130,6 +133,7 @@ def is_orthogonalized(name: str, parameter: Tensor) -> bool:
         "pos_embed.weight",
         "lm_head.weight",
         "mlp.gate.weight",
+        "router.proj.weight",
         "shared_expert_gate.weight",
     )
     is_matrix = parameter.dim() == 2 or name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
@@ -172,21 +176,22 @@ def _checkpoint_copy(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in checkpoint_tensors(model, parameters).items()}
 
 
-def step_batches(index: int, assembly: Assembly, settings: Settings) -> list[Batch]:
-    """This rank's micro-batches of a step: four, but two where four data-parallel ranks share the eight rows."""
-    accumulation = min(ACCUMULATION, NUM_SAMPLES // assembly.place.dp_size)
-    rows = NUM_SAMPLES // (accumulation * assembly.place.dp_size)
-    samples, vision = step_samples(index, assembly.architecture), assembly.architecture.vision
-    batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=rows, vision=vision)
+def step_batches(index: int, assembly: Assembly, settings: Settings, rows: int = ROWS) -> list[Batch]:
+    """This rank's micro-batches of a step: half as many as there are rows, but one where four data-parallel ranks share
+    four rows."""
+    accumulation = min(rows // 2, rows // assembly.place.dp_size)
+    size = rows // (accumulation * assembly.place.dp_size)
+    samples, vision = step_samples(index, assembly.architecture, rows), assembly.architecture.vision
+    batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=size, vision=vision)
     assert len(batches) == accumulation
     return batches
 
 
-def engine_steps(model_dir: Path, settings: Settings, num_steps: int, folder: Path) -> None:
+def engine_steps(model_dir: Path, settings: Settings, num_steps: int, rows: int, folder: Path) -> None:
     """On every rank."""
     assembly = assemble(model_dir, settings)
     for index in range(num_steps):
-        measure_loss(assembly, step_batches(index, assembly, settings))
+        measure_loss(assembly, step_batches(index, assembly, settings, rows))
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
@@ -213,14 +218,17 @@ def update_errors(before: dict[str, Tensor], expected: dict[str, Tensor], found:
     return {name: gap / moved if moved else math.nan for name, (gap, moved) in norms.items()}
 
 
-def assert_same_steps(pool, plain_steps, model_dir, layout: Layout, family, tied, optimizer, num_steps, folder) -> None:
+def assert_same_steps(
+    pool, plain_steps, model_dir, layout: Layout, family, tied, optimizer, num_steps, folder, rows: int = ROWS
+) -> None:
     settings = layout.settings(optimizer=OPTIMIZERS[optimizer])
-    pool.run(layout.world_size, engine_steps, model_dir(family, tied=tied), settings, num_steps, folder)
-    errors = update_errors(*plain_steps(family, tied, optimizer, num_steps), saved(folder))
+    pool.run(layout.world_size, engine_steps, model_dir(family, tied=tied), settings, num_steps, rows, folder)
+    errors = update_errors(*plain_steps(family, tied, optimizer, num_steps, rows), saved(folder))
     # NaN is a failure, too.
     assert not {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCES[optimizer]}
 
 
+@pytest.mark.extended("llama")  # as qwen2 without biases
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 @pytest.mark.parametrize(
@@ -235,6 +243,8 @@ def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_pa
     assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, tied, optimizer, 1, tmp_path)
 
 
+# Three steps below have these.
+@pytest.mark.extended("tp2 pp2 dp2 sp, overlaps, fusions", "tp2 pp2 vpp2 dp2 sp, overlaps, fusions")
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 @pytest.mark.parametrize(
@@ -264,11 +274,13 @@ def test_one_step_on_the_host(pool, plain_steps, model_dir, tmp_path, family, la
     assert_same_steps(pool, plain_steps, model_dir, layout, family, False, "adam, on the host", 1, tmp_path)
 
 
+@pytest.mark.extended("1", "ep2")
 @pytest.mark.parametrize("layout", ["1", "ep2", "ep2 pp2", "ep4 dp4"])
 def test_one_step_of_experts_with_the_usual_epsilon(pool, plain_steps, model_dir, tmp_path, layout):
     assert_same_steps(pool, plain_steps, model_dir, EXPERT_LAYOUTS[layout], "qwen3_moe", False, "adam", 1, tmp_path)
 
 
+@pytest.mark.extended("mixtral")  # as qwen3_moe with every layer sparse
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "optimizer", "num_steps"),
@@ -288,7 +300,7 @@ def test_steps_of_other_families_of_experts(pool, plain_steps, model_dir, tmp_pa
     assert_same_steps(pool, plain_steps, model_dir, layout, family, False, optimizer, num_steps, tmp_path)
 
 
-@pytest.mark.covering
+@pytest.mark.extended("ep2 pp2", "sgd")
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
 @pytest.mark.parametrize("layout", ["ep2 pp2", "ep2 etp2 tp2 sp"])
 def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, layout, optimizer):
@@ -297,7 +309,7 @@ def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, l
     assert_same_steps(pool, plain_steps, model_dir, chosen, "gpt_oss", False, optimizer, 1, tmp_path)
 
 
-@pytest.mark.covering
+@pytest.mark.extended("gemma4_text", "adam, larger epsilon", "sgd")  # Muon has Adam for what is no matrix
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
 @pytest.mark.parametrize(("family", "layout"), [("gemma4_text", "tp2 sp"), ("gemma4_text_moe", "ep2 etp2 tp2 sp")])
 def test_a_step_of_heads_of_two_sizes(pool, plain_steps, model_dir, tmp_path, family, layout, optimizer):
@@ -306,6 +318,7 @@ def test_a_step_of_heads_of_two_sizes(pool, plain_steps, model_dir, tmp_path, fa
     assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, optimizer, 1, tmp_path)
 
 
+@pytest.mark.extended("cp2 pp2")
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("layout", ["cp2 p2p", "cp2 tp2 sp", "cp2 pp2"])
@@ -313,13 +326,15 @@ def test_one_step_under_context_parallelism(pool, plain_steps, model_dir, tmp_pa
     assert_same_steps(pool, plain_steps, model_dir, SEQUENCE_LAYOUTS[layout], "qwen3", False, optimizer, 1, tmp_path)
 
 
+@pytest.mark.extended("adam, larger epsilon")  # with it the model with pictures below
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
 def test_three_steps_of_experts_with_every_overlap(pool, plain_steps, model_dir, tmp_path, optimizer):
     layout = MORE_EXPERT_LAYOUTS["ep2 pp2 dp4, overlaps, fusions"]
-    layout = replace(layout, world_size=4)  # the batch has eight rows: dp 2
+    layout = replace(layout, world_size=4)  # the batch has four rows: dp 2
     assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3_moe", False, optimizer, 3, tmp_path)
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp")  # with overlaps below
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
 @pytest.mark.parametrize("layout", ["tp2 sp", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
@@ -328,13 +343,16 @@ def test_three_steps_in_a_row(pool, plain_steps, model_dir, tmp_path, layout, op
     assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], "qwen3", True, optimizer, 3, tmp_path)
 
 
+@pytest.mark.extended("adam, larger epsilon")  # with it the model with pictures below
 @pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "sgd"])
 def test_three_steps_with_every_overlap(pool, plain_steps, model_dir, tmp_path, optimizer):
     """Updated parameters arrive during the next forward pass."""
     layout = MORE_LAYOUTS["tp2 pp2 vpp2 dp2 sp, overlaps, fusions"]
-    assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3", True, optimizer, 3, tmp_path)
+    assert_same_steps(pool, plain_steps, model_dir, layout, "qwen3", True, optimizer, 3, tmp_path, MANY_ROWS)
 
 
+# qwen3_vl is below, with overlaps, and beside its encoder the decoders of these are above.
+@pytest.mark.extended("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "tp2 pp2 dp2 sp")
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "dp2, no distributed optimizer, grad overlap", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize(
@@ -347,7 +365,7 @@ def test_one_step_with_pictures(pool, plain_steps, model_dir, tmp_path, family, 
     assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, "adam, larger epsilon", 1, tmp_path)
 
 
-@pytest.mark.covering
+@pytest.mark.extended("tp2 pp2 dp2 sp")
 @pytest.mark.parametrize("layout", ["1", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
 def test_a_step_of_muon_with_pictures(pool, plain_steps, model_dir, tmp_path, family, layout):

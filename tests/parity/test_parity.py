@@ -46,6 +46,7 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, tied
     table.add(f"{family}, {'tied' if tied else 'untied'}", layout, found)
 
 
+@pytest.mark.extended("tp4")  # where a rank has no real vocabulary, below
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
@@ -56,6 +57,7 @@ def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout
     table.add("qwen3, untied", layout, found)
 
 
+@pytest.mark.extended("llama")  # as qwen2 without biases
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_key_value_heads_shared_by_ranks_agree(pool, model_dir, reference, table, tmp_path, family):
     """tp 4 with 2 key/value heads: a rank's rows of the qkv weight begin inside a group, biases too."""
@@ -66,6 +68,7 @@ def test_key_value_heads_shared_by_ranks_agree(pool, model_dir, reference, table
     table.add(f"{family}, untied", "tp4 sp", found)
 
 
+@pytest.mark.extended(True)  # tied ones are padded alike, and have one matrix less
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_rank_without_real_vocabulary_agrees(pool, model_dir, reference, tmp_path, tied):
     """130 tokens are padded to 256: with tp 4 the third rank holds two real rows and the last one none."""
@@ -99,6 +102,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
 # bound would say less: bf16 has 8 bits of mantissa, 0.4 % a rounding, and how they add up depends on the model.
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp")  # fp16 has it below
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -176,15 +176,28 @@ def test_policies_agree(pool: Any, truth: Truth, tmp_path: Path, name: str, layo
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
 
+@pytest.fixture(scope="module")
+def replayed(model_dir: Any) -> Callable[[str], tuple[list[Response], Expected]]:
+    """Responses with the rollout engine's choices, and what Transformers computes with them; made once."""
+    made: dict[str, tuple[list[Response], Expected]] = {}
+
+    def make(family: str) -> tuple[list[Response], Expected]:
+        if family not in made:
+            model = load_reference_model(model_dir(family), torch.float32)
+            responses = choose_at_random(model.config, respond(model, GRPO))
+            made[family] = responses, expect(model, responses, GRPO)
+        return made[family]
+
+    return make
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), REPLAYED)
 def test_choices_of_the_rollout_engine_are_taken(
-    pool: Any, model_dir: Any, tmp_path: Path, family: str, layout: str
+    pool: Any, model_dir: Any, replayed: Any, tmp_path: Path, family: str, layout: str
 ) -> None:
     """Of every layer its own, also behind layers without experts."""
-    model = load_reference_model(model_dir(family), torch.float32)
-    responses = choose_at_random(model.config, respond(model, GRPO))
-    expected = expect(model, responses, GRPO)
+    responses, expected = replayed(family)
     case = Case(model_dir(family), EVERY[layout].settings(), responses, GRPO)
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
@@ -231,6 +244,8 @@ def critics(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+# Policies have these above, and reward models their score there.
+@pytest.mark.extended("1", "cp2 p2p", "ep2")
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "cp2 p2p", "packed", "ep2", "dp2, overlaps"])
 def test_critics_agree(pool: Any, critics: Any, tmp_path: Path, layout: str) -> None:
     model, responses, expected = critics("qwen3_moe" if "ep" in layout else "qwen3")

@@ -98,6 +98,7 @@ def test_pairs_agree(
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
 
+@pytest.mark.extended("1")  # on two ranks there are padding pairs, too
 @pytest.mark.parametrize("layout", ["1", "dp2, overlaps", "pp2 vpp2"])
 def test_pairs_of_a_micro_batch_do_not_matter(pool: Any, truth: Truth, tmp_path: Path, layout: str) -> None:
     """Seven pairs: four at a time, there are padding pairs, and on one rank more of them."""
@@ -109,6 +110,7 @@ def test_pairs_of_a_micro_batch_do_not_matter(pool: Any, truth: Truth, tmp_path:
         check(pool.run(EVERY[layout].world_size, compute, case, folder), folder, expected)
 
 
+@pytest.mark.extended("1", "cp2 tp2 sp")  # of pictures tests/parity/test_vision.py has these, of pairs the cases above
 @pytest.mark.parametrize(
     ("family", "layout"), [*(("qwen3_vl", layout) for layout in ("1", "tp2 sp", "cp2 tp2 sp")), ("mistral3", "tp2 sp")]
 )
@@ -118,6 +120,7 @@ def test_pairs_with_pictures_agree(pool: Any, truth: Truth, tmp_path: Path, fami
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
 
+@pytest.mark.extended("1", "cp2 p2p")
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2", "cp2 p2p"])
 def test_the_base_is_the_reference_of_its_adapter(pool: Any, model_dir: Any, tmp_path: Path, layout: str) -> None:
     """Against peft, and Transformers without it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ def dequantize_checkpoint(model: Path, folder: Path, form: QuantizedForm) -> Pat
     return folder
 
 
+@pytest.fixture(scope="module")
+def dequantized_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], Path]:
+    """dequantized_model(model, "nf4"): written once."""
+    made: dict[tuple[Path, str], Path] = {}
+
+    def make(model: Path, form: str) -> Path:
+        if (key := (model, form)) not in made:
+            made[key] = dequantize_checkpoint(model, tmp_path_factory.mktemp("dequantized") / "model", FORMS[form][1])
+        return made[key]
+
+    return make
+
+
 def with_adapters(layout: Layout, **finetuning: Any) -> Settings:
     return layout.settings().model_copy(update={"finetuning": FinetuningSettings(finetuning_type="lora", **finetuning)})
 
@@ -119,33 +133,46 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
+# Of experts frozen in few bits, between adapters of attention.
+TARGETS = dict.fromkeys(("qwen3_moe", "qwen2_moe", "gpt_oss"), ATTENTION)
+TARGETS |= {"qwen3": EVERY, "deepseek_v3": ["q_b_proj", "kv_b_proj", "o_proj"]}
+
+
+@pytest.fixture(scope="module")
+def by_peft(model_dir, dequantized_model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """by_peft("qwen3"): a folder with an adapter, and with what peft computes of it around the values of 4 bits."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("peft")
+            reference = load_reference_model(dequantized_model(model_dir(family), "nf4"), torch.float32)
+            peft_numbers(reference, made[family] / "adapter", made[family] / "truth", TARGETS[family])
+        return made[family]
+
+    return make
+
+
+# Values of these layouts are compared below, for both kinds of models.
+@pytest.mark.extended("1", "tp2", "pp2")
 @pytest.mark.covering
 @pytest.mark.parametrize(
-    ("family", "targets", "names"),
+    ("family", "name"),
     [
-        ("qwen3", EVERY, ("1", "tp2", "tp2 sp", "pp2", "tp4")),
-        # Frozen experts in few bits, between adapters of attention.
-        ("qwen3_moe", ATTENTION, ("1", "tp2 sp", "ep2", "pp2", "ep2 etp1 tp2 sp")),
-        ("qwen2_moe", ATTENTION, ("tp2 sp",)),
-        ("deepseek_v3", ["q_b_proj", "kv_b_proj", "o_proj"], ("1", "tp2 sp")),
-        ("gpt_oss", ATTENTION, ("1", "tp2 sp", "ep2 etp2 tp2 sp")),
+        *(("qwen3", name) for name in ("1", "tp2", "tp2 sp", "pp2", "tp4")),
+        *(("qwen3_moe", name) for name in ("1", "tp2 sp", "ep2", "pp2", "ep2 etp1 tp2 sp")),
+        ("qwen2_moe", "tp2 sp"),
+        *(("deepseek_v3", name) for name in ("1", "tp2 sp")),
+        *(("gpt_oss", name) for name in ("1", "tp2 sp", "ep2 etp2 tp2 sp")),
     ],
 )
 def test_logits_and_gradients_are_those_of_peft_around_the_same_values(
-    family, targets, names, pool: RankPool, model_dir, tmp_path
+    family, name, pool: RankPool, model_dir, by_peft, tmp_path
 ):
-    model = model_dir(family)
-    written, form = FORMS["nf4"]
-    base = dequantize_checkpoint(model, tmp_path / "base", form)
-    reference = load_reference_model(base, torch.float32)
-    truth = peft_numbers(reference, tmp_path / "adapter", tmp_path / "truth", targets)
-    own = {"lora_rank": 4, "lora_alpha": 6, "lora_target": targets, "adapter_name_or_path": [str(tmp_path / "adapter")]}
-    for name in names:
-        folder = tmp_path / name
-        folder.mkdir()
-        settings = with_adapters(ALL[name], **own, **written)
-        pool.run(ALL[name].world_size, measure_in_layout, model, settings, samples(), folder)
-        assert not failures(judge(compare(Numbers(folder), truth))), name
+    adapter = {"lora_target": TARGETS[family], "adapter_name_or_path": [str(by_peft(family) / "adapter")]}
+    settings = with_adapters(ALL[name], lora_rank=4, lora_alpha=6, **adapter, **FORMS["nf4"][0])
+    pool.run(ALL[name].world_size, measure_in_layout, model_dir(family), settings, samples(), tmp_path)
+    assert not failures(judge(compare(Numbers(tmp_path), Numbers(by_peft(family) / "truth"))))
 
 
 # Rows of whole blocks: what bitsandbytes' CPU library makes of others is no matrix of its own codes.
@@ -213,6 +240,7 @@ def train_in_layout(model: Path, settings: Settings) -> None:
     assert not any(map(torch.equal, before, adapters))
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp")  # every other layer of qwen3_moe is dense
 @pytest.mark.parametrize(
     ("family", "name"), [("qwen3", "tp2 pp2 dp2 sp"), ("qwen3_moe", "ep2 etp1 tp2 sp"), ("qwen3_moe", "ep2 dp4")]
 )
@@ -227,12 +255,11 @@ def test_steps_leave_the_base_as_it_is(family, name, pool, model_dir):
     ("family", "name"),
     [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2"), ("qwen3_moe", "tp2 sp"), ("qwen2_moe", "shared experts overlap")],
 )
-def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(family, name, form, pool, model_dir, tmp_path):
-    model = model_dir(family)
-    written, as_form = FORMS[form]
-    base = dequantize_checkpoint(model, tmp_path / "base", as_form)
-    found = []
-    for folder, checkpoint, keys in (("few", model, written), ("full", base, {})):
+def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(
+    family, name, form, pool, model_dir, dequantized_model, tmp_path
+):
+    model, found = model_dir(family), []
+    for folder, checkpoint, keys in (("few", model, FORMS[form][0]), ("full", dequantized_model(model, form), {})):
         (tmp_path / folder).mkdir()
         settings = with_adapters(ALL[name], lora_rank=4, **keys)
         pool.run(ALL[name].world_size, measure_in_layout, checkpoint, settings, samples(), tmp_path / folder)
@@ -244,9 +271,9 @@ def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(family, name
     assert all(torch.equal(few.gradient(each), full.gradient(each)) for each in full.names)
 
 
-def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, tmp_path):
-    model, (written, form) = model_dir("qwen3"), FORMS["nf4"]
-    base = dequantize_checkpoint(model, tmp_path / "base", form)
+def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, dequantized_model, tmp_path):
+    model, written = model_dir("qwen3"), FORMS["nf4"][0]
+    base = dequantized_model(model, "nf4")
     reference = load_reference_model(base, torch.float32)
     truth = peft_numbers(reference, tmp_path / "adapter", tmp_path / "truth", EVERY, use_dora=True)
     own = {"lora_rank": 4, "lora_alpha": 6, "use_dora": True, "adapter_name_or_path": [str(tmp_path / "adapter")]}
@@ -284,21 +311,21 @@ def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Ten
     return dict(export_weights(replace(loaded, parameters=base))), held, full, saved
 
 
+@pytest.mark.extended("1", "tp2", "ep2", "etp2", "tp2 pp2 dp2 sp")  # the others cut the same
 @pytest.mark.parametrize(
-    ("family", "names"),
+    ("family", "name"),
     [
-        ("qwen3", ("1", "tp2", "tp4", "tp2 sp", "pp2", "tp2 pp2 dp2 sp")),
-        ("qwen3_moe", ("1", "tp2 sp", "ep2", "etp2", "ep2 etp2 tp2 sp", "pp2")),
+        *(("qwen3", name) for name in ("1", "tp2", "tp4", "tp2 sp", "pp2", "tp2 pp2 dp2 sp")),
+        *(("qwen3_moe", name) for name in ("1", "tp2 sp", "ep2", "etp2", "ep2 etp2 tp2 sp", "pp2")),
     ],
 )
-def test_every_layout_has_the_same_values_in_fewer_bytes(family, names, pool, model_dir, tmp_path):
-    model, (written, form) = model_dir(family), FORMS["nf4"]
-    expected = load_file(dequantize_checkpoint(model, tmp_path / "base", form) / "model.safetensors")
-    for name in names:
-        answers = pool.run(ALL[name].world_size, held_in_layout, model, with_adapters(ALL[name], **written))
-        for values, held, full, saved in answers:
-            assert values.keys() == expected.keys()
-            assert all(torch.equal(values[each], expected[each]) for each in expected), name
-            assert full - held == saved
-            # Matrices this small have many rows of few blocks.
-            assert held < 0.2 * full
+def test_every_layout_has_the_same_values_in_fewer_bytes(family, name, pool, model_dir, dequantized_model):
+    model = model_dir(family)
+    expected = load_file(dequantized_model(model, "nf4") / "model.safetensors")
+    settings = with_adapters(ALL[name], **FORMS["nf4"][0])
+    for values, held, full, saved in pool.run(ALL[name].world_size, held_in_layout, model, settings):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[each], expected[each]) for each in expected)
+        assert full - held == saved
+        # Matrices this small have many rows of few blocks.
+        assert held < 0.2 * full

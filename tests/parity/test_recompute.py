@@ -66,6 +66,7 @@ def assert_no_bit_changes(pool, model_dir, kept: Kept, family: str, layout: Layo
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+@pytest.mark.extended("core_attn", "layernorm", "mlp")  # "all" has them
 @pytest.mark.covering
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2"])
@@ -93,6 +94,7 @@ BALANCED_LAYOUTS = {
 }
 
 
+@pytest.mark.extended("moe_act", "shared_experts", "mla_up_proj")  # "all" has them
 @pytest.mark.covering
 @pytest.mark.parametrize("recompute", SPARSE)
 @pytest.mark.parametrize("layout", BALANCED_LAYOUTS)

@@ -103,6 +103,7 @@ def steps(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.mark.extended("1", "cp2 p2p")  # gradients in tests/parity/test_rewards.py; steps packed
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout", "optimizer", "size"),
@@ -128,6 +129,7 @@ def test_steps_equal_trl(
     )
 
 
+@pytest.mark.extended  # test_rewards.py compares its gradients, test_lora.py steps of adapters
 def test_steps_of_an_adapter_equal_trl(pool: Any, steps: Any, tmp_path: Path) -> None:
     """The score is trained whole beside it."""
     model, _ = steps("qwen3", "adam")

@@ -107,6 +107,7 @@ def test_rewards_agree(pool: Any, truth: Truth, tmp_path: Path, name: str, layou
     check(pool.run(EVERY[layout].world_size, compute, case, tmp_path), tmp_path, expected)
 
 
+@pytest.mark.extended("1")
 @pytest.mark.parametrize("layout", ["1", "tp2 sp"])
 def test_the_score_is_trained_beside_adapters(pool: Any, truth: Truth, tmp_path: Path, layout: str) -> None:
     """Against peft."""

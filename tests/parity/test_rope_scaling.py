@@ -32,6 +32,7 @@ LONG_LAYOUTS = {
 }
 
 
+@pytest.mark.extended("mixtral")  # experts are not turned
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", [LAYOUTS["tp2 sp"], FUSED], ids=["tp2 sp", "fused"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
@@ -43,6 +44,7 @@ def test_yarn_agrees(pool, model_dir, reference, tmp_path, family, layout):
     assert not failures(found)
 
 
+@pytest.mark.extended("mistral", "qwen3_moe")  # as llama and qwen3
 @pytest.mark.covering
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR, DYNAMIC], ids=["llama3", "linear", "dynamic"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"])
@@ -53,6 +55,7 @@ def test_any_scaling_agrees(pool, model_dir, reference, tmp_path, family, rope):
     assert not failures(found)
 
 
+@pytest.mark.extended(1)  # rows side by side in a micro-batch are harder
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.parametrize("layout", LONG_LAYOUTS)
 def test_longrope_agrees(pool, model_dir, reference, table, tmp_path, layout, micro_batch_size):

@@ -25,6 +25,9 @@ CASES = [
 ]
 
 
+# Tests below and tests/parity/test_experts.py have these where sequences are cut; what they have of their own is not of
+# attention.
+@pytest.mark.extended("llama", "qwen2", "mixtral", "qwen2_moe", "qwen3_moe")
 @pytest.mark.covering
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout):
@@ -35,6 +38,7 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     table.add(f"{family}, untied", layout, found)
 
 
+@pytest.mark.extended("cp4 all_gather", "cp4 a2a")  # tests/engine/test_attention_context.py has them, on 8 ranks, too
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", MORE_SEQUENCE_LAYOUTS)
 def test_other_layouts_agree(pool, model_dir, reference, table, tmp_path, layout):
@@ -68,8 +72,14 @@ def gradients(model: Path, settings: Settings, samples: list[Sample]) -> list[to
     return [local.parameter.main_grad.clone() for local in assembly.parameters if local.parameter.requires_grad]
 
 
-@pytest.mark.parametrize("layout", [SEQUENCE_LAYOUTS["packed"], SEQUENCE_LAYOUTS["cp2, packed"],
-                                    EXPERT_LAYOUTS["cp2 ep2, packed"]], ids=["1", "cp2", "cp2 ep2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(SEQUENCE_LAYOUTS["packed"], id="1"),
+        pytest.param(SEQUENCE_LAYOUTS["cp2, packed"], id="cp2", marks=pytest.mark.extended),
+        pytest.param(EXPERT_LAYOUTS["cp2 ep2, packed"], id="cp2 ep2"),
+    ],
+)
 def test_a_document_does_not_feel_its_neighbours(pool, model_dir, layout: Layout):
     """Other tokens in all samples but one, none of them trained: the one's gradient stays."""
     model = model_dir("qwen3_moe" if layout.settings().parallel.expert_model_parallel_size > 1 else "qwen3")

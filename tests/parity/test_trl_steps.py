@@ -77,7 +77,7 @@ def storage_errors(expected: Steps) -> dict[str, float]:
     return {name: NUM_STEPS * 2**-24 * expected.after[name].norm().item() / moved[name] for name in moved}
 
 
-@pytest.mark.extended("hinge", "robust", "cpo")
+@pytest.mark.extended("hinge", "robust", "cpo", "sigmoid", "ipo", "orpo")  # the last three are in layouts below
 @pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("losses", LOSSES)
@@ -100,12 +100,13 @@ def test_layouts(pool: Any, truth: Truth, tmp_path: Path, losses: str, layout: s
     check(pool, truth(losses, optimizer), layout, 1, OPTIMIZER[optimizer][1], tmp_path)
 
 
+@pytest.mark.extended("adam")  # dense models and adapters have it
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 def test_experts(pool: Any, truth: Truth, tmp_path: Path, optimizer: str) -> None:
     check(pool, truth("sigmoid", optimizer, "qwen3_moe"), "ep2", 1, OPTIMIZER[optimizer][1], tmp_path)
 
 
-@pytest.mark.covering
+@pytest.mark.extended  # test_preference.py compares their gradients, test_lora.py steps of adapters
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("layout", ["1", "tp2 sp"])
 def test_adapters(pool: Any, truth: Truth, tmp_path: Path, layout: str, optimizer: str) -> None:

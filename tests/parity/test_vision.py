@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from computing import differences, failures, measure_in_layout, together
+from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_layout, together
 from layouts import Layout
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -34,14 +34,13 @@ WIDE, SQUARE, TALL = (
 )
 # Frames that are no whole number of positions apart.
 CLIP, LONG = (SamplePicture("video", grid, 9, 0.97) for grid in ((3, 4, 6), (5, 2, 4)))
-LENGTHS = (17, 5, 30, 12, 9, 25, 21, 8)
 CONTENTS: dict[str, Sequence[Sequence[SamplePicture]]] = {
-    "an image": [[WIDE], [SQUARE], [TALL], [WIDE], [SQUARE], [TALL], [WIDE], [SQUARE]],
-    "two images": [[WIDE, SQUARE], [SQUARE, TALL], [TALL, WIDE], [WIDE, TALL]] * 2,
-    "a video": [[CLIP], [LONG], [CLIP], [LONG]] * 2,
-    "mixed": [[WIDE], [], [SQUARE, TALL], [CLIP], [WIDE, LONG], [], [CLIP, SQUARE, LONG], []],
+    "an image": [[WIDE], [SQUARE], [TALL], [WIDE]],
+    "two images": [[WIDE, SQUARE], [SQUARE, TALL], [TALL, WIDE], [WIDE, TALL]],
+    "a video": [[CLIP], [LONG], [CLIP], [LONG]],
+    "mixed": [[WIDE], [], [SQUARE, TALL, CLIP], [CLIP, SQUARE, LONG]],
     # With two data-parallel ranks and rows one by one the second rank has none.
-    "every other row": [[WIDE], [], [SQUARE, TALL], [], [CLIP], [], [SQUARE, LONG], []],
+    "every other row": [[WIDE], [], [SQUARE, LONG, TALL], []],
 }
 
 TP2, PP2, CP2 = (
@@ -135,7 +134,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def samples_of(model: Path, content: str, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Sample]:
-    vision, pictures = load_architecture(model).vision, CONTENTS[content]
+    vision, pictures = load_architecture(model).vision, [*CONTENTS[content]] * (len(lengths) // len(LENGTHS))
     assert vision is not None
     if not vision.has_videos:
         pictures = [[each for each in row if each.kind == "image"] for row in pictures]
@@ -161,7 +160,8 @@ def padding_of(model: Path) -> int | None:
 @pytest.mark.parametrize(("family", "layout", "content"), cases())
 def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layout, content):
     model = model_dir(family, num_hidden_layers=NUM_LAYERS)
-    samples = samples_of(model, content)
+    # In four rows fp32 rounds a layer's eight decays, whose gradients nearly cancel, by as much as is tolerated.
+    samples = samples_of(model, content, MORE_LENGTHS if family == "qwen3_5_moe" else LENGTHS)
     chosen, _, rows = OF_FAMILY[family][layout]
     found = differences(pool, model, chosen, samples, reference(model, samples), tmp_path, rows)
     assert not failures(found)
@@ -210,7 +210,9 @@ ALL_CHOSEN = {"qwen3_5_moe": {"num_experts_per_tok": 8}}
 BATCHES = {"qwen3_5_moe": 4, "internvl": 4, "gemma3": 4}
 
 
-@pytest.mark.extended("qwen2_vl", "qwen2_5_vl", "internvl", "qwen3_5_moe")
+# The encoder of qwen3_vl is qwen3_vl_moe's, and every other layer there is dense; what gemma3 rounds as no other family
+# here, its norms and the scale of its words, gemma4 has, too.
+@pytest.mark.extended("qwen2_vl", "qwen2_5_vl", "internvl", "qwen3_5_moe", "qwen3_vl", "gemma3")
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, table, tmp_path, family):
     """As the proof of text models, tests/parity/test_parity.py."""
@@ -218,7 +220,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
     model, layout = model_dir(family, num_hidden_layers=NUM_LAYERS, **chosen), LAYOUTS["tp2 sp"][0]
     ours, stock = [], []
     for seed in range(BATCHES.get(family, 1)):
-        samples, folder = samples_of(model, "mixed", seed=seed), tmp_path / str(seed)
+        samples, folder = samples_of(model, "mixed", MORE_LENGTHS, seed), tmp_path / str(seed)
         folder.mkdir()
         pool.run(2, measure_in_layout, model, layout.settings(precision={"bf16": True}), samples, folder)
         truth = reference(model, samples, "bfloat16")
@@ -232,7 +234,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
 
 def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_path):
     model = model_dir("qwen3_vl", num_hidden_layers=NUM_LAYERS)
-    samples, layout = samples_of(model, "mixed"), LAYOUTS["cp2"][0]
+    samples, layout = samples_of(model, "mixed", MORE_LENGTHS), LAYOUTS["cp2"][0]
     pool.run(2, measure_in_layout, model, layout.settings(precision={"fp16": True}), samples, tmp_path)
     truth = reference(model, samples, "float16")
     stock = compare(reference(model, samples, "float16", "float16"), truth)
@@ -270,6 +272,8 @@ def checked_steps(model: Path, settings: Settings, steps: list[list[Sample]]) ->
         assert train_step(assembly, batches, learning_rate=1e-2, checked_step=number).updated
 
 
+# In dp 2 and in cp 2 with tp 2 the same ranks have copies.
+@pytest.mark.extended("tp2 pp2 dp2 sp, overlaps, fusions")
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "layout", ["dp2, overlaps", "tp2 sp", "cp2 tp2 sp, packed", "tp2 pp2 dp2 sp, overlaps, fusions"]

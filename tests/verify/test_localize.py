@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,29 @@ def spoil_gradient(module: torch.nn.Module, args: Any, output: tuple[torch.Tenso
         output[0].register_hook(lambda gradient: gradient * 1.01)
 
 
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, list[Sample]], Path]:
+    """truth(model, samples): a folder with the reference's numbers and trace, written once."""
+    made: dict[tuple[Path, tuple[Sample, ...]], Path] = {}
+
+    def make(model: Path, samples: list[Sample]) -> Path:
+        if (key := (model, tuple(samples))) not in made:
+            made[key] = tmp_path_factory.mktemp("truth")
+            write_reference(model, samples, made[key])
+        return made[key]
+
+    return make
+
+
 def location(
-    pool: RankPool,
-    model: Path,
-    reference: Path,
-    layout: Layout,
-    folder: Path,
-    *spoiled: int,
+    pool: RankPool, model: Path, truth: Path, layout: Layout, folder: Path, *spoiled: int,
     samples: list[Sample] = SAMPLES,
-) -> Location:
+) -> Location:  # fmt: skip
     (folder / "layout").mkdir()
     pool.run(layout.world_size, compute, model, layout.settings(), samples, folder / "layout", *spoiled)
-    write_reference(reference, samples, folder / "truth")
-    differences = judge(compare(Numbers(folder / "layout"), Numbers(folder / "truth")))
+    differences = judge(compare(Numbers(folder / "layout"), Numbers(truth)))
     assert not all(one.passes for one in differences)
-    return locate(differences, Trace(folder / "layout"), Trace(folder / "truth"))
+    return locate(differences, Trace(folder / "layout"), Trace(truth))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -105,12 +114,13 @@ DENSE = [
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("pattern", "place"), DENSE)
-def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
+def test_altered_weight_is_located(pool, model_dir, truth, tmp_path, pattern, place):
     good = model_dir("qwen3")
     if place == "embedding":  # of the first token, so that it is used
         tokens = {token for sample in SAMPLES for token in sample.input_ids}
         assert 0 in tokens
-    found = location(pool, with_altered_weight(good, tmp_path / "bad", pattern), good, LAYOUTS["1"], tmp_path)
+    bad = with_altered_weight(good, tmp_path / "bad", pattern)
+    found = location(pool, bad, truth(good, SAMPLES), LAYOUTS["1"], tmp_path)
     assert found.first is not None
     assert (found.first.name, found.in_gradients) == (place, False)
     before = found.places[: found.places.index(found.first)]
@@ -128,24 +138,25 @@ def test_altered_weight_is_located(pool, model_dir, tmp_path, pattern, place):
     ],
 )
 @pytest.mark.parametrize("layout", ["tp2 sp", "cp2, packed"])
-def test_altered_weight_of_a_vision_language_model_is_located(pool, model_dir, tmp_path, layout, pattern, place):
+def test_altered_weight_of_a_vision_language_model_is_located(pool, model_dir, truth, tmp_path, layout, pattern, place):
     """An encoder shows in what goes into the first layer, a deepstack merger in what goes into the second one."""
     good = model_dir("qwen3_vl")
     vision = load_architecture(good).vision
     samples = random_samples(301, (17, 5, 30, 12), pictures=random_pictures(4, vision), vision=vision)
     bad = with_altered_weight(good, tmp_path / "bad", pattern)
-    found = location(pool, bad, good, ALL_LAYOUTS[layout], tmp_path, samples=samples)
+    found = location(pool, bad, truth(good, samples), ALL_LAYOUTS[layout], tmp_path, samples=samples)
     assert found.first is not None
     assert (found.first.name, found.in_gradients) == (place, False)
     assert all(one.error < 2e-6 for one in found.places[: found.places.index(found.first)])
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp", "cp2 pp2")  # the others cut the same
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "tp2 pp2 dp2 sp", "cp2 p2p", "cp2 pp2", "cp2, packed"])
-def test_altered_weight_is_located_in_every_layout(pool, model_dir, tmp_path, layout):
+def test_altered_weight_is_located_in_every_layout(pool, model_dir, truth, tmp_path, layout):
     good = model_dir("qwen3")
     bad = with_altered_weight(good, tmp_path / "bad", r"model\.layers\.2\.self_attn\.o_proj\.weight")
-    found = location(pool, bad, good, ALL_LAYOUTS[layout], tmp_path)
+    found = location(pool, bad, truth(good, SAMPLES), ALL_LAYOUTS[layout], tmp_path)
     assert found.first is not None
     assert found.first.name == "layer 2 attention"
     # Embedding, four layers of two, norm, logits, loss: all stages told of theirs, and what comes before agrees.
@@ -162,19 +173,21 @@ def test_altered_weight_is_located_in_every_layout(pool, model_dir, tmp_path, la
     ],
 )
 @pytest.mark.parametrize("layout", ["1", "ep2", "ep2 etp1 tp2 sp", "cp2 ep2, packed"])
-def test_experts_and_their_router_are_told_apart(pool, model_dir, tmp_path, layout, pattern, place):
+def test_experts_and_their_router_are_told_apart(pool, model_dir, truth, tmp_path, layout, pattern, place):
     good = model_dir("qwen3_moe")
-    found = location(pool, with_altered_weight(good, tmp_path / "bad", pattern), good, ALL_LAYOUTS[layout], tmp_path)
+    bad = with_altered_weight(good, tmp_path / "bad", pattern)
+    found = location(pool, bad, truth(good, SAMPLES), ALL_LAYOUTS[layout], tmp_path)
     assert found.first is not None
     assert found.first.name == place
     assert (found.first.moved > 0) == place.endswith("router")
     assert [one.name for one in found.places if "layer 0" in one.name] == ["layer 0 attention", "layer 0 MLP"]
 
 
+@pytest.mark.extended("1")
 @pytest.mark.parametrize("layout", ["1", "tp2 sp", "pp2 vpp2"])
-def test_wrong_gradient_is_located(pool, model_dir, tmp_path, layout):
+def test_wrong_gradient_is_located(pool, model_dir, truth, tmp_path, layout):
     good = model_dir("qwen3")
-    found = location(pool, good, good, LAYOUTS[layout], tmp_path, 2)
+    found = location(pool, good, truth(good, SAMPLES), LAYOUTS[layout], tmp_path, 2)
     assert found.first is not None
     assert (found.first.name, found.in_gradients) == ("layer 2 attention", True)
     backward = [one.name for one in found.places]

@@ -58,10 +58,26 @@ def verify(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Callab
     return partial(command_line, "verify")
 
 
-def test_good_layout_passes(model):
-    ended = verify_in_a_process(
-        model, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "2", "--length", "8"
-    )
+def test_a_user_starts_it(model):
+    """Each side computes in processes of its own."""
+    ended = verify_in_a_process(model, "--samples", "2", "--length", "8")
+    assert ended.returncode == 0, ended.stderr
+    assert "one process, float32, 2 rows of 6 to 8 tokens" in ended.stdout
+    assert "PASS: all 27 are within their tolerance" in ended.stdout
+
+
+WORDS = ("--tensor_model_parallel_size", "2", "sequence_parallel=true", "--samples", "2", "--length", "8")
+
+
+@pytest.mark.extended  # one process above, and ranks that are started together in tests/launch and tests/training
+def test_a_user_starts_several_ranks(model):
+    ended = verify_in_a_process(model, *WORDS)
+    assert ended.returncode == 0, ended.stderr
+    assert "PASS: all 27 are within their tolerance" in ended.stdout
+
+
+def test_good_layout_passes(verify, model):
+    ended = verify(model, *WORDS)
     assert ended.returncode == 0, ended.stderr
     assert "tp 2, sequence parallel, float32, 2 rows of 6 to 8 tokens" in ended.stdout
     assert "logits" in ended.stdout
