@@ -120,7 +120,8 @@ def norms_of_steps(model: Path, settings: Settings) -> list[float]:
     return train(with_random_b(model, settings), settings)
 
 
-@pytest.mark.extended("qwen3_moe")  # deepseek_v3 has adapters of experts, too
+# deepseek_v3 has adapters of experts, too; tests/parity/test_lora.py has the largest layout in clipped steps.
+@pytest.mark.extended("qwen3_moe", "tp2 pp2 dp2 sp, overlaps, fusions")
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout"),

@@ -110,6 +110,7 @@ def test_the_one_among_many_is_named(pool, model_dir):
         assert text.count("differ between") == 1
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp")  # no other layout but with copies, whose bits are flipped above
 @pytest.mark.parametrize("layout", ["1", "tp2 pp2 dp2 sp", "tp2 pp2 vpp2"])
 def test_slices_are_not_compared(pool, model_dir, layout):
     """A weight that tensor parallelism cuts has one copy here, or its data-parallel peer: no slice is held against

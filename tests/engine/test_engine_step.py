@@ -40,6 +40,7 @@ def repeat_steps(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     return again, same(gradients(), before), untouched
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp, overlaps, fusions")  # three steps with overlaps are in test_one_step.py
 @pytest.mark.parametrize("layout", ["1", "dp2", "tp2 pp2 vpp2", "tp2 pp2 dp2 sp, overlaps, fusions"])
 def test_gradients_start_from_zero_at_every_step(pool, model_dir, layout):
     chosen = {**LAYOUTS, **MORE_LAYOUTS}[layout]

@@ -89,6 +89,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 FAMILIES = ["qwen3", "qwen2_5_vl", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_those_of_merged_weights(

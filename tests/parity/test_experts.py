@@ -59,7 +59,7 @@ OTHERS = {
 @pytest.mark.extended(
     "cp4 p2p", "cp4 all_gather", "cp4 a2a", "cp4, packed", "cp2 all_gather, packed", "cp2 a2a, packed", "dp4", "pp4",
     "plain cross-entropy, tp2 sp", "pp2 vpp2, no p2p overlap", "tp2 pp2 vpp2 dp2 sp, overlaps, fusions",
-    "tp2 pp2 dp2 sp, overlaps, fusions",
+    "tp2 pp2 dp2 sp, overlaps, fusions", "cp2 pp2 vpp2 tp2 sp", "cp2 pp2 vpp2 tp2 sp, packed",
 )  # fmt: skip
 @pytest.mark.covering
 @pytest.mark.parametrize("layout", OTHERS)

@@ -160,10 +160,10 @@ _AS_OTHERS = (
 
 
 # Others that another test or case here has: names of experts qwen3_moe, mixtral and, beside shared ones, deepseek_v3;
-# decoders with windows gemma3 and gemma4; an encoder with biases qwen3_vl; the largest layout the steps below.
+# decoders with windows gemma3 and gemma4_text_moe; an encoder with biases qwen3_vl; the largest layout the steps below.
 _HELD = (
-    "glm4_moe", "hy_v3", "ernie4_5_moe", "minimax_m2", "gemma3_text", "gemma4_text", "internvl", "qwen2_5_vl",
-    "tp2 pp2 dp2 sp, overlaps, fusions",
+    "glm4_moe", "hy_v3", "ernie4_5_moe", "minimax_m2", "qwen2_moe", "gemma3_text", "gemma4_text", "gemma4", "internvl",
+    "qwen2_5_vl", "tp2 pp2 dp2 sp, overlaps, fusions",
 )  # fmt: skip
 
 

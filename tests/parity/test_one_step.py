@@ -34,7 +34,7 @@ from megatune.verify.samples import Sample, random_pictures, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROWS = 4  # of a step, in twice as few micro-batches
-# Of a step with virtual stages and two data-parallel ranks: more micro-batches than stages.
+# Where four would not do: with virtual stages and two data-parallel ranks there are more micro-batches than stages.
 MANY_ROWS = 8
 
 # fp32 rounds a weight w to within |w| · 6e-8. Learning rates are such that updates are large against that: about 1 % of
@@ -70,7 +70,9 @@ TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1
 
 def step_samples(index: int, architecture: Architecture, rows: int = ROWS) -> list[Sample]:
     """The rows of one step, of lengths that no other step has; with pictures where the model takes any."""
-    lengths, vision = [17 + index, 5, 30, 25 - index, 9, 12, 21, 8][:rows], architecture.vision
+    lengths, vision = [17 + index, 5, 30, 25 - index], architecture.vision
+    if rows > ROWS:
+        lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
     pictures = random_pictures(len(lengths), vision) if vision is not None else ()
     return random_samples(301, lengths, seed=index, pictures=pictures, vision=vision)
 
@@ -240,7 +242,9 @@ def assert_same_steps(
     ],
 )
 def test_one_step_equals_plain_transformers(pool, plain_steps, model_dir, tmp_path, family, tied, layout, optimizer):
-    assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, tied, optimizer, 1, tmp_path)
+    # In few rows the biases of qwen2's keys have gradients that rounding decides about.
+    rows = MANY_ROWS if family == "qwen2" else ROWS
+    assert_same_steps(pool, plain_steps, model_dir, LAYOUTS[layout], family, tied, optimizer, 1, tmp_path, rows)
 
 
 # Three steps below have these.
@@ -315,7 +319,8 @@ def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, l
 def test_a_step_of_heads_of_two_sizes(pool, plain_steps, model_dir, tmp_path, family, layout, optimizer):
     """A router's scales have a gradient on every tensor-parallel rank, and what scales a layer stays."""
     chosen = {**LAYOUTS, **MORE_EXPERT_LAYOUTS}[layout]
-    assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, optimizer, 1, tmp_path)
+    # In few rows what scales a router has a gradient that nearly cancels.
+    assert_same_steps(pool, plain_steps, model_dir, chosen, family, False, optimizer, 1, tmp_path, MANY_ROWS)
 
 
 @pytest.mark.extended("cp2 pp2")

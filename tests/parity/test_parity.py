@@ -87,6 +87,7 @@ def test_rows_of_one_micro_batch_agree(pool, model_dir, reference, tmp_path, lay
     assert not failures(differences(pool, model, LAYOUTS[layout], samples, truth, tmp_path, micro_batch_size=2))
 
 
+@pytest.mark.extended("tp2 pp2 dp2 sp")
 @pytest.mark.parametrize("layout", ["dp2", "tp2 pp2 dp2 sp"])
 def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, reference, tmp_path, layout):
     model = model_dir("qwen3")
