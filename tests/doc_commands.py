@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from pool_launch import CommandLine, Ended
+from script_kit import run_script
 
 from megatune.errors import ExitCode
 
@@ -207,9 +209,7 @@ class Shell:
         script, *rest = words
         assert (ROOT / script).is_file(), f"{script} is not in the repository"
         if not script.startswith("benchmarks/"):
-            command = [sys.executable, script, *rest]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            return Ended(ended.returncode, ended.stdout, ended.stderr)
+            return _parsing(lambda: run_script(Path(script), *rest))
         with self._monkeypatch.context() as patch:
             parse = argparse.ArgumentParser.parse_args
 
@@ -257,8 +257,7 @@ def _make(words: list[str]) -> Ended:
 
 def _pip(words: list[str]) -> Ended:
     """Compare pip's words with what its help lists, and look for the files and the extras that they name."""
-    command = [sys.executable, "-m", "pip", words[0], "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    text = _help_of_pip(words[0])
     known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
     unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
     assert not unknown, f"pip {words[0]} has no {unknown}"
@@ -269,6 +268,12 @@ def _pip(words: list[str]) -> Ended:
     named = re.findall(r"(?:megatune|\.)\[([\w-]+)\]", " ".join(words))
     assert extras.keys() >= set(named), f"there is no extra among {named}"
     return Ended(0, text, "")
+
+
+@functools.cache
+def _help_of_pip(verb: str) -> str:
+    command = [sys.executable, "-m", "pip", verb, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
 def _ray(words: list[str]) -> Ended:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from doc_commands import ROOT
 from pictures_kit import draw, write_rows
+from script_kit import run_script
 
 from megatune.demo.checkpoint import make_checkpoint
 
@@ -31,7 +30,7 @@ def write_models(folder: Path) -> None:
     make_checkpoint("qwen3_moe", folder / "Qwen/Qwen3-30B-A3B")
     for name in ("Qwen/Qwen3-VL-8B-Instruct", "out/vl-demo"):
         make_checkpoint("qwen3_vl", folder / name)
-    subprocess.run([sys.executable, "examples/rl/make.py", "out/rl"], cwd=folder, check=True)
+    run_script(folder / "examples/rl/make.py", folder / "out/rl")
     shutil.copytree(folder / "out/rl/model", folder / "out/rl/warmup")
 
 

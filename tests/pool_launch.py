@@ -36,7 +36,7 @@ class CommandLine:
     def __init__(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self._pool = pool
         self.limit = 60.0  # seconds of a run
-        for module in ("megatune.launch.supervisor", "megatune.verify.run"):
+        for module in ("megatune.launch.supervisor", "megatune.verify.run", "megatune.rehearse.ranks"):
             monkeypatch.setattr(f"{module}.run_ranks", self._run_ranks)
 
     def __call__(self, *words: object) -> Ended:

@@ -6,12 +6,12 @@ import csv
 import json
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_launch import CommandLine
 
 from megatune.cli.main import main
 from megatune.config.dialects.roll import read_roll
@@ -52,15 +52,14 @@ def settings_of(found: NewRun) -> dict[str, object]:
             for name, value in group.items()}  # fmt: skip
 
 
-def test_five_answers_start_a_training(folder: Path) -> None:
+def test_five_answers_start_a_training(
+    folder: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal, keyboard = pty.openpty()
     os.write(terminal, b"\n" * 5)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megatune", "new"]
-    done = subprocess.run(
-        command, stdin=keyboard, capture_output=True, text=True, timeout=180, cwd=folder, env=environment
-    )
-    os.close(keyboard)
+    with os.fdopen(keyboard) as typed:
+        monkeypatch.setattr(sys, "stdin", typed)
+        done = command_line("new")
     os.close(terminal)
     assert done.returncode == 0, done.stderr
     for said in ("Model: a folder", "Data: a file", "Machine: ", "Goal: ", "Start it now [yes]"):

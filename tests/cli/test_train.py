@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pool import RankPool
 from pool_launch import CommandLine
 from safetensors import safe_open
 
@@ -154,11 +155,13 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(model: Path, pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The weights of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    code, output = megatune("train", _write_run_file(model, folder), cache=folder)
-    assert code == 0, output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATUNE_CACHE", str(folder))
+        ended = CommandLine(pool, patch)("train", _write_run_file(model, folder))
+    assert ended.returncode == 0, ended
     return tensors(folder / "out")
 
 
@@ -167,8 +170,14 @@ def _write_run_file(model: Path, folder: Path) -> Path:
 
 
 def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
-    run_file: Path, whole: dict[str, bytes], tmp_path: Path
+    run_file: Path,
+    whole: dict[str, bytes],
+    command_line: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """The run that is stopped is one of processes of its own."""
+    monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
     process = start("train", run_file, cache=tmp_path)
     list(lines_until(process, "step 2/"))
     assert process.stdout is not None
@@ -181,14 +190,15 @@ def test_in_a_terminal_that_is_closed_it_saves_and_goes_on_later(
     assert process.wait(LIMIT) == 75
     assert "stopped on request: checkpoint-" in log.read_text()
     workers = f"dataloader_num_workers={len(os.sched_getaffinity(0)) + 1}"  # torch warns of more than cores
-    code, output = megatune("train", run_file, workers, cache=tmp_path)
-    assert code == 0, output
+    ended = command_line("train", run_file, workers)
+    assert ended.returncode == 0, ended
     assert tensors(tmp_path / "out") == whole
-    assert "dataloader_num_workers: null in the run before" in output
-    assert "This DataLoader" not in output
+    assert "dataloader_num_workers: null in the run before" in ended.stdout
+    assert "This DataLoader" not in ended.stdout + ended.stderr
     # Once more, in a folder where all is done.
-    code, output = megatune("train", run_file, workers, "learning_rate=0.5", cache=tmp_path)
-    assert code == 0, output
+    ended = command_line("train", run_file, workers, "learning_rate=0.5")
+    assert ended.returncode == 0, ended
+    output = ended.stdout + ended.stderr
     told = output.index("changed    learning_rate: 0.001 in the run before, 0.5 now")
     assert told < output.index("12 steps done of 12, so nothing is left to train")
     assert tensors(tmp_path / "out") == whole
@@ -219,10 +229,10 @@ def test_the_published_file_for_8_gpus_runs_on_8_processes(
         f"model_name: Tuna\nmodel_author: the team\n{MCA_8_GPUS}"
     )
     monkeypatch.setenv("MEGATUNE_CACHE", str(tmp_path))
-    ended = command_line("train", path, "max_steps=3")
+    ended = command_line("train", path, "max_steps=2")
     assert ended.returncode == 0, ended
     assert "tp 4 + sp × pp 2 × dp 1 on 8 ×" in ended.stdout
-    assert "step 3/3" in ended.stdout
+    assert "step 2/2" in ended.stdout
 
 
 @pytest.mark.extended

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from pool_launch import CommandLine
 from safetensors.torch import save_file
 
 from megatune.cli.main import main
@@ -49,8 +50,8 @@ def words(model: object, folder: Path, **changes: Any) -> list[str]:
     return [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
 
 
-def test_a_file_is_trained_and_its_model_loads(model: Path, tmp_path: Path) -> None:
-    """One start of two ranks; the others are in the test of all acts."""
+def test_a_file_is_trained_and_its_model_loads(model: Path, command_line: CommandLine, tmp_path: Path) -> None:
+    """One start, of ranks of the pool; processes of their own, and the other acts, are in the test of all acts."""
     loaded = load(None, words(model, tmp_path, tensor_model_parallel_size=2, sequence_parallel=True))
     (tmp_path / "rehearsal").mkdir()
     rehearsal = Rehearsal(loaded.for_world(8), 8, None, tmp_path / "rehearsal", lambda line: None)

@@ -93,7 +93,7 @@ def settings(
         optimizer=OptimizerSettings(
             learning_rate=2e-3, adam_beta2=0.95, lr_scheduler_type="constant_with_warmup", warmup_steps=10
         ),
-        batch=BatchSettings(per_device_train_batch_size=8, gradient_accumulation_steps=10 // len(devices)),
+        batch=BatchSettings(per_device_train_batch_size=20, gradient_accumulation_steps=max(1, 4 // len(devices))),
         precision=PrecisionSettings(bf16=False),
         logging=LoggingSettings(report_to=["none"]),
     )

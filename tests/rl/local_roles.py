@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from digits import problems
 
@@ -31,6 +32,7 @@ from megatune.rl.worker import training
 from megatune.rl.worker.model import ReferenceWorker
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.training import ValueWorker
+from megatune.training.callbacks.plot import LossPlot
 
 
 class LocalGroup:
@@ -126,6 +128,7 @@ def _run(
         {name: made for name, role in settings.teachers.items() if (made := model_group(ReferenceWorker, role))},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
-    with contextlib.closing(loop):
+    # Drawing takes longer than all steps of most runs; test_rl_command.py has it drawn.
+    with contextlib.closing(loop), mock.patch.object(LossPlot, "on_train_end"):
         pool = RewardPool(settings.rewards, score_here)
         return drive(settings, model, trained, validation, roles, pool, stop_requested)

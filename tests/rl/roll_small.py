@@ -108,8 +108,8 @@ def words(path: Path, model: Path, judge: Path, rows: Path, output: Path, *, ste
         "eval_steps": steps, "logging_steps": 1, "prompt_length": PROMPT, "response_length": RESPONSE,
         "rollout_batch_size": 10, "model_update_buffer_size_mb": 16,
         "num_return_sequences_in_group": 4, "system_envs": {"OMP_NUM_THREADS": "1"},
-        "actor_train.training_args.per_device_train_batch_size": 2,
-        "actor_train.training_args.gradient_accumulation_steps": 20 // updates,
+        "actor_train.training_args.per_device_train_batch_size": 5,
+        "actor_train.training_args.gradient_accumulation_steps": 8 // updates,
         "actor_train.data_args.file_name": [rows],
         "actor_infer.strategy_args.strategy_name": "builtin",
     }  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from digits import make_model, settings
 from local_roles import run, run_file
+from script_kit import run_script
 
 from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.rollout import PromptData, RolloutSettings
@@ -252,8 +251,7 @@ def test_a_run_of_turns_trains_what_was_sampled_and_resumes_exactly(pool, model,
 
 
 def test_the_example_of_a_game_runs(pool, tmp_path):
-    root = EXAMPLE.parents[2]
-    subprocess.run([sys.executable, "examples/rl/game.py", str(tmp_path)], cwd=root, check=True, timeout=300)
+    run_script(EXAMPLE.with_name("game.py"), tmp_path)
     model, rows = tmp_path / "model", tmp_path / "digits.jsonl"
     changed = {
         "pretrain": model,

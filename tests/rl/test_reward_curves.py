@@ -99,7 +99,9 @@ def settings_in(layout: Layout, model: Path) -> RLSettings:
     own, engine = layout.settings(), found.actor_train.settings
     names = ("parallel", "experts", "performance", "data")
     optimizer = engine.optimizer.model_copy(update={"learning_rate": 1e-2})
-    batch = engine.batch.model_copy(update={"gradient_accumulation_steps": 10 // layout.dp_size})
+    batch = engine.batch.model_copy(
+        update={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 10 // layout.dp_size}
+    )
     changes = {name: getattr(own, name) for name in names} | {"optimizer": optimizer, "batch": batch}
     tokens = {"packed_tokens_train": 40, "packed_tokens_forward": 40} if layout.packed else {}
     actor = found.actor_train.model_copy(update={"settings": engine.model_copy(update=changes), **tokens})

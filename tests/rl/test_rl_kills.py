@@ -214,15 +214,15 @@ def test_a_trainer_that_is_killed(pool: Any, tmp_path: Path) -> None:
     """The same, of the commonest case; resumed and uninterrupted runs are those of one process, without Ray."""
     prepare(tmp_path)
     outputs = [tmp_path / folder for folder in ("struck", "whole")]
-    files = [write(tmp_path / f"{each.name}.yaml", settings(tmp_path, each, 8, "small")) for each in outputs]
-    strike = Strike("train", "actor_train-0", steps=4)
+    files = [write(tmp_path / f"{each.name}.yaml", settings(tmp_path, each, 5, "small")) for each in outputs]
+    strike = Strike("train", "actor_train-0")
     ended = run(files[0], outputs[0], strike)
     check(strike, ended)
-    assert "at step 5 (train" in ended.errors
+    assert "at step 3 (train" in ended.errors
     report = json.loads((outputs[0] / "launch" / "report.json").read_text())
     assert (report["culprit"], report["exit_code"]) == ("actor_train-0", 76)
     for file in files:
         assert pool.run(1, _here, read_file(str(file), []).require_valid(), tmp_path / "rows.jsonl", limit=120) == [0]
-    assert len(curve(outputs[1])) == 8
+    assert len(curve(outputs[1])) == 5
     assert curve(outputs[0]) == curve(outputs[1])
     assert weights(outputs[0]) == weights(outputs[1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from layouts import SEQUENCE_LAYOUTS
 from local_roles import run_file
 from PIL import Image
 from safetensors.torch import load_file
+from script_kit import run_script
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from worker_kit import TEMPERATURE, settings_of, started, whole
@@ -38,8 +37,7 @@ from megatune.rl.worker.batching import merged
 from megatune.rl.worker.policy import PolicyWorker
 
 REWARDS = {"math_rule": RewardRole("math_rule", "math_rule", ("colours",))}
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples/rl/colours.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/rl/colours.yaml"
 SIZES = ((60, 90), (200, 56), (84, 84))
 LEAST, MOST = 56 * 56, 128 * 128
 
@@ -260,7 +258,7 @@ def test_which_parts_are_trained_is_as_in_roll(model):
 
 
 def test_the_example_of_colours_runs(pool, tmp_path):
-    subprocess.run([sys.executable, "examples/rl/colours.py", str(tmp_path)], cwd=ROOT, check=True, timeout=300)
+    run_script(EXAMPLE.with_name("colours.py"), tmp_path)
     changed = {
         "pretrain": tmp_path / "model",
         "output_dir": tmp_path / "out",

@@ -124,7 +124,7 @@ def test_a_synchronous_run_carries_responses_to_its_next_steps(pool, model, tmp_
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
     found = _settings(model, tmp_path, 2, eval_steps=2)
     engine = found.actor_train.settings
-    small = engine.model_copy(update={"batch": engine.batch.model_copy(update={"gradient_accumulation_steps": 5})})
+    small = engine.model_copy(update={"batch": engine.batch.model_copy(update={"gradient_accumulation_steps": 2})})
     found = replace(
         found,
         actor_train=found.actor_train.model_copy(update={"settings": small}),

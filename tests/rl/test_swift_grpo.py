@@ -8,18 +8,23 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from local_roles import run_file
 from megatron.core import parallel_state
+from pool import RankPool
+from pool_launch import CommandLine
 from torch import Tensor
 
 from megatune.cli.rehearse import run as rehearse
 from megatune.config.dialects.roll import ReadRL, read_keys
 from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_rl import grpo_keys
+from megatune.config.rl.settings import RLSettings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine.sequences import LocalBatch, Sequences
 from megatune.errors import MegatuneError
@@ -319,9 +324,26 @@ def test_the_loss_is_that_of_ms_swift(rows: Path, flags: str) -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+def _start(pool: RankPool, settings: RLSettings, run_yaml: str) -> int:
+    """What a command starts, without Ray."""
+    output = Path(settings.run.output_dir)
+    output.mkdir()
+    (output / "run.yaml").write_text(run_yaml)
+    return int(pool.run(1, run_file, settings, limit=120)[0])
+
+
 @pytest.mark.extended("full")
 @pytest.mark.parametrize(("tuner", "ranks"), [("full", 2), ("lora", 1)])
-def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Path, tuner: str, ranks: int) -> None:
+def test_a_command_line_runs_and_its_file_says_the_same(
+    pool: RankPool,
+    command_line: CommandLine,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tuner: str,
+    ranks: int,
+) -> None:
+    """Two ranks as they are typed, with Ray; one in the pool."""
     make_checkpoint("qwen3", tmp_path / "Qwen3-tiny")
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
@@ -335,10 +357,18 @@ def test_a_command_line_runs_and_its_file_says_the_same(rows: Path, tmp_path: Pa
     --output_dir {tmp_path}/out
     --logging_steps 1 --tensor_model_parallel_size {ranks} --vllm_mode colocate --temperature 1.0 --beta 0.1
     --max_length 64 --tuner_type {tuner} --merge_lora {str(tuner == "lora").lower()}"""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatune", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=1200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(ranks), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    if ranks == 1:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("NPROC_PER_NODE", "1")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr("megatune.rl.pipeline.run.start", partial(_start, pool))
+        done: Any = command_line(*words.split())
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatune", *words.split()], cwd=tmp_path, capture_output=True, text=True,
+            timeout=1200, env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(ranks),
+                               "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "swift      --num_generations 4" in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pool import RankPool
 
 from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender, break_off, choose_route, merged
 
@@ -58,7 +59,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def check(route: Route, receivers: int, device: str = "cpu") -> list[Parcel]:
     """Send buckets to receivers in processes of their own, and compare every bit."""
-    context, sender, sent = get_context("spawn"), Sender(route, torch.device(device)), list[Parcel]()
+    # The server of the pool has imported torch already; a process that has forked cannot use CUDA.
+    context = get_context("spawn" if device == "cuda" else "forkserver")
+    sender, sent = Sender(route, torch.device(device)), list[Parcel]()
     route = sender.open("127.0.0.1")
     pipes, processes = [], []
     for number in range(receivers):
@@ -87,7 +90,7 @@ def check(route: Route, receivers: int, device: str = "cpu") -> list[Parcel]:
     return sent
 
 
-def test_through_the_memory_of_a_machine() -> None:
+def test_through_the_memory_of_a_machine(pool: RankPool) -> None:
     sent = check(Route("file"), 2)
     numbers = {name: each for bucket in buckets() for name, each in bucket.items()}
     assert sum(each.tensor_bytes for each in sent) == 2 * sum(each.nbytes for each in numbers.values())
@@ -96,7 +99,7 @@ def test_through_the_memory_of_a_machine() -> None:
     assert all(not each.handles for each in sent)
 
 
-def test_by_gloo() -> None:
+def test_by_gloo(pool: RankPool) -> None:
     sent = check(Route("device", (0,), (0, 1), seconds=60.0), 2)
     assert all(not each.file and not each.handles for each in sent), "Ray carries no bytes"
 
