@@ -108,14 +108,14 @@ def scored(pool: RewardPool, samples: Iterable[Sample]) -> list[Sample]:
 
 def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None:
     texts = ["slow", "raise", "exit", "loop", "kill", "nan", "good", "kill once"]
-    pool = RewardPool({"own": role(f"{module}:length", 2)}, scorer, log_dir=tmp_path / "logs", limit=8)
+    pool = RewardPool({"own": role(f"{module}:length", 2)}, scorer, log_dir=tmp_path / "logs", limit=5)
     found = {each.text: each for each in scored(pool, map(sample, texts))}
     counts = pool.counts["own"]
     assert [found[text].score for text in ("slow", "good", "kill once")] == [1, 1, 2.25]
     assert found["good"].details["correct"] == 1
     assert found["good"].details["bonus"] == 7
     errors = {text: found[text].details["error"] for text in texts[1:6]}
-    for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("loop", "longer than 8 seconds"),
+    for text, said in (("raise", "ValueError: no reward"), ("exit", "SystemExit: 3"), ("loop", "longer than 5 seconds"),
                        ("kill", "died; its output is in"), ("nan", "nan")):  # fmt: skip
         assert said in errors[text]
         assert (found[text].score, found[text].details["correct"]) == (0, 0)

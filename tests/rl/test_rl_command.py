@@ -1,19 +1,22 @@
-"""`megatune rl` as it is typed, with Ray: two ranks train while an engine on a device of its own samples ahead."""
+"""`megatune rl` with Ray: two ranks train while an engine on a device of its own samples ahead.
+
+The command runs in this process, which has started Ray; test_rl_kills.py has one that starts as it is typed."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 from digits import make_model
+from pool_launch import CommandLine
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatune.rl.cluster import session
 
 ROOT = Path(__file__).parents[2]
 FILE = """
@@ -52,16 +55,23 @@ rewards:
 """
 
 
-def test_an_asynchronous_run(tmp_path: Path) -> None:
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[None]:
+    with session.ray_session(4, 0, 256 * 2**20, tmp_path):
+        yield
+
+
+def test_an_asynchronous_run(
+    ray: None, command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))  # as `python -m` has it: the reward is named by its path
     make_model(tmp_path / "model")
     rows = [{"id": str(digit), "tag": "digits", "prompt": f"{digit}=", "digit": str(digit)} for digit in range(10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.yaml").write_text(FILE.format(folder=tmp_path))
-    words = [sys.executable, "-m", "megatune", "rl", str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = command_line("rl", tmp_path / "run.yaml")
+    assert done.returncode == 0, done
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
@@ -72,13 +82,11 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "checkpoint-2", "checkpoint-3"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
+    assert (tmp_path / "out" / "training_loss.png").stat().st_size > 10_000
     _check_timeline(tmp_path / "out" / "profile")
     # Any checkpoint is evaluated as the run evaluates itself: with the same random numbers.
-    words += ["--evaluate", str(tmp_path / "out" / "checkpoint-3")]
-    done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = command_line("rl", tmp_path / "run.yaml", "--evaluate", tmp_path / "out" / "checkpoint-3")
+    assert done.returncode == 0, done
     folder = tmp_path / "out" / "evaluation" / "checkpoint-3"
     found = json.loads((folder / "metrics.json").read_text())
     assert found["sampled"]["reward"] == pytest.approx(evaluations[-1]["eval_reward"], abs=1e-12)
@@ -91,8 +99,8 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
         ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
         expected = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
         assert line["response"] == tokenizer.decode(expected, skip_special_tokens=True)
-    left = [process.name() for process in psutil.process_iter() if str(tmp_path) in " ".join(_words(process))]
-    assert not left
+    own = [each for each in psutil.Process().children(recursive=True) if "actor_" in " ".join(_words(each))]
+    assert not psutil.wait_procs(own, timeout=60)[1]
 
 
 def _check_timeline(folder: Path) -> None:
