@@ -120,6 +120,7 @@ def read_together(model: Path, settings: Settings, folder: Path) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -36,7 +36,7 @@ from megatune.families.weights import Slice, Weight, engine_shape, hf_shapes, la
 TP, PP, DP = 8, 4, 16
 BUCKET = 40_000_000  # elements, as Megatron-Core has them
 KINDS = ("main", "exp_avg", "exp_avg_sq")
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672,
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
@@ -126,9 +126,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard_files.groups is of_ranks.groups is groups
 
 
-def test_ranks_write_equal_parts_and_read_no_more_than_they_need(
-    alone: None, architecture: Architecture, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.extended)])
+def test_ranks_write_equal_parts_and_read_no_more_than_they_need(alone: None, share: int, tmp_path: Path) -> None:
+    """Of the whole model, or of a quarter of its layers and words, which lie in as many ranks."""
+    fewer = {name: CONFIG[name] // share for name in ("num_hidden_layers", "vocab_size")}
+    architecture = read_architecture(CONFIG | fewer, "70B")
     whole: dict[str, int] = {}
     for weight in FAMILIES["llama"].weight_map(architecture):
         for layer in layers_of(weight, architecture) if not weight.is_buffer else ():

@@ -68,6 +68,7 @@ def folder(tmp_path: Path, model: Path, name: str) -> Path:
     return tmp_path / name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", [{}, BF16, BF16 | {"accumulate_allreduce_grads_in_fp32": False}],
                          ids=["fp32", "bf16", "bf16 gradients"])  # fmt: skip
 @pytest.mark.parametrize("case", CASES)

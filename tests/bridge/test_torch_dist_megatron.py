@@ -163,13 +163,17 @@ def resave(model: Path, folder: Path, out: Path, settings: Settings, apart: bool
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel", "apart"),
     [
-        ("qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, False),
+        pytest.param(
+            "qwen3", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, False,
+            marks=pytest.mark.extended,
+        ),
+        ("qwen3", 2, {"pipeline_model_parallel_size": 2}, False),
         ("qwen3_5_text", 2, {"tensor_model_parallel_size": 2}, False),
         ("qwen3_moe", 2, {"expert_model_parallel_size": 2}, False),
         ("mixtral", 2, {"expert_model_parallel_size": 2}, False),
         ("mixtral", 1, {}, True),
     ],
-)
+)  # fmt: skip
 def test_what_megatron_writes(
     pool, model_dir: MakeModel, tmp_path: Path, family: str, ranks: int, parallel: dict[str, int], apart: bool
 ) -> None:

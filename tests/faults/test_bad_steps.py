@@ -23,7 +23,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 OVERLAPS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-SIX = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
+SIX = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def model(family: str) -> Path:
         path = folder / family
-        return path if path.exists() else make_checkpoint(family, path)
+        return path if path.exists() else make_checkpoint(family, path, num_layers=2)
 
     return model
 

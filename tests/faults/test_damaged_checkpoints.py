@@ -27,7 +27,7 @@ MANIFEST = "training/manifest.json"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_what_loading_finds_damaged_is_named_and_the_older_checkpoint_is_used(
     """Tensors are compared with their digests while they are loaded. Of two ranks one alone reads the damage."""
     shutil.copytree(trained, tmp_path / "out", ignore=shutil.ignore_patterns("*.png", "launch"))
     flip_bit(tmp_path / "out/checkpoint-4" / file)
-    batch = {"gradient_accumulation_steps": 4 // world_size}
+    batch = {"per_device_train_batch_size": 4 // world_size}
     settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, **batch)
     assert pool.run(world_size, train, settings, tmp_path) == [0] * world_size
     said = (tmp_path / "out/start.log").read_text()

@@ -109,7 +109,7 @@ def lose_folder(settings: Settings, folder: Path, how: str) -> tuple[int, str]:
 def test_a_file_in_the_place_of_the_folder_that_the_run_writes_to(
     pool: RankPool, model: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
-    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, gradient_accumulation_steps=2)
+    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, gradient_accumulation_steps=1)
     with pytest.raises(AssertionError, match=r"MegatuneError: cannot write .*/out") as gone:
         pool.run(2, lose_folder, settings, tmp_path / "launch", "a file")
     got = next(line for line in str(gone.value).splitlines() if "cannot write" in line).partition("Error: ")[2]
@@ -120,7 +120,7 @@ def test_a_file_in_the_place_of_the_folder_that_the_run_writes_to(
 def test_a_folder_that_goes_while_the_run_writes_to_it_is_made_anew(
     pool: RankPool, model: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
-    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, gradient_accumulation_steps=2)
+    settings = settings_of(model, tmp_path / "out", max_steps=4, save_steps=2, gradient_accumulation_steps=1)
     (code, said), (other, _) = pool.run(2, lose_folder, settings, tmp_path / "launch", "nothing")
     assert (code, other) == (0, 0)
     got = next(line for line in said.splitlines() if "was removed while the run writes to it" in line)

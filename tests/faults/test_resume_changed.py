@@ -21,7 +21,7 @@ from megatune.training.train_state import rerun_lines
 def trained(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, a data set, and three steps of a run."""
     folder = tmp_path_factory.mktemp("trained")
-    make_checkpoint("qwen3", folder / "model")
+    make_checkpoint("qwen3", folder / "model", num_layers=2)
     rows = json.loads((DEMO / "identity.json").read_text())
     (folder / "rows.json").write_text(json.dumps(rows[:40]))
     (folder / "dataset_info.json").write_text('{"mine": {"file_name": "rows.json"}}')
@@ -52,7 +52,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None] | None, dict[str, Any], str]] = 
     "the tokenizer": (other_tokenizer, {}, "changed: the tokenizer"),
     "cutoff_len": (None, {"cutoff_len": 32}, "changed: the settings of the data"),
     "the seed": (None, {"seed": 1}, "seed was 42, and is 1 in this run"),
-    "rows per step": (None, {"gradient_accumulation_steps": 2}, "rows per step (batch size × accumulation ×"),
+    "rows per step": (None, {"gradient_accumulation_steps": 1}, "rows per step (batch size × accumulation ×"),
 }
 
 

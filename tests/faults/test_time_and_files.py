@@ -21,7 +21,7 @@ from megatune.training.storage.store import list_checkpoints
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 class Clock:

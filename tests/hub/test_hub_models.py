@@ -125,7 +125,13 @@ def ask(
     hub: Hub, folder: Path, *names: str, method: str = "fetch", revision: str = "main", cache_dir: str | None = None,
     **environment: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    cases = [(method, name, revision, cache_dir) for name in names]
+    return ask_each(hub, folder, *((method, name, revision, cache_dir) for name in names), **environment)
+
+
+def ask_each(
+    hub: Hub, folder: Path, *cases: tuple[str, str, str, str | None], **environment: str
+) -> list[dict[str, Any]]:
+    """Ask one process for a method, a name, a revision and a folder after the other."""
     done = call(hub, folder, CLIENT, cases, **environment)
     host = hub.url.removeprefix("http://")
     lines = done.stdout.replace(host, "HOST").splitlines()
@@ -134,12 +140,11 @@ def ask(
 
 
 def test_only_what_a_run_reads_is_fetched(hub: Hub, tmp_path: Path) -> None:
-    (config,) = ask(hub, tmp_path, "team/sharded", method="config_dir")
-    assert [path for path, _ in hub.sent] == ["config.json"]
+    methods = ("config_dir", "tokenizer_dir", "fetch")
+    config, tokenizer, whole = ask_each(hub, tmp_path, *((method, "team/sharded", "main", None) for method in methods))
+    assert hub.sent[0][0] == "config.json"
     assert config["files"] == ["config.json"]
-    (tokenizer,) = ask(hub, tmp_path, "team/sharded", method="tokenizer_dir")
     assert tokenizer["files"] == [name for name in FETCHED if ".safetensors" not in name]
-    (whole,) = ask(hub, tmp_path, "team/sharded")
     assert (whole["files"], whole["commit"]) == (FETCHED, COMMIT)
     assert sorted(path for path, _ in hub.sent) == FETCHED  # each once
     folder = Path(whole["folder"])
@@ -164,17 +169,18 @@ def test_without_a_network_the_cache_is_read_and_must_be_whole(hub: Hub, tmp_pat
 
 
 def test_revisions_and_folders_of_the_cache(hub: Hub, tmp_path: Path) -> None:
-    (older,) = ask(hub, tmp_path, "team/large", revision="v1", cache_dir="elsewhere")
+    (tmp_path / "here").mkdir()
+    older, none, folder = ask_each(
+        hub, tmp_path, ("fetch", "team/large", "v1", "elsewhere"), ("fetch", "team/large", "v2", None),
+        ("fetch", "here", "v1", None),
+    )  # fmt: skip
     assert older["commit"] == OLDER
     assert Path(older["folder"]).is_relative_to(tmp_path / "elsewhere")
     assert not (tmp_path / "hf" / "hub" / "models--team--large").exists()
-    (none,) = ask(hub, tmp_path, "team/large", revision="v2")
     assert none["code"] == 66
     assert none["error"].startswith(
         "model_revision: team/large on HOST has no revision v2\n    fix: write model_revision"
     )
-    (tmp_path / "here").mkdir()
-    (folder,) = ask(hub, tmp_path, "here", revision="v1")
     assert (folder["code"], "here is a folder, which has no revisions" in folder["error"]) == (64, True)
 
 

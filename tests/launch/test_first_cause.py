@@ -206,6 +206,7 @@ def test_the_rank_waited_for_is_named_and_not_the_one_that_timed_out(launch):
     assert "rank 0" not in stderr
 
 
+@pytest.mark.extended("raise")  # what a rank raises is told the same in test_the_raising_rank_is_named
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [

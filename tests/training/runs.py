@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.plan.case import Case
+from megatune.training.storage.store import list_checkpoints
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
@@ -34,8 +36,8 @@ def settings_of(model: Path, output_dir: Path, **changes: Any) -> Settings:
         "cutoff_len": 128,
         "model_name": "Tuna",
         "model_author": "the team",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
         "max_steps": 12,
         "save_steps": 3,
         "logging_steps": 1,
@@ -87,6 +89,17 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
 def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:
     """Train to the end, or until the crash that is asked for."""
     assert pool.run(world_size, train, settings, folder, crash_at) == [0 if crash_at is None else -1] * world_size
+
+
+def leave_as_crashed(whole: Path, step: int, other: Path) -> None:
+    """Give `other` what the run in `whole` had left had it crashed in the step after its checkpoint of `step`."""
+    other.mkdir()
+    for checkpoint in list_checkpoints(whole):
+        if int(checkpoint.name.rpartition("-")[2]) <= step:
+            shutil.copytree(checkpoint, other / checkpoint.name)
+    assert (other / f"checkpoint-{step}").is_dir()
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 def reference_files(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from megatune.training import loop, saving
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import CheckpointStore, list_checkpoints
 
-TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "gradient_accumulation_steps": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "per_device_train_batch_size": 2}
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EVALUATED = {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
 STREAMED = {"streaming": True, "buffer_size": 15}
@@ -36,7 +36,7 @@ LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 def background(model: Path, output_dir: Path, **changes: Any) -> Settings:
@@ -92,7 +92,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, evaluated": (1, EVALUATED),
     "bf16, tp2 sp dp2, overlaps": (4, {**TP2, **OVERLAPS, "bf16": True}),
     "pp2, streamed, torch_dist": (2, {"pipeline_model_parallel_size": 2, **STREAMED, "save_format": "torch_dist"}),
-    "LoRA, dp2, model only": (2, {**LORA, "gradient_accumulation_steps": 2, "save_only_model": True}),
+    "LoRA, dp2, model only": (2, {**LORA, "per_device_train_batch_size": 2, "save_only_model": True}),
 }
 
 
@@ -102,9 +102,9 @@ def test_a_checkpoint_is_that_of_a_save_that_training_waits_for(
     name: str, pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
     world_size, changes = LAYOUTS[name]
-    settings = background(model, tmp_path / "out", max_steps=4, save_steps=1, **changes)
+    settings = background(model, tmp_path / "out", max_steps=3, save_steps=1, **changes)
     assert pool.run(world_size, train_with, save_beside, settings, tmp_path) == [0] * world_size
-    steps = [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    steps = [f"checkpoint-{step}" for step in (1, 2, 3)]
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == steps
     for step in steps:
         ours, beside = (read_manifest(tmp_path / folder / step) for folder in ("out", "beside"))
@@ -152,7 +152,7 @@ def hold_until_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_trained_while_a_checkpoint_is_written_and_the_next_save_waits(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    settings = background(model, tmp_path / "out", max_steps=8, gradient_accumulation_steps=2)
+    settings = background(model, tmp_path / "out", max_steps=8, gradient_accumulation_steps=1)
     assert pool.run(2, train_with, hold_until_settled, settings, tmp_path) == [0, 0]
     # The save of step 6 waited for that of step 3, which was not visible until then; that of step 8 for that of step 6.
     assert json.loads((tmp_path / "settled-6").read_text()) == [".checkpoint-3.partial"]
@@ -202,7 +202,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_ends_the_run_as_it_does_otherwise(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    settings = background(model, tmp_path / "out", max_steps=12, gradient_accumulation_steps=2)
+    settings = background(model, tmp_path / "out", max_steps=12, gradient_accumulation_steps=1)
     first, second = pool.run(2, end_of, fill_the_disk, settings, tmp_path)
     full = f"megatune.errors.MegatuneError: no room to write {tmp_path}/out/.checkpoint-6"
     assert (first[0], second[0]) == (73, 73)

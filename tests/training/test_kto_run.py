@@ -11,7 +11,15 @@ import pytest
 import torch
 from pictures_kit import draw, make_model, write_rows
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, reference_files, run, settings_of
+from runs import (
+    assert_same_tensors,
+    evaluations,
+    leave_as_crashed,
+    metrics,
+    reference_files,
+    run,
+    settings_of,
+)
 from transformers import AutoModelForCausalLM
 
 from megatune.config.settings import Settings
@@ -28,7 +36,7 @@ NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +68,12 @@ def kto(model: Path, data: Path, output_dir: Path, **changes: Any) -> Settings:
         "max_steps": 6,
         "save_steps": 2,
         "learning_rate": 1e-3,
-        "gradient_accumulation_steps": 4,
     }
     return settings_of(model, output_dir, **values | changes)
 
 
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
-    "full, dp2, evaluated": (2, {**EVALUATED, "gradient_accumulation_steps": 2, "group_by_length": True}),
+    "full, dp2, evaluated": (2, {**EVALUATED, "per_device_train_batch_size": 2, "group_by_length": True}),
     "LoRA, tp2 sp, bf16, dropout": (
         2,
         {**LORA, **TP2, "bf16": True, "lora_dropout": 0.1, "kto_rejected_weight": 2, "pref_ftx": 0.1},
@@ -83,18 +90,18 @@ def test_answers_are_told_apart_and_a_resume_is_exact(
     """In the middle of an epoch, with what the reference computed for the first part of the run."""
     world_size, changes = RESUMED[name]
     whole, crashed = (kto(model, data, tmp_path / each, **changes) for each in ("whole", "crashed"))
-    run(pool, world_size, whole, tmp_path / "a")
+    run(pool, world_size, whole, tmp_path / "run")
     logged, has_kl = metrics(tmp_path / "whole"), "kto_loss" not in changes
     before_weights = logged[1].get("loss/kto", logged[1]["loss"])
     assert before_weights == pytest.approx(0.5, abs=1e-2 if "bf16" in changes else 1e-5)
     assert logged[6]["loss"] < logged[1]["loss"]
     assert logged[6]["rewards/margins"] > 0.2
     assert NAMES & logged[6].keys() == (NAMES if has_kl else NAMES - {"kl"})
-    run(pool, world_size, crashed, tmp_path / "b", crash_at=5)
-    kept = {path: path.stat().st_mtime_ns for path in reference_files(tmp_path / "b")}
+    leave_as_crashed(tmp_path / "whole", 2, tmp_path / "crashed")
+    kept = {path: path.stat().st_mtime_ns for path in reference_files(tmp_path / "run")}
     assert len(kept) == (1 + has_kl) * (1 + ("val_size" in changes))
-    run(pool, world_size, crashed, tmp_path / "b")
-    assert {path: path.stat().st_mtime_ns for path in reference_files(tmp_path / "b")} == kept
+    run(pool, world_size, crashed, tmp_path / "run")
+    assert {path: path.stat().st_mtime_ns for path in reference_files(tmp_path / "run")} == kept
     for folder in (".", "checkpoint-6", "checkpoint-6/training"):
         assert_same_tensors(tmp_path / "whole" / folder, tmp_path / "crashed" / folder)
     for records in (metrics, evaluations):
@@ -112,8 +119,8 @@ def test_layouts_and_micro_batches_do_not_matter(pool: RankPool, model: Path, da
     """In training and in evaluations, whose z is of all held-out rows."""
     layouts = {
         "one": (1, {}),
-        "four at a time": (1, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
-        "pp2 dp2": (4, {"pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 2}),
+        "eight at a time": (1, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
+        "pp2 dp2": (4, {"pipeline_model_parallel_size": 2, "per_device_train_batch_size": 2}),
     }
     found = []
     # A rate at which z is not 0 for long.

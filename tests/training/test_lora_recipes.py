@@ -48,13 +48,15 @@ def logits(model: Any) -> torch.Tensor:
 def test_an_example_trains_and_its_adapter_is_peft_s(
     name: str, pool: RankPool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the model, the folders, the number of steps and of the processes that read rows are others."""
+    """Only the model, the folders, the number of steps, of their micro-batches and of the processes that read rows are
+    others."""
     family, world_size = RUNS[name]
     model, output, merged = make_checkpoint(family, tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
     loaded = load(
         EXAMPLES / f"{name}.yaml",
         [f"model_name_or_path={model}", f"dataset_dir={data}", f"output_dir={output}", "max_steps=2",
-         "logging_steps=1", "preprocessing_num_workers=1", "dataloader_num_workers=0", "learning_rate=1e-2",
+         "gradient_accumulation_steps=2", "logging_steps=1", "preprocessing_num_workers=1",
+         "dataloader_num_workers=0", "learning_rate=1e-2",
          "cutoff_len=128", "ddp_timeout=240"],
     )  # fmt: skip
     checked = preflight(loaded, world_size, (), cpu_machine(2**36, world_size))

@@ -24,7 +24,7 @@ STEPS = {"max_steps": 6, "save_steps": 3}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 def test_a_run_from_torch_dist_and_to_it(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ LORA = {"finetuning_type": "lora", "lora_rank": 4, "merge_lora": True, "max_step
     ("family", "layout"),
     [
         ("qwen3", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_dora": True}),
-        ("qwen3_moe", {"expert_model_parallel_size": 2, "gradient_accumulation_steps": 2}),
+        ("qwen3_moe", {"expert_model_parallel_size": 2, "per_device_train_batch_size": 2}),
         ("qwen3_vl_moe", {"pipeline_model_parallel_size": 2}),
     ],
 )
 def test_a_run_leaves_its_merged_model(family: str, layout: dict[str, object], pool: RankPool, tmp_path: Path) -> None:
     """Of every adapter that it began with, and its own; a second run goes on beside the first one's model."""
-    model = make_checkpoint(family, tmp_path / "model")
+    model = make_checkpoint(family, tmp_path / "model", num_layers=2)
     first, second = tmp_path / "first", tmp_path / "second"
     assert pool.run(2, train, settings_of(model, first, **LORA, **layout), tmp_path) == [0, 0]
     more = {"adapter_name_or_path": str(first), "create_new_adapter": True}

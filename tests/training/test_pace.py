@@ -168,7 +168,7 @@ def train_held_up(settings: Settings, folder: Path, slow_step: int, seconds: flo
 
 def test_ranks_tell_each_other_how_long_they_did_not_wait(pool: RankPool, tmp_path: Path) -> None:
     """Of tensor parallelism, where they wait for each other in every layer: only the one that is late is busy."""
-    model = make_checkpoint("qwen3", tmp_path / "model")
+    model = make_checkpoint("qwen3", tmp_path / "model", num_layers=2)
     changes = {"max_steps": 13, "save_strategy": "no", "gradient_accumulation_steps": 1}
     settings = settings_of(model, tmp_path / "out", tensor_model_parallel_size=2, **changes)
     one, other = pool.run(2, train_held_up, settings, tmp_path, 12, 5.0)

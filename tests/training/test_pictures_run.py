@@ -16,10 +16,10 @@ from megatune.data.prepare import open_prepared
 from megatune.errors import ExitCode, MegatuneError
 
 NUM_ROWS = 16
-DP2 = {"gradient_accumulation_steps": 2}
-TP2 = {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 4}
-PP2 = {"pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 4}
-CP2 = {"context_parallel_size": 2, "gradient_accumulation_steps": 4}
+DP2 = {"gradient_accumulation_steps": 1}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def pictured(model: Path, data: Path, output_dir: Path, **changes: Any) -> Setti
 
 
 def test_a_crashed_run_ends_as_if_nothing_had_happened(pool: RankPool, model: Path, data: Path, tmp_path: Path) -> None:
-    evaluated = {"eval_dataset": "rows.jsonl", "eval_strategy": "steps", "eval_steps": 2, **DP2}
+    evaluated = {"eval_dataset": "rows.jsonl", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 1, **DP2}
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     settings = pictured(model, data, straight, **evaluated)
     assert pool.run(2, train, settings, tmp_path) == [0, 0]
     settings = pictured(model, data, stopped, **evaluated)
-    assert pool.run(2, train, settings, tmp_path, 3) == [-1, -1]
+    assert pool.run(2, train, settings, tmp_path, 2) == [-1, -1]
     assert pool.run(2, train, settings, tmp_path) == [0, 0]
     assert_same_tensors(straight, stopped)
     one, other = metrics(straight), metrics(stopped)

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "chosen": {"from": "gpt", "value": "Yes, it is. " * (1 + number % 3)},
             "rejected": {"from": "gpt", "value": "No, it is odd. " * (1 + number % 2)},
         }
-        for number in range(80)
+        for number in range(40)
     ]
     (folder / "pairs.json").write_text(json.dumps(rows))
     columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
@@ -61,13 +61,15 @@ def test_every_example_is_run() -> None:
 @pytest.mark.extended("qwen3_lora_dpo", "qwen3_lora_kto", "qwen3_full_simpo", "qwen3_full_rm")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains(name: str, pool: RankPool, data: Path, tmp_path: Path) -> None:
-    """Only the model, the folders, the number of steps and of the processes that read rows are others."""
+    """Only the model, the folders, the number of steps, of their micro-batches and of the processes that read rows are
+    others."""
     world_size, first_loss, file = RUNS[name]
-    model, output = make_checkpoint("qwen3", tmp_path / "model"), tmp_path / "out"
+    model, output = make_checkpoint("qwen3", tmp_path / "model", num_layers=2), tmp_path / "out"
     loaded = load(
         EXAMPLES / f"{name}.yaml",
         [f"model_name_or_path={model}", f"dataset_dir={data}", f"output_dir={output}", "max_steps=3",
-         "logging_steps=1", "preprocessing_num_workers=1", "dataloader_num_workers=0", "learning_rate=1e-3",
+         "gradient_accumulation_steps=2", "logging_steps=1", "preprocessing_num_workers=1",
+         "dataloader_num_workers=0", "learning_rate=1e-3",
          "cutoff_len=64", "ddp_timeout=240", "report_to=none"],
     )  # fmt: skip
     checked = preflight(loaded, world_size, (), cpu_machine(2**36, world_size))

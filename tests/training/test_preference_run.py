@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, reference_files, run, settings_of
+from runs import (
+    assert_same_tensors,
+    evaluations,
+    leave_as_crashed,
+    metrics,
+    reference_files,
+    run,
+    settings_of,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatune.config.settings import Settings
@@ -30,7 +38,7 @@ WORDS = ("river", "stone", "lamp", "cloud", "garden", "winter", "window", "paper
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {family: make_checkpoint(family, folder / family) for family in ("qwen3", "qwen3_moe")}
+    return {family: make_checkpoint(family, folder / family, num_layers=2) for family in ("qwen3", "qwen3_moe")}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +69,6 @@ def preference(model: Path, data: Path, output_dir: Path, **changes: Any) -> Set
         "max_steps": 6,
         "save_steps": 2,
         "learning_rate": 1e-3,
-        "gradient_accumulation_steps": 4,
     }
     return settings_of(model, output_dir, **values | changes)
 
@@ -88,9 +95,9 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "full, dp2, overlaps, two losses": (
         "qwen3",
         2,
-        {**OVERLAPS, "pref_loss": "ipo,hinge", "gradient_accumulation_steps": 2},
+        {**OVERLAPS, "pref_loss": "ipo,hinge", "per_device_train_batch_size": 2},
     ),
-    "full, experts, ep2": ("qwen3_moe", 2, {**EP2, "gradient_accumulation_steps": 2}),
+    "full, experts, ep2": ("qwen3_moe", 2, {**EP2, "per_device_train_batch_size": 2}),
     "LoRA, words trained whole": ("qwen3", 1, {**LORA, "additional_target": "embed_tokens,norm"}),
 }
 
@@ -108,16 +115,19 @@ RESUMED_CASES = [
 def test_a_resume_is_exact(
     name: str, kept: bool, pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """In the middle of an epoch; where the reference's values are gone they are computed again, of the start."""
+    """Over three steps from the middle of an epoch; where the reference's values are gone they are computed again, of
+    the start."""
     family, world_size, changes = RESUMED[name]
-    whole, crashed = (preference(models[family], data, tmp_path / each, **changes) for each in ("whole", "crashed"))
+    whole, crashed = (
+        preference(models[family], data, tmp_path / each, max_steps=5, **changes) for each in ("whole", "crashed")
+    )
     run(pool, world_size, whole, tmp_path / "a")
-    run(pool, world_size, crashed, tmp_path / "b", crash_at=5)
-    if not kept:
-        for path in reference_files(tmp_path / "b"):
-            path.unlink()
-    run(pool, world_size, crashed, tmp_path / "b")
-    for folder in (".", "checkpoint-6", "checkpoint-6/training"):
+    leave_as_crashed(tmp_path / "whole", 2, tmp_path / "crashed")
+    again = tmp_path / ("a" if kept else "b")
+    before = {path: path.stat().st_mtime_ns for path in reference_files(again)}
+    run(pool, world_size, crashed, again)
+    assert not kept or {path: path.stat().st_mtime_ns for path in reference_files(again)} == before
+    for folder in (".", "checkpoint-5", "checkpoint-5/training"):
         assert_same_tensors(tmp_path / "whole" / folder, tmp_path / "crashed" / folder)
     for records in (metrics, evaluations):
         one, other = (
@@ -125,7 +135,7 @@ def test_a_resume_is_exact(
             for found in (records(tmp_path / "whole"), records(tmp_path / "crashed"))
         )
         assert one == other
-    for one, other in zip(reference_files(tmp_path / "a"), reference_files(tmp_path / "b"), strict=True):
+    for one, other in zip(reference_files(tmp_path / "a"), reference_files(again), strict=True):
         assert one.read_bytes() == other.read_bytes()
 
 
@@ -166,15 +176,15 @@ def test_another_model_can_be_the_reference(
     pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     """It is not held against the start; a run goes on with the one that it began with."""
-    model, other = models["qwen3"], make_checkpoint("qwen3", tmp_path / "other", seed=1)
-    settings = preference(model, data, tmp_path / "out", **TP2, ref_model=str(other))
-    run(pool, 2, settings, tmp_path, crash_at=3)
+    model, other = models["qwen3"], make_checkpoint("qwen3", tmp_path / "other", seed=1, num_layers=2)
+    settings = preference(model, data, tmp_path / "out", ref_model=str(other))
+    run(pool, 1, settings, tmp_path, crash_at=3)
     logged = metrics(tmp_path / "out")
     assert abs(logged[1]["rewards/margins"]) > 1e-3
     with pytest.raises(Exception, match="answers were compared with another reference"):
-        run(pool, 2, preference(model, data, tmp_path / "out", **TP2, ref_model=str(model)), tmp_path)
-    own = preference(model, data, tmp_path / "own", **TP2, ref_model=str(model), max_steps=1)
-    run(pool, 2, own, tmp_path)
+        run(pool, 1, preference(model, data, tmp_path / "out", ref_model=str(model)), tmp_path)
+    own = preference(model, data, tmp_path / "own", ref_model=str(model), max_steps=1)
+    run(pool, 1, own, tmp_path)
     assert metrics(tmp_path / "own")[1]["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, run
+from runs import assert_same_tensors, evaluations, leave_as_crashed, metrics, run
 from test_preference_run import LORA, PP2, TP2, data, models, preference
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -76,15 +76,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resume_is_exact(
     name: str, pool: RankPool, models: dict[str, Path], data: Path, margins: Path, tmp_path: Path
 ) -> None:
-    """In the middle of an epoch, from a language model: the score is not drawn again."""
+    """Over three steps from the middle of an epoch, from a language model: the score is not drawn again."""
     dataset = {"dataset": str(margins / "margins.json")} if "margins" in name else {}
     whole, crashed = (
-        reward(models["qwen3"], data, tmp_path / each, **RESUMED[name], **dataset) for each in ("whole", "crashed")
+        reward(models["qwen3"], data, tmp_path / each, max_steps=5, **RESUMED[name], **dataset)
+        for each in ("whole", "crashed")
     )
     run(pool, 2, whole, tmp_path)
-    run(pool, 2, crashed, tmp_path, crash_at=5)
+    leave_as_crashed(tmp_path / "whole", 2, tmp_path / "crashed")
     run(pool, 2, crashed, tmp_path)
-    for folder in (".", "checkpoint-6", "checkpoint-6/training"):
+    for folder in (".", "checkpoint-5", "checkpoint-5/training"):
         assert_same_tensors(tmp_path / "whole" / folder, tmp_path / "crashed" / folder)
     one, other = (metrics(tmp_path / each) for each in ("whole", "crashed"))
     assert {step: found["margin"] for step, found in one.items()} == {

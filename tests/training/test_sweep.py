@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool_launch import CommandLine
 
 from megatune.cli.main import main
 from megatune.demo.checkpoint import make_checkpoint
@@ -105,7 +106,7 @@ def test_a_search_comes_nearer_and_repeats_itself(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_checkpoint("qwen3", tmp_path / "model")
+    make_checkpoint("qwen3", tmp_path / "model", num_layers=2)
     (tmp_path / "rows.jsonl").write_text('{"instruction": "Hi", "output": "Hello!"}\n', encoding="utf-8")
     (tmp_path / "run.yaml").write_text(
         "model_name_or_path: model\ndataset: rows.jsonl\nmax_steps: 2\nsave_strategy: 'no'\noutput_dir: out\n"
@@ -138,6 +139,27 @@ def test_all_trials_are_checked_before_the_first(folder: Path, capsys: pytest.Ca
     assert len(refused.value.findings) == 1
 
 
+def test_the_command_of_a_trial_is_a_run(
+    folder: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the next test shows in processes of its own: here the command runs in this one, and the verb starts another
+    program."""
+    values = {"learning_rate": "1e-3"}
+    words = Sweep("run.yaml", [], {"learning_rate": ("1e-3",)}, Path("tried")).command(values)
+    assert words[:3] == [sys.executable, "-m", "megatune"]
+    ended = command_line(*words[3:])
+    assert ended.returncode == ExitCode.DONE, ended
+    trial = folder / "tried" / name_of(values)
+    assert (trial / "model.safetensors").is_file()
+    assert "learning_rate: 0.001" in (trial / "run.yaml").read_text(encoding="utf-8")
+    monkeypatch.setattr(Sweep, "command", ShortTrials.command)
+    monkeypatch.setattr(Sweep, "stops", "", raising=False)
+    assert main(["sweep", "run.yaml", "--set", "learning_rate=1e-3,1e-2", "--output", "more"]) == ExitCode.DONE
+    assert starts(folder / "more") == {"learning_rate-1e-3": 1, "learning_rate-1e-2": 1}
+    assert "plot: more/sweep.png" in capsys.readouterr().out
+
+
+@pytest.mark.extended
 def test_trials_are_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "run.yaml", "--set", "learning_rate=1e-3", "--output", "tried"]) == ExitCode.DONE
     trial = folder / "tried" / "learning_rate-1e-3"

@@ -35,11 +35,12 @@ SIZES = {
     "max_epochs": "1",
     "decoder_last_pipeline_num_layers": "1",
 }
-HEADS = {"num_attention_heads": 8, "num_query_groups": 8}
-# Layouts of more processes than these need, and how many they then have.
+HEADS = {"num_attention_heads": 8, "num_query_groups": 8, "num_layers": 2}
+# Layouts of more processes, and steps of more rows, than these need, and how many processes they then have.
 FEWER = {
     "v3/moe": ({"expert_model_parallel_size": "2"}, "4"),
-    "v3/offload": ({"tensor_model_parallel_size": "2"}, "2"),
+    "v3/dpo": ({"tensor_model_parallel_size": "2", "micro_batch_size": "4", "global_batch_size": "8"}, "2"),
+    "v3/offload": ({"tensor_model_parallel_size": "2", "global_batch_size": "4"}, "2"),
 }
 
 
@@ -135,7 +136,7 @@ FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 HELD_OUT = {"val_size": 0.01, "eval_strategy": "steps", "eval_steps": 200}
 STANDS = {
     "v3/quick_start": Stand(
-        "qwen2", ["chat#8", "chat#8", "self#8"], 2, {"max_steps": 2, "warmup_steps": 10.0, **TAUGHT}
+        "qwen2", ["chat#8", "chat#8", "self#8"], 2, {"max_steps": 2, "warmup_steps": 10.0, **TAUGHT}, {"num_layers": 2}
     ),
     "v3/moe": Stand("qwen3_moe", ["chat"], 16, {"expert_model_parallel_size": 8, **PACKED, **FULL}),
     "v3/pretrain": Stand("qwen2", ["text"], 4, {"stage": "pt", "streaming": True, **PACKED}, HEADS),
@@ -143,14 +144,14 @@ STANDS = {
         "qwen3", ["pair#16"], 4, {"stage": "dpo", "pref_ftx": 1.0, **HELD_OUT, **FULL}, HEADS
     ),
     "v3/offload": Stand(
-        "qwen2", ["chat"], 8, {"optimizer_cpu_offload": True, "num_train_epochs": 1.0}, HEADS
+        "qwen2", ["chat#8"], 8, {"optimizer_cpu_offload": True, "num_train_epochs": 1.0}, HEADS
     ),
     "v3/vision_lora": Stand(
         "qwen2_5_vl", ["picture#24"], 2,
         {"lora_rank": 8, "lora_alpha": 32, "freeze_vision_tower": True,
          "image_max_pixels": 1003520, **PACKED},
     ),
-    "v4/quick_start": Stand("qwen2", ["chat#8", "chat#8", "self#8"], 2, {**TAUGHT, **FULL}),
+    "v4/quick_start": Stand("qwen2", ["chat#8", "chat#8", "self#8"], 2, {**TAUGHT, **FULL}, {"num_layers": 2}),
     "v4/lora": Stand(
         "qwen2", ["chat#8", "chat#8", "self#8"], 2,
         {"finetuning_type": "lora", "lora_target": ["all"], **TAUGHT, **FULL},

@@ -52,22 +52,22 @@ def run(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "qwen3", num_layers=2)
 
 
 @pytest.mark.parametrize(
     ("family", "template", "dense"),
     [
-        ("deepseek_v3", "deepseek3", {"first_k_dense_replace": 4}),
-        ("qwen3_moe", "qwen3_nothink", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("deepseek_v3", "deepseek3", {"first_k_dense_replace": 2}),
+        ("qwen3_moe", "qwen3_nothink", {"mlp_only_layers": [0, 1]}),
     ],
 )
 def test_a_family_of_experts_without_a_sparse_layer_is_planned_and_trained(
     pool: RankPool, tmp_path: Path, family: str, template: str, dense: dict[str, Any]
 ) -> None:
-    model = make_checkpoint(family, tmp_path / "model")
+    model = make_checkpoint(family, tmp_path / "model", num_layers=2)
     config = AutoConfig.from_pretrained(model, **dense)
-    assert config.num_hidden_layers == 4
+    assert config.num_hidden_layers == 2
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     words = [f"model_name_or_path={model}", "dataset=identity", f"template={template}", f"output_dir={tmp_path}/out"]
     checked = preflight(load(None, words), 1, machine=cpu_machine(16 * 2**30, 2))
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_keeps_what_was_noted_before(pool: RankPool, model: P
 def test_tiny_runs_calibrate_this_cpu_for_another_one(pool: RankPool, tmp_path: Path) -> None:
     """What the planner takes the machine for is hundreds of times too slow, however busy it is; three runs say so."""
     folders = []
-    for number, (layers, hidden, rows) in enumerate(((4, 64, 16), (4, 128, 16), (4, 128, 32), (6, 96, 32))):
+    for number, (layers, hidden, rows) in enumerate(((2, 64, 8), (2, 128, 8), (2, 128, 16), (3, 96, 16))):
         model = make_checkpoint("qwen3", tmp_path / f"m{number}", num_layers=layers, hidden_size=hidden)
         folders.append(tmp_path / f"r{number}")
         batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     colours = ("red", "green", "blue", "white")
     for number, colour in enumerate(colours):
-        Image.new("RGB", (150 + 90 * number, 200), colour).save(folder / f"{number}.jpg")
+        Image.new("RGB", (48 + 32 * number, 64), colour).save(folder / f"{number}.jpg")
     rows = []
     for number in range(64):
         one, other = number % 4, number // 4 % 4
@@ -61,13 +61,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.extended("qwen3_vl_8b_32gpu_tp8", "qwen3_vl_8b_32gpu_pp2", "qwen2_vl_full")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_file_runs_as_it_is(name: str, pool: RankPool, data: Path, tmp_path: Path) -> None:
-    """Only the model, the folders, and the number of steps and of the processes that read rows are others."""
+    """Only the model, the folders, and the number of steps, of their micro-batches and of the processes that read rows
+    are others."""
     family, sizes = MODELS[name]
     model, output = make_checkpoint(family, tmp_path / "model", **sizes), tmp_path / "out"
     loaded = load(
         EXAMPLES / f"{name}.yaml",
         [f"model_name_or_path={model}", f"dataset_dir={data}", f"output_dir={output}", "max_steps=2",
-         "logging_steps=1", "preprocessing_num_workers=1", "dataloader_num_workers=0", "learning_rate=1e-3"],
+         "gradient_accumulation_steps=2", "logging_steps=1", "preprocessing_num_workers=1",
+         "dataloader_num_workers=0", "learning_rate=1e-3"],
     )  # fmt: skip
     checked = preflight(loaded, WORLD, (), cpu_machine(2**36, WORLD))
     assert checked.planned is not None
