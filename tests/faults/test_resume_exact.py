@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from pool import RankPool
 from runs import assert_same_tensors, metrics, settings_of, train
 
+from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.storage.store import list_checkpoints
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
+FIRST_SCALE = 2.0**12  # at first it overflows
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -35,6 +39,20 @@ def straight(pool: RankPool, model: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("straight")
     assert pool.run(1, train, settings_of(model, folder / "out", max_steps=6), folder) == [0]
     return folder / "out"
+
+
+def train_in_fp16(settings: Settings, folder: Path, crash_at: int | None = None) -> int:
+    """Run with a loss scale that falls to where gradients fit within the first steps, not within seventeen."""
+    stock = DynamicGradScaler.__init__
+
+    def init(scaler: DynamicGradScaler, initial_scale: float, *others: Any, **named: Any) -> None:
+        stock(scaler, FIRST_SCALE, *others, **named)
+
+    DynamicGradScaler.__init__ = init
+    try:
+        return train(settings, folder, crash_at)
+    finally:
+        DynamicGradScaler.__init__ = stock
 
 
 SAME_LAYOUT = {
@@ -67,19 +85,25 @@ def test_a_crashed_run_ends_as_if_nothing_had_happened(
     name: str, pool: RankPool, model: Path, tmp_path: Path, told: Callable[..., None]
 ) -> None:
     world_size, parallel, changes = SAME_LAYOUT[name]
+    run = train_in_fp16 if "fp16" in changes else train
     whole, crashed = (
         settings_of(model, tmp_path / each, max_steps=6, **parallel, **changes) for each in ("whole", "crashed")
     )
-    assert pool.run(world_size, train, whole, tmp_path) == [0] * world_size
-    assert pool.run(world_size, train, crashed, tmp_path, 4) == [-1] * world_size
+    assert pool.run(world_size, run, whole, tmp_path) == [0] * world_size
+    assert pool.run(world_size, run, crashed, tmp_path, 4) == [-1] * world_size
     assert [path.name for path in list_checkpoints(tmp_path / "crashed")] == ["checkpoint-3"]
-    assert pool.run(world_size, train, crashed, tmp_path) == [0] * world_size
+    assert pool.run(world_size, run, crashed, tmp_path) == [0] * world_size
     assert_same_tensors(tmp_path / "whole", tmp_path / "crashed")
     assert_same_tensors(tmp_path / "whole/checkpoint-6/training", tmp_path / "crashed/checkpoint-6/training")
+    states = [
+        json.loads((tmp_path / each / "checkpoint-6/training/state.json").read_text()) for each in ("whole", "crashed")
+    ]
+    assert states[0] == states[1]
     one, other = metrics(tmp_path / "whole"), metrics(tmp_path / "crashed")
     assert list(other) == list(range(1, 7))
     assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
     assert [one[step]["grad_norm"] for step in one] == [other[step]["grad_norm"] for step in other]
+    assert all(one[step]["grad_norm"] is not None for step in range(4, 7)), "an overflow trains nothing"
     got = "steps 4 to 6: losses, gradient norms, weights and optimizer bit for bit those of the run without a crash"
     lost = "1 step of work: trained again, to the same weights"
     told(case="T18", fault=f"a crash after step 4, resumed in the same layout ({name})", got=got, lost=lost)
