@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 
 Value = tuple[str, str]
 
 
-def covering(cases: Sequence[frozenset[Value]]) -> list[int]:
+def covering(cases: Sequence[frozenset[Hashable]]) -> list[int]:
     """Choose cases, by their places, so that each value of any of them is in one that is chosen.
 
     The case with the most values that are not held yet comes next, the first of several: the same ones every time.
     """
-    left, chosen = frozenset[Value]().union(*cases), []
+    left, chosen = frozenset[Hashable]().union(*cases), []
     while left:
         best = max(range(len(cases)), key=lambda place: (len(cases[place] & left), -place))
         chosen.append(best)

@@ -11,15 +11,7 @@ import pytest
 import torch
 from pictures_kit import draw, make_model, write_rows
 from pool import RankPool
-from runs import (
-    assert_same_tensors,
-    evaluations,
-    leave_as_crashed,
-    metrics,
-    reference_files,
-    run,
-    settings_of,
-)
+from runs import assert_same_tensors, evaluations, leave_as_crashed, metrics, reference_files, run, settings_of
 from transformers import AutoModelForCausalLM
 
 from megatune.config.settings import Settings

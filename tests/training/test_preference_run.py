@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import RankPool
-from runs import (
-    assert_same_tensors,
-    evaluations,
-    leave_as_crashed,
-    metrics,
-    reference_files,
-    run,
-    settings_of,
-)
+from runs import assert_same_tensors, evaluations, leave_as_crashed, metrics, reference_files, run, settings_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatune.config.settings import Settings
