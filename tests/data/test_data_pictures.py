@@ -412,15 +412,16 @@ def test_a_damaged_table_is_named(model: Model, data: Path) -> None:
     assert caught.value.exit_code == ExitCode.INPUT
 
 
-def test_a_damaged_record_is_made_again(model: Model, data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["pictures.npy", "files.npy"])
+def test_a_damaged_record_is_made_again(model: Model, data: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Its place and size are whole, what it says is not."""
     found = model.prepared(data, mixed(data))
-    path, whole = found.directory / "sources.npy", plain(found.train)
+    path, whole = found.directory / name, plain(found.train)
     content = bytearray(path.read_bytes())
-    content[content.index(b"{", 128)] ^= 0x7F
+    content[128] ^= 0x7F
     path.write_bytes(content)
     assert plain(model.prepared(data, mixed(data)).train) == whole
-    assert "are recreated" in capfd.readouterr().err
+    assert "are damaged and are recreated" in capfd.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Model], tmp_path: Path) -> None:

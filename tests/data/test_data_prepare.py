@@ -145,6 +145,13 @@ def test_the_report_in_words(folder: Path) -> None:
         "warning: cutoff_len 69 leaves out 30 of 47 rows (64%); cutoff_len: 70 keeps 99 % of them whole",
     ]
     assert DataReport.load(result.directory / "report.json") == result.report
+    mixed, good, cut = (line.replace(f"{folder}/", "") for line in result.report.warnings())
+    assert good == (
+        "good: 30 of 40 rows are dropped: "
+        "30 x longer than cutoff_len (good.json:row 11, good.json:row 12, good.json:row 13)"
+    )
+    assert mixed.startswith("mixed: 4 of 7 rows are dropped: 2 x field 'messages': expected a list of messages, got ")
+    assert cut == result.report.cut_warning()
 
 
 @pytest.mark.parametrize(("cutoff_len", "is_warned"), [(60, True), (69, True), (70, False)])

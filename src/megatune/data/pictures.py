@@ -2,6 +2,7 @@
 
     FOLDER/pictures.npy  a record of every picture of tokens.npy, in the order of their tokens
     FOLDER/sources.npy   how each was measured, and its file's name, or its bytes where it has no file
+    FOLDER/files.npy     "SIZE PATH" of every file, a zero byte behind each
 
 No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
 What rows depend on is its size in pixels, with which its number of tokens changes. So they hold how many bytes each
@@ -29,6 +30,7 @@ from megatune.data.store import Column, ColumnWriter
 
 PICTURES_FILE = "pictures.npy"
 SOURCES_FILE = "sources.npy"
+FILES_FILE = "files.npy"
 
 _RECORD = np.dtype([
     ("token", "<i8"),  # the first placeholder in tokens.npy
@@ -41,6 +43,7 @@ _RECORD = np.dtype([
 ])  # fmt: skip
 _SIZE = struct.Struct("<I")
 _LOOKING = 16  # threads: a file system over a network takes its time for each file
+_FILES_A_LOOK = 1024
 
 
 class DocumentPicture(NamedTuple):
@@ -74,7 +77,7 @@ def packed(source: PictureSource, measured: Measured) -> bytes:
         "kind": source.kind,
         "frames": source.frames is not None,
         "parts": [(part.path, None if part.data is None else len(part.data)) for part in parts],
-        "bytes": sum(os.stat(part.path or "").st_size if part.data is None else len(part.data) for part in parts),
+        "files": [(part.path, os.stat(part.path or "").st_size) for part in parts if part.data is None],
         "measured": asdict(measured),
     }
     text = json.dumps(header).encode()
@@ -146,6 +149,7 @@ class PictureTable:
     def __init__(self, folder: Path) -> None:
         self._records = Column(folder / PICTURES_FILE).whole()
         self._sources = Column(folder / SOURCES_FILE)
+        self._files = Column(folder / FILES_FILE).whole()
         held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
         if held != len(self._sources):
             raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
@@ -182,10 +186,10 @@ class PictureTable:
 
     def is_current(self) -> bool:
         """Return whether every picture's file is there with as many bytes as when it was measured."""
-        places = np.stack((self._records["offset"], self._records["size"]), axis=1)
-        parts = np.array_split(places, -(-len(self) // 4096) or 1)
+        files = self._files.tobytes().split(b"\0")[:-1]
+        parts = (files[first : first + _FILES_A_LOOK] for first in range(0, len(files), _FILES_A_LOOK))
         with ThreadPoolExecutor(_LOOKING) as pool:
-            return all(pool.map(lambda part: all(self._has_its_bytes(*place) for place in part.tolist()), parts))
+            return all(pool.map(_have_their_sizes, parts))
 
     def digested(self) -> Sequence[np.ndarray]:
         """Return the content, for a digest."""
@@ -208,13 +212,12 @@ class PictureTable:
             packed=self._sources.read(offset, offset + size).data,
         )
 
-    def _has_its_bytes(self, offset: int, size: int) -> bool:
-        try:
-            header, _ = _header_of(self._sources.values[offset : offset + size].data)
-            sizes = (os.stat(path).st_size if size is None else size for path, size in header["parts"])
-            return bool(header["bytes"] == sum(sizes))
-        except (OSError, ValueError, TypeError, KeyError, struct.error):  # it is gone, or the record is damaged
-            return False
+
+def _have_their_sizes(files: Sequence[bytes]) -> bool:
+    try:
+        return all(os.stat(path).st_size == int(size) for size, _, path in (each.partition(b" ") for each in files))
+    except OSError:
+        return False
 
 
 class PictureWriter:
@@ -223,7 +226,8 @@ class PictureWriter:
     def __init__(self, folder: Path) -> None:
         self._records = ColumnWriter(folder / PICTURES_FILE, _RECORD)
         self._sources = ColumnWriter(folder / SOURCES_FILE, np.uint8)
-        self.columns = (self._records, self._sources)
+        self._files = ColumnWriter(folder / FILES_FILE, np.uint8)
+        self.columns = (self._records, self._sources, self._files)
         self._offset = 0
 
     def add(self, start: int, pictures: Sequence[DocumentPicture]) -> None:
@@ -233,4 +237,6 @@ class PictureWriter:
             place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)
             self._records.append(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD))
             self._sources.append(each.packed)
+            files = _header_of(each.packed)[0]["files"]
+            self._files.append(b"".join(b"%d %b\0" % (size, os.fsencode(path)) for path, size in files))
             self._offset += len(each.packed)

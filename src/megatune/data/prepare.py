@@ -23,7 +23,7 @@ from megatune.data.cache import built, stored_key
 from megatune.data.cache.key import kept_as, prepared_key
 from megatune.data.order import mixed_order
 from megatune.data.pipeline import DatasetReader, Pipeline, SetState
-from megatune.data.report import DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
+from megatune.data.report import HELD_OUT_COPY, DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
 from megatune.data.rows import ColumnFile, Document, TokenRows
 from megatune.data.samples import Sample
 from megatune.data.sources import DatasetSource
@@ -218,7 +218,7 @@ def _training_order(settings: Settings, trained: Sequence[_Collected], split: Sp
         held_out, left_out = split.held_out[one.numbers], split.left_out[one.numbers]
         kept = ~(held_out | left_out)
         one.report.trained, one.report.evaluation = int(kept.sum()), int(held_out.sum())
-        one.report.leave_out(int(left_out.sum()), "held-out-copy", "the same texts as a held-out row")
+        one.report.leave_out(int(left_out.sum()), HELD_OUT_COPY, "the same texts as a held-out row")
         lists.append(np.repeat(one.numbers[kept], np.asarray(one.copies)[kept]))
     sizes = [len(numbers) for numbers in lists]
     if data.mix_strategy != "concat" and not all(sizes):

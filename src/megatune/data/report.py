@@ -27,7 +27,8 @@ NOTABLE_CUT = 0.1  # of all rows: a data set of which more are cut is trained on
 _BY_LENGTH = (TOO_LONG, "nothing-left")
 _MOST_BINS = 16
 _BARS = "▁▂▃▄▅▆▇█"
-_LEFT_OUT = (TOO_LONG, "held-out-copy")  # codes of rows that the settings leave out, with which nothing is wrong
+HELD_OUT_COPY = "held-out-copy"
+_LEFT_OUT = (TOO_LONG, HELD_OUT_COPY)  # codes of rows that the settings leave out, with which nothing is wrong
 _ALWAYS_ALLOWED = 10  # bad rows of a data set that a share never refuses
 _NAMED_REASONS = 3
 
@@ -79,12 +80,23 @@ class DatasetReport:
         bad = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] not in _LEFT_OUT})
         if most is None or bad.total() <= (max(most * self.read, _ALWAYS_ALLOWED) if 0 < most < 1 else most):
             return None
-        named = bad.most_common(_NAMED_REASONS)
-        reasons = [f"{count:,} x {reason} ({', '.join(self._places(reason))})" for reason, count in named]
-        reasons += [f"{len(bad) - len(named)} more reasons"] * (len(bad) > len(named))
         what = f"{self.name}: {bad.total():,} of {self.read:,} rows cannot be trained on, max_bad_rows is {most:g}"
         fix = "correct the rows (`megatune data preview` shows them), or raise max_bad_rows; null allows any number"
-        return Finding(what, why="; ".join(reasons), fix=fix)
+        return Finding(what, why=self._reasons(bad), fix=fix)
+
+    def dropped_warning(self) -> str:
+        """Return how many rows are dropped, why and where, in a line; "" where none is but copies of held-out rows."""
+        lost = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] != HELD_OUT_COPY})
+        if not lost:
+            return ""
+        is_are = "is" if lost.total() == 1 else "are"
+        return f"{self.name}: {lost.total():,} of {counted(self.read, 'row')} {is_are} dropped: {self._reasons(lost)}"
+
+    def _reasons(self, dropped: Counter[str]) -> str:
+        """Name the most frequent reasons, with the places of a few rows."""
+        named = dropped.most_common(_NAMED_REASONS)
+        reasons = [f"{count:,} x {reason} ({', '.join(self._places(reason))})" for reason, count in named]
+        return "; ".join(reasons + [f"{len(dropped) - len(named)} more reasons"] * (len(dropped) > len(named)))
 
     def _places(self, reason: str) -> list[str]:
         return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
@@ -217,6 +229,7 @@ class DataReport:
         for what, number in (
             ("held out", sum(each.evaluation for each in self.datasets)),
             ("dropped", sum(each.dropped.total() for each in self.datasets)),
+            ("cut to cutoff_len", sum(each.truncated for each in self.datasets)),
         ):
             parts += [f"{number:,} {what}"] if number else []
         return ", ".join(parts)
@@ -235,6 +248,11 @@ class DataReport:
             f"cutoff_len {self.lengths.cutoff_len} {' and '.join(done)} of {read:,} rows ({share:.0%});"
             f" cutoff_len: {self.lengths.p99} keeps 99 % of them whole"
         )
+
+    def warnings(self) -> list[str]:
+        """Return what a user should see before the first step, a line each."""
+        lines = (*(each.dropped_warning() for each in self.datasets), *self.notes, self.cut_warning())
+        return [line for line in lines if line]
 
     def raw(self) -> dict[str, Any]:
         """Return the report as a JSON object."""

@@ -2,7 +2,7 @@
 
     FOLDER/tokens.npy                   int32, sample after sample
     FOLDER/trained.npy                  uint8, 1 where a token is trained
-    FOLDER/pictures.npy, sources.npy    the pictures among the tokens, see `data.pictures`
+    FOLDER/pictures.npy, sources.npy, files.npy    the pictures among the tokens, see `data.pictures`
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
     FOLDER/PART/extra-NAME.npy          values of every document, [documents, ...]

@@ -155,8 +155,7 @@ def _prepared_feed(
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
     has_pictures = any(part.pictures.tokens for part in parts)
     report = prepared.report
-    warnings = [*report.notes, *([warning] if (warning := report.cut_warning()) else [])]
-    feed = Feed(rows, prepared.evaluation, lines, report.summary(), warnings)
+    feed = Feed(rows, prepared.evaluation, lines, report.summary(), report.warnings())
     feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures)
     if not objective_of(settings).has_companions:
         return feed
