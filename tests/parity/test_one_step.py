@@ -65,7 +65,10 @@ OPTIMIZERS["adam, larger epsilon"] = OPTIMIZERS["adam"] | {"adam_epsilon": 1e-6}
 OPTIMIZERS["adam, on the host"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer_cpu_offload": True}
 # Five steps of the iteration multiply rounding by up to 3.4 each where singular values are small.
 OPTIMIZERS["muon"] = OPTIMIZERS["adam, larger epsilon"] | {"optimizer": "muon", "muon_momentum": 0.9, "muon_scale": 0.3}
-TOLERANCES = {"adam": 1e-3, "adam, larger epsilon": 1e-3, "adam, on the host": 1e-3, "muon": 1e-3, "sgd": 1e-5}
+# What scales a router is near 1 and has a small gradient: by SGD's rate its update of 5e-3 (a norm, of weights with 8)
+# is rounded by 4e-5, in Transformers as in the engine, and both are as far from fp64.
+OPTIMIZERS["sgd, larger rate"] = OPTIMIZERS["sgd"] | {"learning_rate": 1000.0}
+TOLERANCES = {name: 1e-5 if settings["optimizer"] == "sgd" else 1e-3 for name, settings in OPTIMIZERS.items()}
 
 
 def step_samples(index: int, architecture: Architecture, rows: int = ROWS) -> list[Sample]:
@@ -313,8 +316,8 @@ def test_a_step_of_experts_with_biases(pool, plain_steps, model_dir, tmp_path, l
     assert_same_steps(pool, plain_steps, model_dir, chosen, "gpt_oss", False, optimizer, 1, tmp_path)
 
 
-@pytest.mark.extended("gemma4_text", "adam, larger epsilon", "sgd")  # Muon has Adam for what is no matrix
-@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd"])
+@pytest.mark.extended("gemma4_text", "adam, larger epsilon", "sgd, larger rate")  # Muon has Adam for what is no matrix
+@pytest.mark.parametrize("optimizer", ["adam, larger epsilon", "muon", "sgd, larger rate"])
 @pytest.mark.parametrize(("family", "layout"), [("gemma4_text", "tp2 sp"), ("gemma4_text_moe", "ep2 etp2 tp2 sp")])
 def test_a_step_of_heads_of_two_sizes(pool, plain_steps, model_dir, tmp_path, family, layout, optimizer):
     """A router's scales have a gradient on every tensor-parallel rank, and what scales a layer stays."""
