@@ -14,12 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
-# A processor without instructions for bf16 takes up to 160 times as long for these as in fp32; each makes tensors of
-# the same sizes either way, whatever their values.
-_PRODUCTS = frozenset((
-    _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN._grouped_mm.default,
-    _ATTENTION.default, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
-))  # fmt: skip
+# A processor without instructions for bf16 takes several times as long for these as in fp32; each makes tensors of the
+# same sizes either way, whatever their values.
+_PRODUCTS = (_ATTENTION.default, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -25,7 +25,7 @@ FLOORS = {
     3: {"training", "generation", "verify"},
     2: {"bridge", "objectives", "demo"},
     1: {"engine", "data", "plan", "launch"},
-    0: {"config"},
+    0: {"config", "half_precision"},
     # Families know of no settings; rules of settings ask them which names a model has.
     -1: {
         "families",
@@ -41,7 +41,7 @@ FLOORS = {
     },
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-WITHOUT_TORCH = {"launch", "plan"} | FLOORS[0] | FLOORS[-1]
+WITHOUT_TORCH = {"launch", "plan", "config"} | FLOORS[-1]
 MOST_LINES = 500
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|root|work|farm|opt|tmp|Users)/[A-Za-z]")
 

@@ -38,6 +38,7 @@ from megatune.engine.trained import add_adapters, freeze, without_gradient
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
 from megatune.families.weights import Weight, padded_vocab_size
+from megatune.half_precision import multiply_in_fp32
 from megatune.rope_scaling import LongRopeScaling
 
 # A pipeline chunk as the rest of the project sees it. A frozen one is wrapped like a trained one, without buffers.
@@ -245,6 +246,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     patch_model(swiglu=performance.bias_activation_fusion, weight_gradients=performance.gradient_accumulation_fusion)
     device.compile_operators(performance.compile_operators)
     config = transformer_config(architecture, settings)
+    multiply_in_fp32(config.params_dtype)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=trained and parallel.overlap_grad_reduce,

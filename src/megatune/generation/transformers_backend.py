@@ -29,6 +29,7 @@ from megatune.generation.options import Sampling
 from megatune.generation.pictures import generate_inputs
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_stop_word
 from megatune.generation.stopping import Ending, Stream, stop_ids
+from megatune.half_precision import multiply_in_fp32
 
 if TYPE_CHECKING:
     from megatune.encoders import Vision
@@ -73,6 +74,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype | str = "auto", **options: 
     # Transformers fills what is missing with random numbers, and its warning is silenced above.
     if missing := sorted(loading["missing_keys"]):
         raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+    multiply_in_fp32(model.dtype)
     loaded: PreTrainedModel = model.to(
         torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     )
