@@ -170,7 +170,8 @@ def test_what_is_recommended_fits_at_the_upper_end_with_all_that_costs_nothing(r
             written.performance.gradient_accumulation_fusion) == (True, True, True)  # fmt: skip
     assert written.precision.accumulate_allreduce_grads_in_fp32
     assert "accumulate_allreduce_grads_in_fp32: false" in out.partition("With lower precision")[2]
-    found = json.loads(run(*words, "apply_rope_fusion=false", "--json")[1])
+    found = json.loads(run(*words, "apply_rope_fusion=false", "--json", "--top", "25")[1])
+    assert len(found["search"]["ranked"]) == 25
     best = found["recommended"]
     assert best["fullest_bytes"] * (1 + best["memory_bound"]) <= best["memory_limit"]
     settings = best["settings"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -133,6 +132,8 @@ def _internal(error: Exception) -> str:
     text = without_secrets(traceback.format_exc())
     if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
         return text.rstrip()
+    import tempfile
+
     line = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
     try:
         with tempfile.NamedTemporaryFile("wb", prefix="megatune-", suffix=".txt", delete=False) as file:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import regex
-
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.weights import Stack
 
@@ -75,6 +73,8 @@ def is_whole_match(pattern: str, text: str) -> bool:
     Raises:
         MegatuneError: SETTINGS, where that takes longer than a second.
     """
+    import regex  # here: few runs match any, and it is a tenth of what a quick command imports
+
     try:
         return bool(regex.fullmatch(pattern, text, timeout=_SECONDS))
     except TimeoutError as error:

@@ -13,7 +13,7 @@ from megatune.plan.case import Case
 from megatune.plan.changes import LOSSY, Changes, smaller_runs
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.fixes import Fix, savings
-from megatune.plan.layouts import SearchRequest
+from megatune.plan.layouts import NUM_RESHAPED, SearchRequest
 from megatune.plan.pages.words import amount
 from megatune.plan.search import SearchResult, search
 from megatune.plan.time import answers
@@ -34,6 +34,7 @@ class Question:
         plans_own: whether the settings' own layout is planned, before a better one is searched for.
         dataset_tokens: of the whole run; None where not known.
         notes: what was assumed, in sentences.
+        keep: how many layouts are ranked.
         file: the settings file that was planned.
         written: settings, "group.name", that the user gave a value.
     """
@@ -44,6 +45,7 @@ class Question:
     plans_own: bool = False
     dataset_tokens: float | None = None
     notes: tuple[str, ...] = ()
+    keep: int = NUM_RESHAPED
     file: str | None = None
     written: frozenset[str] = frozenset()
 
@@ -75,7 +77,8 @@ class Question:
     @property
     def request(self) -> SearchRequest:
         """All layouts with the same global batch."""
-        return SearchRequest(case=self.case, global_batch_size=self.global_batch_size, written=self.written)
+        rows = self.global_batch_size
+        return SearchRequest(case=self.case, global_batch_size=rows, keep=self.keep, written=self.written)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class PlannedModel:
     architecture: Architecture
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of caches, known by identity
 class Case:
     """What one estimate is of.
 

@@ -59,7 +59,7 @@ class Estimate:
         """Whether every rank's bytes are there."""
         return self.bytes <= self.case.machine.device.memory
 
-    @property
+    @cached_property
     def is_tight(self) -> bool:
         """Whether the fullest rank does not fit at the upper end of what is known of its class of models."""
         return self.bytes > safe_bytes(self.case)

@@ -135,7 +135,7 @@ class Space:
             return "tensor parallelism does not split the model evenly"
         if layout.pp > self.architecture.num_layers:
             return "more pipeline stages than layers"
-        if not self.holds_deepstack(layout.pp):
+        if not _holds_deepstack(self.architecture, layout.pp, None):
             return "the first pipeline stage has fewer layers than deepstack mergers feed"
         if self.request.rows % (self.world // (layout.tp * layout.pp * layout.cp)):
             return "the global batch is not split evenly over the data-parallel processes"
@@ -151,11 +151,6 @@ class Space:
         if self.world % (layout.ep * layout.etp * layout.pp):
             return "the processes do not hold whole copies of the experts"
         return ""
-
-    def holds_deepstack(self, pp: int, virtual: int | None = None) -> bool:
-        """Return whether the first of even parts has the layers that a vision encoder's mergers feed."""
-        sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
-        return holds_deepstack(ParallelSettings.model_validate(sizes), self.architecture)
 
     def _has_context(self, layout: CandidateLayout) -> bool:
         """Return whether context parallelism leaves each process enough of a row, and there is a kernel for it."""
@@ -173,20 +168,10 @@ class Space:
         rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.world
         return [CandidateBatch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
 
-    def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> list[int]:
-        """Return numbers of virtual stages that there are micro-batches for: those that split the layers evenly, the
-        embedding and the loss counted as layers or not; two and four where none does."""
-        num_layers = self.architecture.num_layers
-        if layout.pp == 1 or batch.accumulation % layout.pp:
-            return []
-        most = min(MOST_VIRTUAL_STAGES, num_layers // layout.pp)
-        even = [
-            virtual
-            for virtual in range(2, most + 1)
-            if any((num_layers + counted) % (layout.pp * virtual) == 0 for counted in (0, 1, 2))
-        ]
-        found = even or [virtual for virtual in (2, 4) if virtual <= most]
-        return [virtual for virtual in found if self.holds_deepstack(layout.pp, virtual)]
+    def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, ...]:
+        """Return numbers of virtual stages that there are micro-batches for."""
+        has_micro_batches = layout.pp > 1 and batch.accumulation % layout.pp == 0
+        return _virtual_stages(self.architecture, layout.pp) if has_micro_batches else ()
 
     def candidate(
         self,
@@ -304,6 +289,26 @@ class Space:
             f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
             f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
         )
+
+
+@lru_cache(maxsize=1024)
+def _holds_deepstack(architecture: Architecture, pp: int, virtual: int | None) -> bool:
+    """Return whether the first of even parts has the layers that a vision encoder's mergers feed."""
+    sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
+    return holds_deepstack(ParallelSettings.model_validate(sizes), architecture)
+
+
+@lru_cache(maxsize=1024)
+def _virtual_stages(architecture: Architecture, pp: int) -> tuple[int, ...]:
+    """Return numbers of virtual stages that split the layers evenly, the embedding and the loss counted as layers or
+    not; two and four where none does."""
+    num_layers = architecture.num_layers
+    possible = range(2, min(MOST_VIRTUAL_STAGES, num_layers // pp) + 1)
+    even = [
+        virtual for virtual in possible if any((num_layers + counted) % (pp * virtual) == 0 for counted in (0, 1, 2))
+    ]
+    found = even or [virtual for virtual in (2, 4) if virtual in possible]
+    return tuple(virtual for virtual in found if _holds_deepstack(architecture, pp, virtual))
 
 
 def with_free(request: SearchRequest) -> Settings:

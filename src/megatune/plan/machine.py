@@ -35,6 +35,9 @@ class Device:
     watts: float | None = None
     multiprocessors: int | None = None
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.bandwidth))  # a key of caches, in spite of its mapping
+
     @property
     def on_cpu(self) -> bool:
         """Whether it is the processors of a host: a process is the device, and nothing runs next to its computing."""

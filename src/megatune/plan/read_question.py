@@ -19,6 +19,7 @@ from megatune.hub.models import is_hub_id
 from megatune.plan.answer import Question
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model, machine_assumptions
+from megatune.plan.layouts import NUM_RESHAPED
 from megatune.plan.machine import Machine
 from megatune.plan.options import PlanOptions
 from megatune.plan.pages.words import amount
@@ -275,6 +276,7 @@ class QuestionReader(PlanReader):
             plans_own=plans_own,
             dataset_tokens=self._tokens(settings, known),
             notes=tuple(self.notes),
+            keep=max(self.options.top, NUM_RESHAPED),
             file=self.file,
             written=self.keys,
         )

@@ -29,9 +29,8 @@ from megatune.plan.layouts import (
     with_free,
 )
 from megatune.plan.memory.estimate import library_bytes, workspace_bytes
-from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.memory.parameters import Rules, least_state
 from megatune.plan.schedule import bubble_seconds
-from megatune.plan.time import micro_batch_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 _NUM_TOO_LARGE = 10
@@ -148,11 +147,15 @@ class Frontier:
         position = bisect_right(self.estimates, memory * _TOLERANCE, key=lambda each: each.bytes)
         return position > 0 and self.estimates[position - 1].time.total <= seconds * _TOLERANCE
 
+    def beats(self, memory: int, seconds: float) -> bool:
+        """Return whether one is as small and as fast as this."""
+        before = bisect_right(self.estimates, memory, key=lambda each: each.bytes)
+        return before > 0 and self.estimates[before - 1].time.total <= seconds
+
     def add(self, found: Estimate) -> None:
         """Add an estimate that none dominates, and remove what it dominates."""
         seconds = found.time.total
-        before = bisect_right(self.estimates, found.bytes, key=lambda each: each.bytes)
-        if before and self.estimates[before - 1].time.total <= seconds:
+        if self.beats(found.bytes, seconds):
             return
         start = stop = bisect_left(self.estimates, found.bytes, key=lambda each: each.bytes)
         while stop < len(self.estimates) and self.estimates[stop].time.total >= seconds:
@@ -182,6 +185,7 @@ class _Point(NamedTuple):
 class _Search:
     def __init__(self, space: Space) -> None:
         self.space, self.request = space, space.request
+        self._safe = safe_bytes(self.request.case)
         self.ranked: list[Estimate] = []
         self.frontier = Frontier()
         self.num_considered = 0
@@ -202,18 +206,18 @@ class _Search:
             for batch in batches:
                 key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
                 if key not in whole:
-                    whole[key] = micro_batch_seconds(self.space.candidate(layout, batch, None).case)
+                    whole[key] = self.space.candidate(layout, batch, None).fixed_time.micro_batch
                 # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
                 waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
                 shortest = (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
                 yield _Point(layout, batch, state + libraries, shortest)
 
     def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
-        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and of the
-        device's context and libraries."""
+        """Return the least bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and
+        those of the device's context and libraries."""
         case = self.space.candidate(layout, batch, None).case
         rules = Rules.of(case)
-        state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
+        state = max(least_state(rules, stage) for stage in {0, layout.pp - 1})
         return state, workspace_bytes(case, 0).framework + library_bytes(case)
 
     def may_be_better(self, point: _Point) -> bool:
@@ -234,7 +238,7 @@ class _Search:
         far as is known."""
         if seconds >= self.request.below:
             return False
-        key, keep = (smallest > safe_bytes(self.request.case), seconds), self.request.keep
+        key, keep = (smallest > self._safe, seconds), self.request.keep
         if len(self.ranked) < keep or key < rank_key(self.ranked[keep - 1])[:2]:
             return True
         first = self.ranked[0]
@@ -310,9 +314,10 @@ class _Search:
 
     def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
         """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""
-        found = self._fitting(point, virtual)
+        found, shortest = self._fitting(point, virtual), self._ends(point, virtual)[0].time.total
         for each in found:
-            self.frontier.add(each)
+            if not self.frontier.beats(each.bytes, shortest):
+                self.frontier.add(each)
         sure = [each for each in found if not each.is_tight]
         return min(sure or found, key=rank_key, default=None)
 
@@ -370,8 +375,9 @@ class _Search:
     def _save_memory(self, point: _Point) -> None:
         """Take to the frontier what is smaller than what is ranked first."""
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
-            for each in self._ends(point, virtual):
-                if each.fits:
+            kept, least = self._ends(point, virtual)
+            for each in (kept, least):
+                if each.fits and not self.frontier.beats(each.bytes, kept.time.total):
                     self.frontier.add(each)
 
     def fill_frontier(self) -> None:

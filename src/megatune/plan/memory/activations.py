@@ -96,7 +96,7 @@ def _pass(
 ) -> Memory:
     """Return a micro-batch through one virtual stage."""
     memories, added = [inputs(shapes)], 0
-    groups, kept = _groups(chunk.layers, recompute)
+    groups, kept = _groups(chunk, recompute)
     if chunk.embedding and pictures is not None:
         # What is recomputed saves what is added to it; otherwise that is gone after the forward pass.
         added = 0 if groups else pictures.added
@@ -123,6 +123,7 @@ def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]
     return [repeat(_layer(shapes, layer, modules), times) for layer, times in runs]
 
 
+@lru_cache(16384)
 def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
     memory = layer_memory(of_layer(shapes, layer.kind, layer.gradient == "weights"), layer.kind.sparse, modules)
     # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
@@ -130,8 +131,9 @@ def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Mem
 
 
 @lru_cache(4096)
-def _groups(layers: tuple[LayerContent, ...], recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
+def _groups(chunk: ChunkContent, recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
     """Return groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
+    layers = chunk.layers
     last = min(recompute.num_layers, len(layers))
     size = recompute.group_size
     groups = [layers[first : min(first + size, last)] for first in range(0, last, size)]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import repeat
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from megatune.families import FAMILIES
 from megatune.families.quantized import form_of, is_quantized, quantized_buffers
 from megatune.families.weights import Slice, Weight, engine_shape, is_in_layer
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.memory.buffers import Bucket, full_bucket, largest_share, padded_size, shared_buckets
+from megatune.plan.memory.buffers import full_bucket, largest_share, padded_size, shared_buckets
 from megatune.plan.memory.tensors import (
     ChunkContent,
     HeldParameter,
@@ -143,6 +144,7 @@ class Rules:
     optimizer: OptimizerRules
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def of(case: Case) -> Rules:
         settings, shards = case.settings, (case.shard_size, case.expert_shard_size)
         sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_rules(settings)
@@ -209,6 +211,7 @@ class Part:
         updated: of those, what this rank updates.
         matrices: of `updated`, what is of matrices.
         on_host: of `updated`, what has its state on the host.
+        orthogonal_flops: as of `HeldParameter`, of all matrices that are trained.
     """
 
     kind: Kind
@@ -218,6 +221,7 @@ class Part:
     updated: int
     matrices: int
     on_host: int
+    orthogonal_flops: int = 0
 
     @property
     def padding(self) -> int:
@@ -238,7 +242,12 @@ def stage_state(rules: Rules, stage: int) -> StageState:
     padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
     to one parameter's state more is on the host than the fraction says.
     """
-    return sum_parts(rules, stage, _closed_parts(rules, stage))
+    return sum_parts(rules, stage, _parts(rules, stage))
+
+
+def least_state(rules: Rules, stage: int) -> int:
+    """Return a lower bound of `stage_state(rules, stage).exact`: it without the padding of buffers."""
+    return sum_parts(rules, stage, _parts(rules, stage, padded=False)).exact
 
 
 def stage_parameters(case: Case, stage: int) -> StageParameters:
@@ -249,7 +258,7 @@ def stage_parameters(case: Case, stage: int) -> StageParameters:
 @lru_cache(maxsize=65536)
 def elements_of(rules: Rules, stage: int) -> StageParameters:
     """Return elements that each rank of a stage holds."""
-    parts = _closed_parts(rules, stage)
+    parts = _parts(rules, stage)
     dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
     return StageParameters(
         dense=sum(part.size for part in dense),
@@ -257,19 +266,10 @@ def elements_of(rules: Rules, stage: int) -> StageParameters:
         trained_dense=sum(part.trained for part in dense),
         trained_expert=sum(part.trained for part in expert),
         updated=sum(part.updated for part in parts),
-        orthogonal_flops=_orthogonal_flops(rules, stage),
-    )
-
-
-def _orthogonal_flops(rules: Rules, stage: int) -> int:
-    """Count one iteration over the matrices of a stage, those of experts and the others each shared by replicas."""
-    held = rules.held
-    return sum(
-        count * one.orthogonal_flops // (rules.shards[one.is_expert] if rules.is_sharded else 1)
-        for chunk in rules.chunks(stage)
-        for place, count in _places(chunk)
-        for one in held.at(place)
-        if one.trained
+        # Replicas share matrices, those of experts and the others.
+        orthogonal_flops=sum(
+            part.orthogonal_flops // (rules.shards[part.kind.is_expert] if rules.is_sharded else 1) for part in parts
+        ),
     )
 
 
@@ -295,37 +295,40 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     return StageState(num_layers, weights, gradients, master_weights, state, host)
 
 
-@lru_cache(maxsize=65536)
-def _closed_parts(rules: Rules, stage: int) -> tuple[Part, ...]:
+def _parts(rules: Rules, stage: int, *, padded: bool = True) -> tuple[Part, ...]:
+    return _closed_parts(rules, rules.chunks(stage), rules.bucket_size(stage, 0), padded)
+
+
+@lru_cache(maxsize=65536)  # stages of the same layers share it
+def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | None, padded: bool) -> tuple[Part, ...]:
     """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
-    little of `on_host`."""
-    held, parts = rules.held, []
+    little of `on_host`. Not `padded`, buffers are what is trained, and ranks update equal shares of it: the least.
+
+    Args:
+        first: elements after which a bucket of the first chunk is full.
+    """
+    held, optimizer, parts = rules.held, rules.optimizer, []
+    full = [first, *[None] * (len(chunks) - 1)]
+    places = [place for chunk in chunks for place in _places(chunk)]
     for kind in rules.kinds:
-        size = trained = others = buffers = 0
-        for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-            for place, count in _places(chunk):
-                of_all, of_trained, of_others = _sizes(held, place, kind)
-                size, trained, others = size + count * of_all, trained + count * of_trained, others + count * of_others
-            if rules.is_sharded:
-                full, shards = rules.bucket_size(stage, virtual_stage), rules.shards[kind.is_expert]
-                buffers += _buffer_size(held, chunk, kind, shards, full)
-        buffers = buffers if rules.is_sharded else trained
-        updated = min(trained, buffers // rules.shards[kind.is_expert]) if rules.is_sharded else trained
-        if rules.is_sharded and rules.optimizer.matrix_bytes != rules.optimizer.element_bytes:
-            others = largest_share(_chunk_buckets(rules, stage, kind), rules.shards[kind.is_expert])
-        matrices = max(updated - others, 0)
-        parts.append(
-            Part(kind, size, trained, buffers, updated, matrices, int(rules.optimizer.host_fraction * updated))
-        )
+        size = trained = others = flops = 0
+        for place, count in places:
+            of_all, of_trained, of_others, of_flops = _sizes(held, place, kind)
+            size, trained = size + count * of_all, trained + count * of_trained
+            others, flops = others + count * of_others, flops + count * of_flops
+        buffers, shards = trained, rules.shards[kind.is_expert] if rules.is_sharded else 1
+        if padded and rules.is_sharded:
+            buffers = sum(map(_buffer_size, repeat(held), chunks, repeat(kind), repeat(shards), full))
+        updated = min(trained, buffers // shards)
+        if rules.is_sharded and optimizer.matrix_bytes != optimizer.element_bytes:
+            buckets = (
+                shared_buckets(trained_of(held.of_chunk(chunk), kind), shards, size)
+                for chunk, size in zip(chunks, full, strict=True)
+            )
+            others = largest_share(buckets, shards) if padded else others // shards
+        on_host = int(optimizer.host_fraction * updated)
+        parts.append(Part(kind, size, trained, buffers, updated, max(updated - others, 0), on_host, flops))
     return tuple(parts)
-
-
-def _chunk_buckets(rules: Rules, stage: int, kind: Kind) -> Iterator[list[Bucket]]:
-    """Yield the buckets of each of a stage's chunks under the distributed optimizer."""
-    held, shards = rules.held, rules.shards[kind.is_expert]
-    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
-        ours = trained_of(held.of_chunk(chunk), kind)
-        yield shared_buckets(ours, shards, rules.bucket_size(stage, virtual_stage))
 
 
 def _places(chunk: ChunkContent) -> list[tuple[Place, int]]:
@@ -335,10 +338,11 @@ def _places(chunk: ChunkContent) -> list[tuple[Place, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(held: HeldParameters, place: Place, kind: Kind) -> tuple[int, int, int]:
-    """Return elements of all, of those that are trained, and of these without matrices."""
+def _sizes(held: HeldParameters, place: Place, kind: Kind) -> tuple[int, int, int, int]:
+    """Return elements of all, of those that are trained, and of these without matrices; and FLOP, see `Part`."""
     size, trained = sum(one.numel for one in held.at(place) if kind.has(one)), _trained_at(held, place, kind)
-    return size, sum(one.numel for one in trained), sum(one.numel for one in trained if not one.is_matrix)
+    others = sum(one.numel for one in trained if not one.is_matrix)
+    return size, sum(one.numel for one in trained), others, sum(one.orthogonal_flops for one in trained)
 
 
 @lru_cache(maxsize=4096)

@@ -225,13 +225,7 @@ def held_parameters(
     trains = [content.gradient == "weights" for content in contents]
 
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
-        part = expert if weight.per_expert else whole
-        shape = engine_shape(weight, architecture, part)
-        has_gradient, is_adapter = is_trained(weight, layer, architecture, trainable), weight.role is Role.ADAPTER
-        is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
-        flops = _orthogonal_flops(weight, architecture, part) if weight.is_matrix else 0
-        kinds = weight.per_expert, is_vector, is_adapter, has_gradient
-        return HeldParameter(prod(shape), *kinds, is_matrix=weight.is_matrix, orthogonal_flops=flops)
+        return _held(weight, layer, architecture, trainable, expert if weight.per_expert else whole)
 
     def layer(kind: LayerKind, index: int) -> Iterator[HeldParameter]:
         ours = [weight for weight in weights if is_in_layer(weight, kind)]
@@ -253,6 +247,24 @@ def held_parameters(
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
         # both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + 8 * moe.num_experts * (2 if moe.expert_bias else 1) if moe else 0,
+    )
+
+
+@lru_cache(maxsize=16384)  # dense weights are the same however experts are shared out
+def _held(
+    weight: Weight, layer: int, architecture: Architecture, trainable: FinetuningSettings, part: Slice
+) -> HeldParameter:
+    """Return what a rank with this slice holds of a weight."""
+    shape = engine_shape(weight, architecture, part)
+    is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
+    return HeldParameter(
+        prod(shape),
+        is_expert=weight.per_expert,
+        is_vector=is_vector,
+        is_adapter=weight.role is Role.ADAPTER,
+        trained=is_trained(weight, layer, architecture, trainable),
+        is_matrix=weight.is_matrix,
+        orthogonal_flops=_orthogonal_flops(weight, architecture, part) if weight.is_matrix else 0,
     )
 
 
@@ -294,6 +306,7 @@ def _module(weight: Weight) -> str:
     return weight.engine.split(".")[1]
 
 
+@lru_cache(maxsize=256)
 def _of_layers(architecture: Architecture) -> list[Weight]:
     """Return weights of layers in the order in which modules create them."""
     order = list(_ORDER)

@@ -16,7 +16,7 @@ from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.config.settings import Settings
 from megatune.families.weights import padded_vocab_size
 from megatune.plan.operators.attention import self_attention
-from megatune.plan.operators.experts import expert_layer
+from megatune.plan.operators.experts import before_experts, routed_experts
 from megatune.plan.operators.linear import elementwise, feed_forward, layer_norm, linear, linear_work
 from megatune.plan.operators.operator import Memory, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
@@ -46,10 +46,22 @@ def dense_branch(shapes: Shapes) -> Branch:
     return _branch(shapes, feed_forward(shapes, "mlp", shapes.architecture.ffn_hidden_size // shapes.tp))
 
 
-@lru_cache(maxsize=4096)
 def expert_branch(shapes: Shapes) -> Branch:
     """Return the branch of experts."""
-    return _branch(shapes, expert_layer(shapes))
+    around, last = around_experts(without_experts(shapes)), -1 - shapes.architecture.post_norms
+    return *around[:last], *experts(shapes), *around[last:]
+
+
+@lru_cache(maxsize=4096)
+def around_experts(shapes: Shapes) -> Branch:
+    """Return the branch of experts without these: the same, however they are shared out."""
+    return _branch(shapes, before_experts(shapes))
+
+
+@lru_cache(maxsize=4096)
+def experts(shapes: Shapes) -> tuple[Operator, ...]:
+    """Return the operators of routed experts."""
+    return tuple(routed_experts(shapes))
 
 
 def _branch(shapes: Shapes, inner: Iterable[Operator]) -> Branch:
@@ -83,6 +95,7 @@ def recompute_of(settings: Settings) -> Recompute:
     return Recompute(_ALL_LAYERS, recompute.recompute_num_layers or 1, ())
 
 
+@lru_cache(maxsize=4096)
 def inputs(shapes: Shapes) -> Memory:
     """Return bytes of cosine and sine of the positions, in the model's dtype, and of tokens, labels, positions and
     places of trained tokens where they are copied: to a GPU, or to a context-parallel rank."""

@@ -29,15 +29,14 @@ _FC1, _FC2 = "mlp.experts.weight1", "mlp.experts.weight2"
 _LEAST_SUMMED = 1024  # tokens whose choices the allgather dispatcher sums at a time
 
 
-def expert_layer(shapes: Shapes) -> Iterator[Operator]:
-    """Yield the operators from the normalized hidden states to what is added to the residual stream."""
+def before_experts(shapes: Shapes) -> Iterator[Operator]:
+    """Yield the operators on the normalized hidden states, however experts are shared out: shared experts, router."""
     moe = shapes.architecture.moe
     assert moe is not None
     yield from _shared(shapes, moe)
     yield _router(shapes, moe)
     # Softmax, choice and counts over all experts' scores, in fp32: some ten passes.
     yield Operator("moe", Memory(0), *elementwise(shapes, shapes.part * moe.num_experts, 20, 20, 25))
-    yield from _routed(shapes, moe)
 
 
 def expert_rows(shapes: Shapes) -> int:
@@ -90,8 +89,10 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     return Operator("moe", memory, *linear_work(shapes, shapes.part, moe.num_experts, shapes.architecture.hidden_size))
 
 
-def _routed(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
+def routed_experts(shapes: Shapes) -> Iterator[Operator]:
     """Yield dispatch, both products, and the combination."""
+    moe = shapes.architecture.moe
+    assert moe is not None
     size, hidden, rows = shapes.size, shapes.architecture.hidden_size, expert_rows(shapes)
     channels, local = moe.moe_ffn_hidden_size // shapes.etp, moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels

@@ -164,6 +164,7 @@ class Shapes:
         return 0 if self.size == 4 else 4
 
 
+@lru_cache(maxsize=4096)
 def shapes_of(case: Case) -> Shapes:
     """Read the sizes and switches of a case."""
     settings, architecture = case.settings, case.model.architecture

@@ -191,14 +191,14 @@ def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset
     `equal` are ids of estimates to be marked by =."""
     if not estimates:
         return
-    memory = bytes_unit(max(estimate.fullest.total for estimate in estimates))
+    memory = bytes_unit(max(estimate.bytes for estimate in estimates))
     seconds = seconds_unit(min(estimate.time.total for estimate in estimates))
     rows = [["", "layout", "batch", "recompute", memory.name, f"step {seconds.name}", "tokens/s", "MFU"]]
     for number, estimate in enumerate(estimates, first):
         case, time = estimate.case, estimate.time
         layout, recompute = layout_words(case), recompute_words(case.settings.recompute)
         batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
-        held = memory.of(estimate.fullest.total) + ("!" if estimate.fits and estimate.is_tight else "")
+        held = memory.of(estimate.bytes) + ("!" if estimate.fits and estimate.is_tight else "")
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
         mark = "=" if id(estimate) in equal else ""
         rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])

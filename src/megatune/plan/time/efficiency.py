@@ -28,7 +28,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import STREAMS, Case
 from megatune.plan.machine import Device, Machine
 from megatune.plan.memory.parameters import StageParameters, optimizer_rules
-from megatune.plan.operators.decoder import dense_branch, embedding, expert_branch, head, mixer_branch
+from megatune.plan.operators.decoder import around_experts, dense_branch, embedding, experts, head, mixer_branch
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
@@ -183,6 +183,7 @@ class Rates:
         raise MegatuneError([Finding(what, "plan", why, "choose another device or dtype")], ExitCode.INPUT)
 
 
+@lru_cache(maxsize=256)
 def _rates(device: Device, dtype: str, efficiency: Efficiency) -> Rates:
     """Derive what is sustained from the board's own numbers."""
     reference, peak = efficiency.reference, device.flops[dtype]
@@ -302,7 +303,9 @@ def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     """Time one decoder layer, dense or sparse."""
     whole = without_experts(shapes)
     mixer = _mixer_seconds(whole, rates)
-    return mixer.plus(_add_up(rates, expert_branch(shapes)) if sparse else _dense_seconds(whole, rates))
+    if not sparse:
+        return mixer.plus(_dense_seconds(whole, rates))
+    return mixer.plus(_around_experts(whole, rates)).plus(_add_up(rates, experts(shapes)))
 
 
 @lru_cache(maxsize=4096)
@@ -313,6 +316,11 @@ def _mixer_seconds(shapes: Shapes, rates: Rates) -> Seconds:
 @lru_cache(maxsize=4096)
 def _dense_seconds(shapes: Shapes, rates: Rates) -> Seconds:
     return _add_up(rates, dense_branch(shapes))
+
+
+@lru_cache(maxsize=4096)
+def _around_experts(shapes: Shapes, rates: Rates) -> Seconds:
+    return _add_up(rates, around_experts(shapes))
 
 
 @lru_cache(maxsize=8192)

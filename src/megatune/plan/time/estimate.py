@@ -219,22 +219,10 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     )
 
 
-def micro_batch_seconds(case: Case) -> float:
-    """Return seconds of a micro-batch in all stages together, forward and backward; however many stages there are.
-
-    The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
-    """
-    case, layers = case.in_the_mean, layer_contents(case.model.architecture, case.settings.finetuning)
-    rank = FixedTime(case).rank(images_of(case))
-    content = chunk_content(embedding=True, layers=layers, loss=True)
-    return rank.chunk(content, recompute_of(case.settings)).total
-
-
 class FixedTime:
     """What recomputation does not change of a case's time; each part is computed when it is first asked for.
 
     Attributes:
-        contents: chunks by stage and virtual stage.
         hop: seconds of a message to the next stage.
         reductions: of the stages that may hold most parameters.
     """
@@ -247,7 +235,12 @@ class FixedTime:
         )
         self.shapes, self.calibration = shapes_of(case), case.machine.calibration
         self._ranks: dict[Images | None, RankTime] = {}
-        self.contents = stage_chunks(case.settings.parallel, case.model.architecture, case.settings.finetuning)
+
+    @cached_property
+    def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
+        """Chunks by stage and virtual stage."""
+        settings = self._case.settings
+        return stage_chunks(settings.parallel, self._case.model.architecture, settings.finetuning)
 
     def rank(self, images: Images | None) -> RankTime:
         """Return one rank's passes, with pictures that recomputation may change."""
@@ -255,6 +248,17 @@ class FixedTime:
             groups = groups_of(self._case.machine, self.shapes)
             self._ranks[images] = rank_time(self.shapes, groups, self.rates, self.calibration, images)
         return self._ranks[images]
+
+    @property
+    def micro_batch(self) -> float:
+        """Seconds of a micro-batch in all stages together, forward and backward; however many stages there are.
+
+        The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
+        """
+        settings = self._case.settings
+        layers = layer_contents(self._case.model.architecture, settings.finetuning)
+        content = chunk_content(embedding=True, layers=layers, loss=True)
+        return self.rank(images_of(self._case)).chunk(content, recompute_of(settings)).total
 
     @cached_property
     def hop(self) -> float:
