@@ -91,6 +91,12 @@ def test_prompts_are_compared_with_the_tokenizers(name: str, own: str, differenc
     assert bool(found) == bool(difference)
 
 
+def test_a_difference_begins_with_its_line() -> None:
+    tokenizer = qwen_tokenizer("qwen3")
+    found = prompt_difference(load_template("qwen3_nothink", tokenizer), tokenizer, Thinking(enable=False), "")
+    assert found == r"'<|im_start|>assistant\n<think>\n\n</think>\n\n' instead of '<|im_start|>assistant\n'"
+
+
 def test_a_system_message_of_the_run_is_no_difference() -> None:
     tokenizer = qwen_tokenizer("chatml")
     template = load_template("chatml", tokenizer, "Be brief.")

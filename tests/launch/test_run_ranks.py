@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from launch_run import HERE, LIMIT, is_running, wait_until
 from launch_targets import PATIENCE
 
 from megatune.errors import ExitCode
+from megatune.launch import supervisor
 from megatune.launch.context import heartbeat_path, read_beat
 from megatune.launch.rank_main import load_target
 
@@ -143,6 +146,13 @@ def test_ctrl_c_ends_everything_with_one_line(launch):
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
     code, _, stderr = run.finish()
     assert (code, stderr) == (ExitCode.INTERRUPTED, "megatune: interrupted\n")
+
+
+def test_ctrl_c_before_the_ranks_start_waits_for_none():
+    processes = SimpleNamespace(pending=True, started=False, ready=None, poll=lambda seconds: None)  # has no `end`
+    signals = Counter({signal.SIGINT: 1})
+    outcome = supervisor._watch(processes, signals, start_timeout=60, hang_timeout=60, grace=60, look=None)
+    assert outcome.exit_code == ExitCode.INTERRUPTED
 
 
 def test_kill_of_the_supervisor_leaves_no_orphans(launch):

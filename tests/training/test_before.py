@@ -291,7 +291,9 @@ def test_data_sets_on_a_hub_are_left_to_the_run(run: dict[str, Any]) -> None:
 
 
 def test_a_command_says_it_without_starting_a_process_or_importing_torch(run: dict[str, Any]) -> None:
-    words = [f"{key}={value}" for key, value in (run | {"dataset": "row", "learning_rat": 1}).items()]
+    Path("run.yaml").write_text("dataset: row\nlearning_rat: 1\n")
+    del run["dataset"]
+    words = ["run.yaml", *(f"{key}={value}" for key, value in (run | {"template": "qwn"}).items())]
     script = (
         "import sys\n"
         "from megatune.cli.main import main\n"
@@ -301,7 +303,8 @@ def test_a_command_says_it_without_starting_a_process_or_importing_torch(run: di
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[0] == "64 []"
     assert "unknown setting 'learning_rat'" in done.stderr
-    assert "'row' is neither in data/dataset_info.json nor a path" in done.stderr
+    assert "run.yaml:1: dataset: 'row' is neither in data/dataset_info.json nor a path" in done.stderr
+    assert "\ntemplate=qwn: 'qwn' is unknown" in done.stderr
 
 
 def test_use_cpu_hides_the_gpus_of_the_machine(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

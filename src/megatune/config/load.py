@@ -136,6 +136,15 @@ class Loaded:
         what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
         return Finding(what, finding.where, why, self.advice(finding.fix))
 
+    def placed(self, finding: Finding) -> Finding:
+        """Return a finding that only names a setting with the place where a user wrote it."""
+        name = finding.where or finding.what.partition(":")[0]
+        entry = next((each for path, each in self.entries.items() if all_settings()[path].name == name), None)
+        if entry is None:
+            return finding
+        what = finding.what.removeprefix(f"{name}: ")
+        return replace(finding, where=entry.where, what=what if name in entry.where else f"{name}: {what}")
+
     def advice(self, text: str) -> str:
         """Rewrite what is to be written in the words of the dialect."""
         return self.dialect.phrased(text, self._own, self.rows, is_fix=True)

@@ -159,7 +159,8 @@ def _watch(
         if signals.pop(signal.SIGUSR1, 0):
             report.ask_for_stacks(processes)
         if signals[signal.SIGINT] and stop_by is None:
-            processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
+            if processes.started:  # else none would hear it, and those still to start would train until they are killed
+                processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
             return report.Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
         if processes.failed():
             return _conclude_failure(processes, kills)

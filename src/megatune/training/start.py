@@ -17,7 +17,7 @@ from megatune.config.derived import of_device
 from megatune.config.load import Loaded, dump
 from megatune.config.settings import Settings, with_settings
 from megatune.data.check import Checked
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 from megatune.launch.devices import count_gpus
 from megatune.launch.world import RankEnv, World, decide_world, joined
 from megatune.plan.run.preflight import PLAN, Preflight, preflight
@@ -137,8 +137,8 @@ def check_all(launch: Launch) -> Outcome:
     found.run(lambda: check_installed(settings))
     found.run(lambda: check_restarts(settings, is_joined=launch.place is not None, nnodes=nnodes))
     if found.errors:
-        findings = dict.fromkeys(finding for error in found.errors for finding in error.findings)
-        raise MegatuneError(findings, min(error.exit_code for error in found.errors))
+        findings = {launch.loaded.placed(finding): None for error in found.errors for finding in error.findings}
+        raise MegatuneError(in_order(findings), min(error.exit_code for error in found.errors))
     return found
 
 

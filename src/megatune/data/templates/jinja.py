@@ -46,7 +46,10 @@ def prompt_difference(template: Template, tokenizer: PreTrainedTokenizerBase, th
             continue
         if ours != theirs:
             same = list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-            begin = max(0, len(same) - _SHOWN // 4)
+            line = (
+                ours.rfind("\n", 0, max(0, len(same) - 1)) + 1
+            )  # where it differs from a line's start on, that before
+            begin = max(line, len(same) - _SHOWN // 2)
             return f"{theirs[begin : begin + _SHOWN]!r} instead of {ours[begin : begin + _SHOWN]!r}"
     return ""
 
