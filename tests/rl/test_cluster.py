@@ -21,6 +21,8 @@ from unittest import mock
 import numpy as np
 import psutil
 import pytest
+import ray as module  # before any session: it has no token yet
+from ray._raylet import AuthenticationMode, get_authentication_mode
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
@@ -42,6 +44,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         session.ray_session(4, 0, 256 * 2**20, tmp_path_factory.mktemp("ray")),
     ):
         yield
+    assert get_authentication_mode() == AuthenticationMode.DISABLED  # as what comes after the run has it
 
 
 def ended(pids: list[int]) -> bool:
@@ -301,8 +304,6 @@ def driver(folder: Path, *words: str, **environment: str) -> subprocess.Popen[st
 
 def test_a_cluster_that_is_running(ray: None, tmp_path: Path) -> None:
     """Another driver joins it, and leaves it as it was."""
-    import ray as module
-
     with driver(tmp_path, RAY_ADDRESS=module.get_runtime_context().gcs_address) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -124,14 +123,17 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
     ensure_ray_installed()
     folder = _new_folder()
     address = os.environ.get("RAY_ADDRESS")
-    secret = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}
-    with environment(_SWITCHES | secret), contextlib.ExitStack() as stack:
+    secret = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with contextlib.ExitStack() as stack:
+        stack.callback(_read_variables)
+        stack.enter_context(environment(_SWITCHES | secret))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         import ray
 
         if ray.is_initialized():  # by who runs this as a part of something larger
             yield folder
             return
+        _read_variables()
         watcher = stack.enter_context(reaper(folder))
         stack.enter_context(_notices_to(log_path(run_dir, "ray")))
         started: dict[str, int] = {}
@@ -153,6 +155,17 @@ def ray_session(slots: int, gpus: int, object_store_bytes: int, run_dir: Path) -
         signal.signal(signal.SIGTERM, before)  # Ray has put its own in its place
         started |= services()
         yield folder
+
+
+def _read_variables() -> None:
+    """Have Ray read its environment variables, unless it is in use. It keeps those of its import and the first token,
+    which may be of what this process did before this run, or of this run when it does something else after it."""
+    import ray
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    if not ray.is_initialized():
+        Config.initialize("")  # before the token: threads that have not ended yet would look for one
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -261,9 +274,3 @@ def _notices_to(log: Path) -> Iterator[None]:
     finally:
         if printer is not None:
             worker.print_to_stdstream = printer
-
-
-@functools.cache
-def _token() -> str:
-    """A secret of this process: Ray keeps the first one that it is given."""
-    return secrets.token_hex(32)
