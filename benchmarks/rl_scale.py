@@ -33,10 +33,11 @@ class WaitingEngine:
     Args:
         seconds: until the responses of a call are there.
         length: tokens of a response.
+        text: of a response.
     """
 
-    def __init__(self, context: RankContext, seconds: float, length: int) -> None:
-        self._seconds, self._length = seconds, length
+    def __init__(self, context: RankContext, seconds: float, length: int, text: str) -> None:
+        self._seconds, self._length, self._text = seconds, length, text
         self._random, self._calls = np.random.default_rng(context.rank), 0
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
@@ -50,8 +51,13 @@ class WaitingEngine:
         return answer
 
     def _response(self, request: Request) -> Response:
-        ids = self._random.integers(5, VOCABULARY // 2, self._length)
-        return Response(request.id, ids, np.full(self._length, -1.5, np.float32), "stop", ((0, 1),))
+        ids, log_probs = random_ids(self._random, self._length), np.full(self._length, -1.5, np.float32)
+        return Response(request.id, ids, log_probs, "stop", ((0, 1),), texts=(f"{request.id} {self._text}",) * 2)
+
+
+def random_ids(random: np.random.Generator, length: int) -> np.ndarray:
+    """Return the tokens of a response."""
+    return random.integers(5, VOCABULARY // 2, length)
 
 
 class ReadyTrainer:
@@ -107,6 +113,7 @@ def processor_seconds() -> float:
 def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
     """Take some steps; return what each took, and how many calls the engines had."""
     from megatune.config.dialects.roll import read_roll
+    from megatune.data.encode import load_tokenizer
     from megatune.demo.checkpoint import make_checkpoint
     from megatune.rl.cluster.cluster import Cluster
     from megatune.rl.cluster.role import RoleSpec
@@ -124,9 +131,10 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, f
     problems = [Problem(str(each), "shape", "shape", [], prompt, {}) for each in range(options.prompts)]
     infer, train = settings.actor_infer, settings.actor_train
     devices = {*infer.devices, *train.devices}
+    response = {"seconds": options.seconds, "length": options.tokens}
+    response["text"] = load_tokenizer(model).decode(random_ids(np.random.default_rng(0), options.tokens))
     specs = [
-        RoleSpec("actor_infer", "rl_scale:WaitingEngine", {"seconds": options.seconds, "length": options.tokens},
-                 infer.devices, is_server=True),
+        RoleSpec("actor_infer", "rl_scale:WaitingEngine", response, infer.devices, is_server=True),
         RoleSpec("actor_train", "rl_scale:ReadyTrainer", devices=train.devices, rendezvous=True),
     ]  # fmt: skip
     found: list[dict[str, float]] = []
@@ -181,7 +189,7 @@ def main() -> None:
     note = (
         f"{options.engines} engines and {options.trainers} trainers, processes over Ray without models; "
         f"{options.prompts} x {options.group} responses of {options.tokens} tokens, which an engine samples in "
-        f"{options.seconds:g} s. CPU seconds are the driver's, of all its threads: rollout has calls, texts, rewards "
+        f"{options.seconds:g} s. CPU seconds are the driver's, of all its threads: rollout has calls, rewards "
         f"and groups; learning has advantages and samples on their way to trainers and back, twice. The engines had "
         f"{calls} calls, {calls / options.prompts / (options.steps + 1):g} a group. All processes share this machine's "
         "cores."

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def _requests(group: int, count: int, tokens: int = 3) -> list[Request]:
 
 
 def _response(request: Request, tokens: int, finish: Any = "stop") -> Response:
-    return Response(request.id, np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), finish, ((0, 1),))
+    ids, log_probs = np.zeros(tokens, np.int64), np.zeros(tokens, np.float32)
+    return Response(request.id, ids, log_probs, finish, ((0, 1),), observed=request.observed)
 
 
 class Engine:
@@ -75,7 +77,12 @@ def engine() -> Engine:
 @pytest.fixture
 def server(engine: Engine, tmp_path: Path) -> EngineServer:
     context = RankContext(RankEnv(0, 0, 1, 1, "127.0.0.1", 1, 0), tmp_path)
-    return EngineServer(context, lambda: engine)  # type: ignore[arg-type, return-value]
+    return EngineServer(context, lambda: engine, _decode)  # type: ignore[arg-type, return-value]
+
+
+def _decode(ids: np.ndarray) -> str:
+    assert isinstance(ids, np.ndarray)  # of a list Transformers looks at each id in Python
+    return f"{len(ids)} tokens"
 
 
 def test_calls_of_a_burst_begin_together_and_in_order(engine: Engine, server: EngineServer) -> None:
@@ -95,10 +102,19 @@ def test_an_abort_returns_what_there_is_also_of_calls_that_arrive_later(engine: 
     first, second = (server.ask("generate", number, 2, _requests(number, 2)) for number in (1, 2))
     held = server.ask("generate", 4, 4, _requests(4, 2))  # the third has not arrived
     server.ask("abort", 4).result(60)
-    assert [each.finish for call in (first, second) for each in call.result(60)] == ["abort"] * 4
+    assert [(each.finish, each.texts) for call in (first, second) for each in call.result(60)] == [("abort", ())] * 4
     assert held.result(60) == server.ask("generate", 3, 4, _requests(3, 2)).result(60) == []
     engine.may.set()
     assert [len(each.response_ids) for each in server.ask("generate", 5, 5, _requests(5, 1)).result(60)] == [3]
+
+
+def test_the_engine_decodes_what_has_ended(engine: Engine, server: EngineServer) -> None:
+    """Each turn of the model, and the whole response."""
+    engine.may.set()
+    first, second = _requests(1, 2, tokens=5)
+    turns = replace(second, observed=((2, 4),))
+    found = server.ask("generate", 1, 1, [first, turns]).result(60)
+    assert [each.texts for each in found] == [("5 tokens",) * 2, ("2 tokens", "1 tokens", "5 tokens")]
 
 
 def test_what_an_engine_raises_answers_its_calls(engine: Engine, server: EngineServer) -> None:
@@ -298,11 +314,7 @@ def test_64_engines_get_a_call_a_group_and_turn(loop: Any, ratio: float) -> None
         asked.append(index)
         return Problem(str(index), "", domain, [], np.array([1]), {"index": index})
 
-    def decode(ids: np.ndarray) -> str:
-        assert isinstance(ids, np.ndarray)  # of a list Transformers looks at each id in Python
-        return str(ids)
-
-    sampler = Sampler(engines, Pool(), sampling, decode, _extend)  # type: ignore[arg-type]
+    sampler = Sampler(engines, Pool(), sampling, _decode, _extend)  # type: ignore[arg-type]
     collector = Collector(sampler, problem_at, {"a": 256}, {"a": GroupFilter()}, 8, ratio)
     for step in range(2):
         taken = engines.run(collector.take())

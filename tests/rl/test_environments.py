@@ -29,6 +29,7 @@ from megatune.rl.pipeline.sampler import Sampler, turn_writer
 from megatune.rl.problems import read_problems
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.kinds import load_reward
+from megatune.rl.rollout.engine import Sampled
 from megatune.rl.samples import Problem, Request, Response, Sample
 
 LIMIT = 120.0
@@ -94,14 +95,14 @@ def _response(ids: Sequence[int], observed: Any = (), finish: Any = "stop", key:
 
 
 class Engines:
-    """Samples a token, is aborted the first time, and knows nothing of observations."""
+    """Samples a token, and is aborted the first time."""
 
     asked = 0
 
     async def generate(self, requests: Sequence[Request]) -> list[Response]:
         self.asked += 1
         finish = "abort" if self.asked == 1 else "stop"
-        return [_response([*request.response_ids, 9], (), finish, request.id) for request in requests]
+        return [Sampled(request, 1, [9], [-1.0]).response(finish) for request in requests]  # type: ignore[arg-type]
 
 
 class Turns:

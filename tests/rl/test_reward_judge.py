@@ -26,8 +26,7 @@ from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
 from megatune.rl.rewards.judge_client import JudgeClient, judges_of
-from megatune.rl.rollout.builtin import BuiltinEngine
-from megatune.rl.rollout.server import EngineServer
+from megatune.rl.rollout.server import EngineServer, engine_server
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -137,7 +136,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(arguments: dict[str, Any], said
 def _engines(judge: InferRole) -> EngineGroup:
     def server(rank: int) -> EngineServer:
         context = RankContext(RankEnv(rank, 0, 1, 1, "127.0.0.1", 1, 0), Path(judge.model_name_or_path))
-        return EngineServer(context, lambda: BuiltinEngine.load(judge, max_running=4, context=300))
+        return engine_server(context, judge, seed=0, max_running=4, length=300)
 
     return EngineGroup(judge, LocalGroup(*map(server, range(len(judge.devices)))), 4)  # type: ignore[arg-type]
 

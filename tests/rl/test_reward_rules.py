@@ -16,7 +16,7 @@ from megatune.rl.rewards.task import judged
 
 
 def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 0) -> Answer:
-    return Answer(text, prompt=prompt, row={"ground_truth": truth}, token_ids=(0,) * num_tokens)
+    return Answer(text, prompt=prompt, row={"ground_truth": truth}, ids=(0,) * num_tokens)
 
 
 @pytest.mark.parametrize(

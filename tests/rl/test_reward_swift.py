@@ -34,7 +34,7 @@ orms["short"], orms["later"], orms["nothing"] = Short, Later, nothing
 
 
 def answer(case: dict[str, Any]) -> Answer:
-    return Answer(case["text"], row={"solution": case["solution"]}, token_ids=(0,) * case["tokens"])
+    return Answer(case["text"], row={"solution": case["solution"]}, ids=(0,) * case["tokens"])
 
 
 def test_every_reward_is_that_of_ms_swift() -> None:
@@ -57,7 +57,7 @@ def test_a_file_of_external_plugins_runs_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "plugin.py"
     path.write_text(PLUGIN)
     reward = SwiftRewards(("short", "later", "nothing"), (2.0, 1.0, 7.0), [str(path)], cosine_max_len=3)
-    found = reward(Answer("abc", messages=({"role": "user", "content": "?"},), row={"solution": 8}, token_ids=(1, 2)))
+    found = reward(Answer("abc", messages=({"role": "user", "content": "?"},), row={"solution": 8}, ids=(1, 2)))
     assert found.score == 2 * 4 + 3
     assert found.details == {"short": 4, "later": 3}
 

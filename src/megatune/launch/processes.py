@@ -195,7 +195,8 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
 def process_state(pid: int) -> str:
     """Return the kernel's letter for what a process does (R, S, D, T, Z), "?" where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        with Path(f"/proc/{pid}/stat").open("rb", buffering=0) as file:  # read_text takes three times as long
+            return file.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
         return "?"
 

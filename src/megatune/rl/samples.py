@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,6 +11,10 @@ import numpy as np
 if TYPE_CHECKING:
     from megatune.data.pictures import DocumentPicture
     from megatune.data.vision import VisionInput
+
+
+# Of all requests that begin: one array each, which a call to an engine has once.
+_NO_TOKENS, _NO_LOG_PROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)
 
 
 class Shown(NamedTuple):
@@ -43,7 +47,7 @@ class Problem:
     shown: Shown | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One response that an engine is to sample.
 
@@ -53,7 +57,7 @@ class Request:
         max_new_tokens: of the whole response, with the part that it goes on from.
         temperature: 0 takes the likeliest token; its log-probabilities are at temperature 1 then.
         stop_token_ids: that end the response and belong to it; none for the model's own, of generation_config.json.
-        response_ids, log_probs, versions: of a partial rollout, or of earlier turns, that goes on: what it has so far.
+        response_ids, log_probs, versions, observed: what a partial rollout, or one of earlier turns, has so far.
         shown: the pictures of the prompt.
     """
 
@@ -67,9 +71,10 @@ class Request:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    response_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
+    log_probs: np.ndarray = field(default_factory=lambda: _NO_LOG_PROBS)
     versions: tuple[tuple[int, int], ...] = ()
+    observed: tuple[tuple[int, int], ...] = ()
     shown: Shown | None = None
 
     @property
@@ -78,7 +83,7 @@ class Request:
         return np.concatenate([self.prompt_ids, self.response_ids])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Response:
     """What an engine sampled.
 
@@ -90,6 +95,7 @@ class Response:
         versions: (first token, version of the weights) of each stretch.
         routing: experts chosen, int16 [p + r - 1, layers, topk], where the engine returns them.
         observed: (first token, the one after the last) of each observation: what an environment wrote.
+        texts: see `texts_of`; () where the engine has not decoded them, and of a part.
     """
 
     id: str
@@ -99,6 +105,7 @@ class Response:
     versions: tuple[tuple[int, int], ...]
     routing: np.ndarray | None = None
     observed: tuple[tuple[int, int], ...] = ()
+    texts: tuple[str, ...] = ()
 
     @property
     def sampled(self) -> np.ndarray:
@@ -111,6 +118,16 @@ class Response:
         stops = [start for start, _ in self.observed] + [len(self.response_ids)]
         starts = [0, *(stop for _, stop in self.observed)]
         return [self.response_ids[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def texts_of(response: Response, decode: Callable[[np.ndarray], str]) -> tuple[str, ...]:
+    """Return the text of each turn of the model, and behind them that of the whole response.
+
+    Args:
+        decode: of an array, int64: of a list Transformers looks at every id in Python.
+    """
+    turns = tuple(map(decode, response.turns))
+    return (*turns, turns[0] if len(turns) == 1 else decode(response.response_ids))
 
 
 def without(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

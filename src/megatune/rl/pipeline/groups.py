@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,6 @@ class Group:
     def note(self, response: Response) -> None:
         """Take a response, or the part of one that was aborted."""
         place = place_of(response.id)
-        if (before := self.parts.get(place)) is not None:  # engines know nothing of observations
-            response = replace(response, observed=before.observed)
         if response.finish != "abort":
             self.responses[place] = response
             self.parts.pop(place, None)
@@ -95,7 +93,7 @@ class Sampling:
         greedy = not generating.do_sample or generating.temperature == 0
         so_far: dict[str, Any] = {}
         if part is not None:
-            so_far = {"response_ids": part.response_ids, "log_probs": part.log_probs, "versions": part.versions}
+            so_far = {name: getattr(part, name) for name in ("response_ids", "log_probs", "versions", "observed")}
         return Request(
             id=f"{self.kind}-{group.number}-{place}-{group.attempt}",
             prompt_ids=group.problem.prompt_ids,

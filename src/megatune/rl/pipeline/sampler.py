@@ -23,7 +23,7 @@ from megatune.rl.pipeline.groups import Group, Sampling
 from megatune.rl.pipeline.roles import EngineGroup
 from megatune.rl.prompts import prompt_writer
 from megatune.rl.rewards.pool import RewardPool
-from megatune.rl.samples import Problem, Response, Sample
+from megatune.rl.samples import Problem, Response, Sample, texts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,8 +38,8 @@ class Sampler:
     """Samples and scores any number of groups at once.
 
     Args:
-        decode: ids of tokens, int64 -> text, without special tokens. Of a list Transformers looks at every id in
-            Python, which would be most of the driver's work.
+        decode: ids of tokens, int64 -> text, without special tokens, of responses that come without texts: those of
+            an earlier process.
         extend: writes what an environment observes.
     """
 
@@ -89,9 +89,8 @@ class Sampler:
 
     def _sample(self, group: Group, place: int) -> Sample:
         response = group.responses[place]
-        turns = tuple(map(self._decode, response.turns))
-        text = turns[0] if len(turns) == 1 else self._decode(response.response_ids)
-        return Sample(group.problem, group.number, response, text, turns=turns)
+        *turns, text = response.texts or texts_of(response, self._decode)
+        return Sample(group.problem, group.number, response, text, turns=tuple(turns))
 
     def _go_on(self, group: Group) -> None:
         """Write observations behind the turns that an environment has answered. A response that has no room for one and

@@ -7,9 +7,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from megatune.data.text_scores import END_OF_THINK
 
@@ -18,7 +20,7 @@ REPETITION_PENALTY = 0.5  # of a response that repeats all of it
 WAITS = (1.0, 4.0)  # seconds before the second and the third try to reach a service
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which double the time that a pickle takes
 class Answer:
     """A response as a reward sees it.
 
@@ -27,7 +29,7 @@ class Answer:
         prompt: the prompt as the model saw it, template and all.
         messages: that the prompt was made of.
         row: all columns of the problem's row: ground_truth, test_cases, ...
-        token_ids: of the response.
+        ids: tokens of the response: an array, as one of Python's numbers takes as long as all the rest of an answer.
         finish: "stop", "length" or "abort".
         turns: of the model, the last one among them.
     """
@@ -37,13 +39,18 @@ class Answer:
     messages: tuple[Mapping[str, str], ...] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
-    token_ids: tuple[int, ...] = ()
+    ids: np.ndarray | Sequence[int] = ()
     finish: str = "stop"
     turns: tuple[str, ...] = ()
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the response."""
+        return tuple(np.asarray(self.ids, np.int64).tolist())
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)

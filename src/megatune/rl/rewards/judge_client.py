@@ -52,8 +52,7 @@ class JudgeClient:
         while True:
             for response in await self._engines.generate([request]):
                 if response.finish != "abort":
-                    ids = response.response_ids.tolist()
-                    return str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
+                    return response.texts[-1].strip()
 
     def _request(self, number: int, messages: list[dict[str, str]]) -> Request:
         generating = self._generating

@@ -229,7 +229,7 @@ def answer_of(sample: Sample) -> Answer:
         messages=tuple(problem.messages),
         row=problem.row,
         tag=problem.tag,
-        token_ids=tuple(response.response_ids.tolist()),
+        ids=response.response_ids,
         finish=response.finish,
         turns=sample.turns or (sample.text,),
     )

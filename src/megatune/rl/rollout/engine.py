@@ -62,6 +62,7 @@ class Sampled:
             finish,
             versions,
             None if experts is None else experts.astype(np.int16),
+            request.observed,
         )
 
 

@@ -7,15 +7,20 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from megatune.data.encode import load_tokenizer
 from megatune.launch.context import RankContext
+from megatune.rl.samples import Response, texts_of
 
 if TYPE_CHECKING:
     from megatune.config.rl.settings import InferRole
     from megatune.rl.rollout.engine import RolloutEngine
-    from megatune.rl.samples import Request, Response
+    from megatune.rl.samples import Request
 
 
 @dataclass(slots=True)
@@ -33,13 +38,19 @@ class EngineServer:
     Args:
         context: told where the engine is, each time that the engine has sampled for a moment.
         build: returns the engine; runs in the thread.
+        decode: see `texts_of`. Of many engines the one driver would have most of its work with it.
 
     Raises:
         Exception: whatever `build` raises.
     """
 
-    def __init__(self, context: RankContext, build: Callable[[], RolloutEngine]) -> None:
-        self._context = context
+    def __init__(
+        self,
+        context: RankContext,
+        build: Callable[[], RolloutEngine],
+        decode: Callable[[np.ndarray], str] | None = None,
+    ) -> None:
+        self._context, self._decode = context, decode
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
         self._held: dict[int, _Call] = {}  # by number: others of their burst have not arrived
         self._call_of: dict[str, _Call] = {}  # by request in flight
@@ -127,6 +138,8 @@ class EngineServer:
     def _note(self, responses: Sequence[Response]) -> None:
         for response in responses:
             call = self._call_of.pop(response.id)
+            if self._decode is not None and response.finish != "abort":
+                response = replace(response, texts=texts_of(response, self._decode))
             call.responses.append(response)
             if len(call.responses) == len(call.requests):
                 call.answer.set_result(call.responses)
@@ -147,7 +160,8 @@ def engine_server(context: RankContext, role: InferRole, seed: int, max_running:
     """
     # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
     own = {"seed": seed + context.rank, "max_running": max_running, "context": length}
-    return EngineServer(context, lambda: load_engine(role, **own))
+    decode = partial(load_tokenizer(role.model_name_or_path).decode, skip_special_tokens=True)
+    return EngineServer(context, lambda: load_engine(role, **own), decode)
 
 
 def load_engine(role: InferRole, *, seed: int, max_running: int, context: int) -> RolloutEngine:
