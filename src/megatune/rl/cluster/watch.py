@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.failure import Failure, Kind
-from megatune.launch.processes import FROZEN_SECONDS, LOOK_SECONDS, POLL_SECONDS, RankState
+from megatune.launch.processes import FROZEN_SECONDS, POLL_SECONDS, RankState
 from megatune.launch.report import RankActivity, process_state
 from megatune.launch.supervisor import SETTLE_COLLECTIVE_SECONDS, SETTLE_SECONDS
 from megatune.rl.cluster import report
@@ -28,6 +28,7 @@ from megatune.rl.cluster.role import LOST, ActorPlacement
 T = TypeVar("T")
 
 HANG_SECONDS = 1800.0  # between two beats of an actor at work, unless the beat states a limit of its own
+_LOOK_SECONDS = 1.0  # between two looks at all actors, of which each is two files; a death is known from Ray at once
 STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
 
 
@@ -146,7 +147,7 @@ class Watch:
         """Look at the actors now and then, and raise once one of them has failed."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_failed.wait(), LOOK_SECONDS)
+                await asyncio.wait_for(self._has_failed.wait(), _LOOK_SECONDS)
             self._look()
             if self._failed:
                 await self._conclude_failure()
