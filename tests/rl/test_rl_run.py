@@ -21,6 +21,7 @@ from megatune.config.rl.rollout import Generating, PromptData
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.pipeline.run import _reported
 from megatune.rl.pipeline.startup import check_resume
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rollout.builtin import BuiltinEngine
@@ -215,6 +216,15 @@ def test_a_validation_says_why_rewards_failed(pool, model, tmp_path):
     (said,) = pool.run(1, _run_with_rewards_that_fail, found, model, limit=LIMIT)
     assert "the reward of digits failed for 10 samples, which count as wrong; problem 0: no answer" in said
     assert "the reward of digits failed for 80 samples, which are left out; problem" in said
+
+
+def test_a_run_that_is_interrupted_says_so(tmp_path):
+    driver = mock.Mock(run=mock.Mock(side_effect=KeyboardInterrupt), progress=mock.Mock(step=3))
+    reports = mock.Mock()
+    with pytest.raises(KeyboardInterrupt):
+        _reported(driver, reports, _settings(tmp_path, tmp_path, 4))
+    (summary,) = reports.callbacks.on_train_end.call_args.args
+    assert (summary.outcome, summary.step) == ("interrupted", 3)
 
 
 def _run_on_a_full_disk(settings: RLSettings, model: Path) -> int:

@@ -140,6 +140,19 @@ def test_a_callback_that_fails_is_named_once_and_stops_nothing(caplog: pytest.Lo
     ]
 
 
+@pytest.mark.parametrize(("outcome", "warnings"), [("finished", 1), ("failed", 0)])
+def test_what_ends_a_run_is_not_reported_by_callbacks_too(
+    caplog: pytest.LogCaptureFixture, outcome: Any, warnings: int
+) -> None:
+    class Broken(Callback):
+        def on_train_end(self, summary: TrainSummary) -> None:
+            raise OSError(28, "No space left on device")
+
+    with caplog.at_level(logging.WARNING):
+        CallbackList([Broken()]).on_train_end(summary(outcome))
+    assert len(caplog.records) == warnings
+
+
 # --- console ----------------------------------------------------------------------------------------------------------
 
 

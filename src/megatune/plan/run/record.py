@@ -24,7 +24,7 @@ from megatune.plan.time.estimate import TIME_PARTS
 PLAN_NAME = "plan.json"
 FORMAT = 1
 _ANEW = "the next start of the run writes it again"
-Outcome = Literal["running", "finished", "stopped", "failed"]
+Outcome = Literal["running", "finished", "stopped", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

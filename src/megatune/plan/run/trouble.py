@@ -31,6 +31,7 @@ _KINDS = ("error", "unavailable", "collective", "relayed")  # what started the o
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
+    "interrupted": "interrupted",
     "failed": "failed",
     "running": "did not come to an end, or is still running",
 }

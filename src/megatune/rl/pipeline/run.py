@@ -140,6 +140,9 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
     outcome: Any = "failed"
     try:
         outcome = driver.run()
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
     finally:
         summary = TrainSummary(
             outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began

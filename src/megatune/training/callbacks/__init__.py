@@ -99,6 +99,7 @@ class CallbackList(Callback):
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)  # seconds of recent steps
         self._num_steps = 0  # of this process
         self._began = time.monotonic()
+        self._level = logging.WARNING  # of what callbacks raise
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         self._began = time.monotonic()
@@ -132,6 +133,8 @@ class CallbackList(Callback):
         self._call("on_save", path)
 
     def on_train_end(self, summary: TrainSummary) -> None:
+        if summary.outcome == "failed":  # what has ended the run is reported, such as a full disk, and not again here
+            self._level = logging.DEBUG
         if self._unlogged:  # a run that ends between two log lines
             self._log()
         self._call("on_train_end", summary)
@@ -155,7 +158,7 @@ class CallbackList(Callback):
             except Exception as error:
                 self._callbacks.remove(callback)
                 name = type(callback).__name__
-                _logger.warning("%s failed and is off for the rest of the run: %r", name, error)
+                _logger.log(self._level, "%s failed and is off for the rest of the run: %r", name, error)
                 _logger.debug("%s failed in %s", name, moment, exc_info=True)
 
 

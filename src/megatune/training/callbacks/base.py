@@ -164,14 +164,15 @@ class TrainSummary:
     """A run that ends, in whatever way.
 
     Attributes:
-        outcome: "finished" did all steps, "stopped" was asked to end and can be resumed, "failed" raised.
+        outcome: "finished" did all steps, "stopped" was asked to end and can be resumed, "interrupted" by
+            Ctrl-C, "failed" raised.
         step: optimizer steps done.
         seconds: time this process trained, with evaluation and saving.
         memory: what ranks held: of all of them, but of a run that failed only of this one.
         best_checkpoint, best_loss: where the evaluation loss was lowest; None without evaluation.
     """
 
-    outcome: Literal["finished", "stopped", "failed"]
+    outcome: Literal["finished", "stopped", "interrupted", "failed"]
     step: int
     total_steps: int
     seconds: float

@@ -75,9 +75,9 @@ class Trackers(Callback):
         deadline = time.monotonic() + FINISH_SECONDS
         for process in self._running:
             process.send({"finish": summary.outcome, "values": values})
-        for process in self._running if summary.outcome != "failed" else ():
+        for process in self._running if summary.outcome in ("finished", "stopped") else ():
             process.finish(deadline, FINISH_SECONDS)
-        # Of a run that failed, which others wait for, they outlive this process for a while: see the worker.
+        # Of another run, which others wait for, they outlive this process for a while: see the worker.
 
 
 class TrackerProcess:

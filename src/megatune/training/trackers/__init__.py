@@ -64,7 +64,7 @@ class Tracker(Protocol):
         """Log numbers of an optimizer step."""
 
     def finish(self, outcome: str, summary: Mapping[str, float]) -> None:
-        """Log how the run ended, "finished", "stopped" or "failed", and wait until all is written or sent."""
+        """Log how the run ended (`TrainSummary.outcome`), and wait until all is written or sent."""
 
 
 def asked_trackers(settings: Settings) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatune.training.trackers import DEFAULT_PROJECT, RunInfo
 
 _TAG = "megatune.run"  # has our id: the server chooses its own
-_MLFLOW_STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MLFLOW_STATES = {"finished": "FINISHED", "stopped": "KILLED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_PARAMS = 100  # of one request
 _LONGEST_PARAM = 500
 
@@ -62,7 +62,12 @@ class MLflowRun:
         self._client.set_terminated(self._run_id, _MLFLOW_STATES[outcome])
 
 
-_SWANLAB_STATES: dict[str, Any] = {"finished": "success", "stopped": "aborted", "failed": "crashed"}
+_SWANLAB_STATES: dict[str, Any] = {
+    "finished": "success",
+    "stopped": "aborted",
+    "interrupted": "aborted",
+    "failed": "crashed",
+}
 
 
 class SwanLabRun:
@@ -129,4 +134,4 @@ class WandbRun:
 
     def finish(self, outcome: str, summary: Mapping[str, float]) -> None:
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=int(outcome == "failed"))
+        self._run.finish(exit_code=int(outcome in ("interrupted", "failed")))
