@@ -252,7 +252,11 @@ def test_one_wrong_gradient_is_enough(error, capsys):
     ("words", "code", "said"),
     [
         (["nowhere"], ExitCode.INPUT, "no folder 'nowhere'"),
-        (["{model}", "--tensor_model_parallel_size", "3"], ExitCode.SETTINGS, "write tensor_model_parallel_size: 2"),
+        (
+            ["{model}", "--tensor_model_parallel_size", "3"],
+            ExitCode.SETTINGS,
+            "--tensor_model_parallel_size: tensor_model_parallel_size 3 does not split",
+        ),
         (
             ["{model}", "--pipeline_model_parallel_size", "4"],
             ExitCode.SETTINGS,

@@ -53,6 +53,11 @@ class Loaded:
         return {path: self.entries[path].origin if path in self.entries else "default" for path in all_settings()}
 
     @property
+    def places(self) -> dict[str, str]:
+        """ "group.name" of what a user wrote -> what a message points at: "run.yaml:7", "--learning_rate"."""
+        return {path: entry.where for path, entry in self.entries.items()}
+
+    @property
     def written(self) -> dict[str, SettingEntry]:
         """What a user gave a value, by "group.name"; null, which is the default, is no value."""
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
@@ -125,7 +130,7 @@ class Loaded:
         return check(
             *(self.settings, architecture, world_size),
             rules=rules,
-            origins={path: entry.where for path, entry in self.entries.items()},
+            origins=self.places,
             invalid=invalid,
             written=self.written,
             phrase=self.phrased,

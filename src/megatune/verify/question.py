@@ -83,23 +83,23 @@ def read_against(text: str, first: Settings) -> Loaded:
         findings.append(Finding(f"{words.source!r} is not a setting", "--against", fix="write key=value key=value"))
     findings += [
         Finding(f"{path.partition('.')[2]} is the same in both layouts", "--against", fix="write it before --against")
-        for path, origin in loaded.origins.items()
-        if origin != "default" and (path in _SHARED or path.startswith(_SHARED_GROUPS))
+        for path in loaded.entries
+        if path in _SHARED or path.startswith(_SHARED_GROUPS)
     ]
     shared = {path: setting_value(first, path) for path in _SHARED}
     settings = with_settings(loaded.settings, shared).model_copy(update={"precision": first.precision})
-    entries = {path: replace(entry, origin="--against") for path, entry in loaded.entries.items()}
+    entries = {path: replace(entry, where="--against") for path, entry in loaded.entries.items()}
     return replace(loaded, settings=settings, entries=entries, findings=findings)
 
 
 def without_part(loaded: Loaded) -> Iterator[Finding]:
     """Yield settings that would change nothing here."""
     settings = *_SETTINGS, *of_adapters(loaded.settings.finetuning)
-    for path, origin in loaded.origins.items():
+    for path, where in loaded.places.items():
         has_part = path.partition(".")[0] in _GROUPS or path in settings
-        if origin != "default" and (not has_part or path in _NO_PART):
+        if not has_part or path in _NO_PART:
             why = "a comparison computes one step's gradients, from settings that say where and how"
-            yield Finding(f"{path.partition('.')[2]} has no part in verify", origin, why)
+            yield Finding(f"{path.partition('.')[2]} has no part in verify", where, why)
 
 
 def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
     }
     why = "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it"
     for name in (name for name, differs in asked.items() if differs):
-        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.origins[f"experts.{name}"]
+        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.places.get(f"experts.{name}", "")
         yield Finding(what, where, why, f"remove {name}, or compare with another layout that has it, too: --against")
 
 
@@ -143,7 +143,7 @@ def checked(
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     batch = BatchSettings(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation)
     settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
-    findings = check(settings, architecture, world.world_size, origins=loaded.origins, invalid=_NOT_HERE)
+    findings = check(settings, architecture, world.world_size, origins=loaded.places, invalid=_NOT_HERE)
     longest, limit = max(len(sample.input_ids) for sample in samples), architecture.max_position_embeddings
     of_pictures = longest - length
     if longest > limit:
@@ -210,6 +210,6 @@ def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architect
 
 def _own_of(adapter: Path, loaded: Loaded) -> Iterator[Finding]:
     for name in _SHAPE:
-        if (origin := loaded.origins[f"finetuning.{name}"]) != "default":
+        if (where := loaded.places.get(f"finetuning.{name}")) is not None:
             what, why = f"{name} has no part in verify", f"{adapter} says it itself"
-            yield Finding(what, origin, why, f"remove {name}, or add create_new_adapter=true")
+            yield Finding(what, where, why, f"remove {name}, or add create_new_adapter=true")
