@@ -59,6 +59,11 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
+    with without_collector():  # the process ends with its answer
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     if (file := _rl_file(words)) is not None:
         fix = "write overrides as key=value, such as rollout_batch_size=32"
         return _plan_rl(file, replace(COMMAND, takes_settings=False, most_words=None, unknown=fix).read(words))
@@ -84,8 +89,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     if options.price:
         given.findings.append(Finding("--price without several kinds of GPUs", fix="--gpu KIND,KIND or --gpu any"))
     question = QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question()
-    with without_collector():
-        found = answer(question)
+    found = answer(question)
     if options.json_:
         from megatune.plan.pages.whole import document
 
@@ -127,8 +131,7 @@ def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
         asked = replace(given, options=options.model_copy(update={"gpu": kind}), findings=[*given.findings])
         return QuestionReader(asked, count_gpus, this_machine, rows_of=rows_of).question()
 
-    with without_collector():
-        found = offers(kinds, ask, prices)
+    found = offers(kinds, ask, prices)
     if options.json_:
         print(document(found))
     else:

@@ -144,10 +144,9 @@ class Frontier:
 
     def dominates(self, memory: float, seconds: float) -> bool:
         """Return whether one is as small and as fast as this, or misses it by less than 2 %."""
-        position = bisect_right(self.estimates, memory * _TOLERANCE, key=lambda each: each.bytes)
-        return position > 0 and self.estimates[position - 1].time.total <= seconds * _TOLERANCE
+        return self.beats(memory * _TOLERANCE, seconds * _TOLERANCE)
 
-    def beats(self, memory: int, seconds: float) -> bool:
+    def beats(self, memory: float, seconds: float) -> bool:
         """Return whether one is as small and as fast as this."""
         before = bisect_right(self.estimates, memory, key=lambda each: each.bytes)
         return before > 0 and self.estimates[before - 1].time.total <= seconds
