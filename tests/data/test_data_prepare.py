@@ -152,6 +152,7 @@ def test_the_report_in_words(folder: Path) -> None:
     )
     assert mixed.startswith("mixed: 4 of 7 rows are dropped: 2 x field 'messages': expected a list of messages, got ")
     assert cut == result.report.cut_warning()
+    assert result.report.summary() == "11 rows of mixed, good, 2 for evaluation, 34 dropped"
 
 
 @pytest.mark.parametrize(("cutoff_len", "is_warned"), [(60, True), (69, True), (70, False)])

@@ -227,7 +227,7 @@ class DataReport:
         names = dict.fromkeys(each.name for each in self.datasets if each.trained)
         parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(names)}"]
         for what, number in (
-            ("held out", sum(each.evaluation for each in self.datasets)),
+            ("for evaluation", sum(each.evaluation for each in self.datasets)),
             ("dropped", sum(each.dropped.total() for each in self.datasets)),
             ("cut to cutoff_len", sum(each.truncated for each in self.datasets)),
         ):
