@@ -46,9 +46,8 @@ def prompt_difference(template: Template, tokenizer: PreTrainedTokenizerBase, th
             continue
         if ours != theirs:
             same = list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-            line = (
-                ours.rfind("\n", 0, max(0, len(same) - 1)) + 1
-            )  # where it differs from a line's start on, that before
+            # Of lines that differ from their first character on, the one before is shown, too.
+            line = ours.rfind("\n", 0, max(0, len(same) - 1)) + 1
             begin = max(line, len(same) - _SHOWN // 2)
             return f"{theirs[begin : begin + _SHOWN]!r} instead of {ours[begin : begin + _SHOWN]!r}"
     return ""
