@@ -364,6 +364,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, writer: str) -> None:
     (finding,) = caught.value.findings
     assert finding.what.startswith(f"no room to write {tmp_path}/checkpoint-1: needs 20.0 kB, ")
     assert finding.why.startswith(("File too large", "No space left on device"))
+    assert ("ulimit -f" in finding.fix) == finding.why.startswith("File too large")
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

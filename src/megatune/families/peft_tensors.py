@@ -174,7 +174,9 @@ class _Reading:
         where, kind = str(folder / WEIGHTS_FILE), self.architecture.model_type
         findings = []
         if self.unknown:
-            what = f"{len(self.unknown)} tensors have no place in a {kind}: {some(self.unknown, 3)}"
+            number = len(self.unknown)
+            have = "tensor has" if number == 1 else "tensors have"
+            what = f"{number} {have} no place in a {kind}: {some(self.unknown, 3)}"
             why = "an adapter is of linear layers, and belongs to one model; embeddings are trained whole or not at all"
             findings.append(Finding(what, where, why, "give the base that it was trained on"))
         findings += [Finding(what, where, fix="give the base that it was trained on") for what in self.wrong[:5]]

@@ -98,6 +98,8 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
     except OSError:
         room = "and it is not reachable"
     fix = "free some room, keep fewer checkpoints, or choose an output_dir on another disk"
+    if error.errno == errno.EFBIG:
+        fix = "raise the limit on the size of a file (ulimit -f), or choose an output_dir whose file system allows it"
     return Finding(f"no room to write {path}: {need}{room}", "", why, fix)
 
 
