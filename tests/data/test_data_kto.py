@@ -22,8 +22,10 @@ from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form, Tags, detect
+from megatune.data.media import PictureSource
+from megatune.data.media.processor import Measured
 from megatune.data.order import PreparedSteps
-from megatune.data.pictures import DocumentPicture
+from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.prepare import MismatchedRows, prepare
 from megatune.data.preview import read_preview
 from megatune.data.preview.show import show_preview
@@ -257,17 +259,19 @@ def test_one_prompt_alone(tmp_path: Path, number: int, partners: list[int]) -> N
 
 def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
     """And prompts that differ in nothing else are different ones."""
+    measured = Measured((1, 2, 2), None, (), (), (28, 28))
+    one, other = (packed(PictureSource("image", data=name), measured) for name in (b"one", b"other"))
     folder = tmp_path / "rows"
     folder.mkdir()
     with RowsBuilder(folder, RowShape("kto", 64, False, 0)) as builder:
-        for number, name in enumerate(("a.png", "a.png", "b.png")):
+        for number, content in enumerate((one, one, other)):
             ids = np.array([7, 7, 7, 1000 + number], dtype=np.int32)
-            picture = DocumentPicture(1, 1, (1, 2, 2), None, False, name.encode())
+            picture = DocumentPicture(1, 1, (1, 2, 2), None, False, content)
             builder.add([Document(ids, np.where(ids > 999, ids, np.int32(IGNORE_INDEX)), (picture,))], desirable=True)
         builder.write_part("train", np.arange(3))
     found = [document for (document,) in MismatchedRows(folder / "train", 64)]
     assert [partner(document) for document in found] == [2, 2, 0]
-    assert [document.pictures[0].packed for document in found] == [b"a.png", b"a.png", b"b.png"]
+    assert [document.pictures[0].packed for document in found] == [one, one, other]
     assert [document.pictures[0].start for document in found] == [1, 1, 1]
 
 

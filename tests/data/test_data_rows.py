@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.pictures import DocumentPicture, PictureCounts
+from megatune.data.media import PictureSource
+from megatune.data.media.processor import Measured
+from megatune.data.pictures import DocumentPicture, PictureCounts, packed
 from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
 
@@ -214,10 +216,12 @@ def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> N
 def test_pictures_are_counted_by_row(tmp_path: Path, packing: bool) -> None:
     """Documents of 10 tokens, of which pictures have these; packed, two of them to a row."""
 
+    content = packed(PictureSource("image", data=b"one"), Measured((1, 2, 2), None, (), (), (28, 28)))
+
     def pictured(*sizes: int) -> list[Document]:
         starts = np.cumsum([0, *sizes])[:-1]
         found = tuple(
-            DocumentPicture(int(start), size, (1, 2, 2 * size), None, is_video=False, packed=b"")
+            DocumentPicture(int(start), size, (1, 2, 2 * size), None, is_video=False, packed=content)
             for start, size in zip(starts, sizes, strict=True)
         )
         return [document([(1, True)] * 10)._replace(pictures=found)]

@@ -22,7 +22,7 @@ from megatune.plan.catalogue import cpu_machine
 from megatune.plan.catalogue.own import calibration_for, write_calibration
 from megatune.plan.estimate import estimate
 from megatune.plan.run.preflight import preflight
-from megatune.plan.run.record import RunRecord, read_rank_memory, read_records
+from megatune.plan.run.record import RunRecord, dump_records, read_rank_memory, read_records
 from megatune.plan.run.trouble import diagnose
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_keeps_what_was_noted_before(pool: RankPool, model: P
     assert (first.outcome, first.first_step) == ("failed", 0)
     assert (second.outcome, second.first_step) == ("finished", 4)
     again = run(pool, model, output, max_steps=2, save_steps=2, overwrite_output_dir=True)
-    assert read_records(output) == [again]
+    assert dump_records(read_records(output)) == dump_records([again])
     values = {"max_steps": 3, "save_steps": 3, "overwrite_output_dir": True}
     assert pool.run(1, train, settings_of(model, output, **values), output / "launch", None, None) == [0]
     with pytest.raises(
