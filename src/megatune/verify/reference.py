@@ -22,6 +22,7 @@ from megatune.families import FAMILIES, as_trained, load_architecture, read_arch
 from megatune.families.forms import FileTensor, find_form
 from megatune.families.peft_config import has_score
 from megatune.families.scores import STAGE, num_labels
+from megatune.half_precision import multiply_in_fp32
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
 from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
@@ -80,6 +81,7 @@ def _load_rounded(
 
     Adapters before that are merged in fp32, before weights are rounded.
     """
+    multiply_in_fp32(dtype)
     is_reward = {"as_reward_model": any(has_score(Path(each)) for each in adapters)}
     model: Any = load_reference_model(model_dir, weights_dtype, **is_reward)
     if adapters[:-1]:
