@@ -76,9 +76,12 @@ def test_those_of_fp32_stay_as_they_are(name, request):
         product(tensors[0].bfloat16(), *tensors[1:])
 
 
-def test_a_few_rows_are_multiplied_by_torch(without_instructions):
-    rows, weight = random(1, LENGTH, dtype=torch.bfloat16), random(LENGTH, 24, dtype=torch.bfloat16)
-    assert torch.allclose((rows @ weight).float(), rows.float() @ weight.float(), rtol=2**-7)
+@pytest.mark.parametrize(("number", "is_wide"), [(1, False), (40, True)])
+def test_a_few_rows_are_multiplied_by_torch(without_instructions, number, is_wide):
+    rows, weight = random(number, LENGTH, dtype=torch.bfloat16), random(LENGTH, 24, dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        rows @ weight
+    assert ("aten::_to_copy" in {event.key for event in profiler.key_averages()}) == is_wide
 
 
 def _model_in_bf16(folder: Path) -> None:
