@@ -135,6 +135,7 @@ UNKNOWN = [
     ("lr", "lr is a flag of Megatron-SWIFT; write learning_rate"),
     ("train_iters", "train_iters is a flag of Megatron-SWIFT; write max_steps"),
     ("train_itrs", "did you mean train_iters, a flag of Megatron-SWIFT?; write max_steps"),
+    ("nproc_per_node", "nproc_per_node is an option of torchrun; write num_processes"),
     ("base_model", "base_model is a key of Axolotl or Unsloth; write model_name_or_path"),
     ("sample_packing", "sample_packing is a key of Axolotl or Unsloth; write packing"),
     ("sequence_len", "sequence_len is a key of Axolotl or Unsloth; write cutoff_len"),
