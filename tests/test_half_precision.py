@@ -23,6 +23,7 @@ ENDS = torch.tensor([5, 5, 30, 40], dtype=torch.int32)  # the second run has no 
 @pytest.fixture
 def without_instructions(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(half_precision, "_has_instructions", lambda dtype: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     before = len(half_precision._REGISTERED)
     half_precision.multiply_in_fp32.__wrapped__(torch.bfloat16)
     yield
@@ -90,7 +91,7 @@ def _model_in_bf16(folder: Path) -> None:
     rows, weight = random(40, LENGTH, dtype=torch.bfloat16), random(LENGTH, 24, dtype=torch.bfloat16)
     is_rounded = torch.equal(rows @ weight, (rows.float() @ weight.float()).bfloat16())
     assert half_precision.multiply_in_fp32.cache_info().misses == 1
-    assert is_rounded or half_precision._has_instructions(torch.bfloat16)
+    assert is_rounded or half_precision._has_instructions(torch.bfloat16) or torch.accelerator.is_available()
 
 
 def test_a_model_in_bf16_asks_for_it(pool, model_dir):

@@ -1,6 +1,6 @@
 """Products of matrices in bf16 and fp16 on a CPU that has no instructions for them.
 
-There torch's kernels take five to a hundred times as long as those for fp32. Nothing here touches the kernels of a GPU.
+There torch's kernels take five to a hundred times as long as those for fp32. Where there is a GPU nothing changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 
     Products of a few rows stay torch's: they take no longer than reading the weights does.
     """
-    if dtype not in _HALF or _has_instructions(dtype):
+    if dtype not in _HALF or _has_instructions(dtype) or torch.accelerator.is_available() or _REGISTERED:
         return
     aten, library = torch.ops.aten, torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -1,7 +1,8 @@
 """Patches of Megatron-Core: names of its modules that this engine sets, each with its reason and what it relies on.
 
-A model needs some of them, the optimizer others; nothing else of the engine sets a name of Megatron-Core. (device.py
-replaces calls of torch on a machine without a GPU, and groups.py how groups of gloo are made.)
+A model needs some of them, the optimizer others; nothing else of the engine sets a name of Megatron-Core. (On a
+machine without a GPU device.py replaces calls of torch, and half_precision.py its kernels; groups.py replaces how
+groups of gloo are made.)
 
 A patch relies on functions of Megatron-Core: those that it replaces, and those that read what it sets. Their sources
 were read; a digest of each says of which text, from which version on. tests/engine/test_patches.py compares them with
