@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from time import sleep
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
         sizes: of files, where the list lies about them.
         commits: repository, message and paths of every commit that was made.
         refuses: status of the answer to each commit, while there are any; 0 is none at all.
+        ended: that nobody asks any more, for requests that have no answer.
         account: whom a token belongs to; "" where the hub knows none.
         main: the commit that the branch main is at.
     """
@@ -55,7 +56,14 @@ class Hub(ThreadingHTTPServer):
         self.refuses: list[int] = []
         self.account = "team"
         self.main = COMMIT
+        self.ended = Event()
         self.blobs: dict[str, bytes] = {}  # that ModelScope's library sends before its commit
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A client that went away is no fault; and Python 3.11 parses source to write a traceback, which fails another
+        # thread's ast.parse.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -82,6 +90,7 @@ class Hub(ThreadingHTTPServer):
 def running(hub: Hub) -> Iterator[Hub]:
     Thread(target=hub.serve_forever, daemon=True).start()
     yield hub
+    hub.ended.set()
     hub.shutdown()
     hub.server_close()
 
@@ -173,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.refuses:
             status = self.server.refuses.pop(0)
             if status == 0:
-                sleep(600)
+                self.server.ended.wait()
+                raise ConnectionAbortedError
             return self.answer(status, TOKEN.encode())
         lines = [json.loads(line) for line in body.splitlines()]
         files = self.server.repositories["models"][repo]
