@@ -40,7 +40,7 @@ def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
     held, shards = rules.held, rules.shards[kind.is_expert]
     updated: list[tuple[int, HeldParameter]] = []
     size = trained = buffers = 0
-    for virtual_stage, chunk in enumerate(rules.chunks(stage)):
+    for virtual_stage, chunk in enumerate(rules.contents[stage]):
         parameters = trained_of(held.of_chunk(chunk), kind)
         size += sum(one.numel for one in held.of_chunk(chunk) if kind.has(one))
         trained += sum(one.numel for one in parameters)

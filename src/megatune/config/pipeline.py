@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
     from megatune.config.settings import ParallelSettings
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineChunk:
+class PipelineChunk(NamedTuple):
     """What one chunk holds: its number of layers, and whether it has the word embedding or computes the loss."""
 
     num_layers: int

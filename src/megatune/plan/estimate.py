@@ -64,6 +64,11 @@ class Estimate:
         """Whether the fullest rank does not fit at the upper end of what is known of its class of models."""
         return self.bytes > safe_bytes(self.case)
 
+    @cached_property
+    def rank(self) -> tuple[bool, float, int]:
+        """What layouts are ranked by: whether it is tight; seconds of a step to four digits; bytes."""
+        return self.is_tight, float(f"{self.time.total:.4g}"), self.bytes
+
 
 def estimate(case: Case) -> Estimate:
     """Return memory and time of a case whose settings the rules have nothing against.

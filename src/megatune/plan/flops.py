@@ -23,10 +23,8 @@ _PASSES = 3
 def num_parameters(architecture: Architecture) -> int:
     """Return elements of the model as its checkpoint holds them: tied embeddings once, no padding, all experts."""
     return sum(
-        prod(shape)
+        len(layers_of(weight, architecture)) * sum(map(prod, hf_shapes(weight, architecture, 0).values()))
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
-        for layer in layers_of(weight, architecture)
-        for shape in hf_shapes(weight, architecture, layer).values()
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.groups.parallel import ExpertSettings
@@ -71,8 +72,7 @@ class SearchRequest:
         return case.micro_batch_size * case.num_micro_batches * max(case.dp_size, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateLayout:
+class CandidateLayout(NamedTuple):
     """Sizes of each kind of parallelism; expert sizes are 1 for a dense model."""
 
     tp: int
@@ -82,8 +82,7 @@ class CandidateLayout:
     etp: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateBatch:
+class CandidateBatch(NamedTuple):
     """How one process takes its rows of a step."""
 
     micro_batch: int

@@ -93,7 +93,7 @@ def in_flight(
             of the moments.
     """
     moments = _moments(pp, vpp, stage, num_micro_batches)
-    if sizes is None or len(moments) == 1:
+    if sizes is None or len(moments) == 1 or len(set(sizes)) == 1:  # at each moment as many are held
         return moments[0]
     return max(moments, key=lambda held: sum(map(mul, held, sizes)))
 

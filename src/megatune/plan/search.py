@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatune.config.pipeline import pipeline_chunks
@@ -33,6 +34,7 @@ from megatune.plan.memory.parameters import Rules, least_state
 from megatune.plan.schedule import bubble_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
+rank_key = attrgetter("rank")
 _NUM_TOO_LARGE = 10
 _NEARLY = 0.98  # of interpolated seconds, no fewer are to be expected
 _ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
@@ -93,11 +95,6 @@ def num_kinds(case: Case) -> int:
     """Count the kinds of parallelism of a layout that split a model, virtual stages among them."""
     sizes = case.settings.parallel.sizes(case.world_size)
     return sum(size > 1 for name, size in sizes.items() if name != "dp")
-
-
-def rank_key(found: Estimate) -> tuple[bool, float, int]:
-    """Return what layouts are ranked by: whether it is tight; seconds of a step to four digits; bytes."""
-    return found.is_tight, float(f"{found.time.total:.4g}"), found.bytes
 
 
 def search(request: SearchRequest) -> SearchResult:

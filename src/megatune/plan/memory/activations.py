@@ -72,7 +72,8 @@ class Activations:
     def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:
         """Return bytes at the peak, of all but output layer and loss, and what these add."""
         chunks, others = self._contents[stage], (self._recompute, self._pictures)
-        passes = [_pass(shapes, chunk, *others, False) for chunk in chunks]
+        of_each = {chunk: _pass(shapes, chunk, *others, False) for chunk in dict.fromkeys(chunks)}
+        passes = [of_each[chunk] for chunk in chunks]
         bare = self._fullest(shapes, stage, passes)
         if not chunks[-1].loss:
             return bare, 0
@@ -103,23 +104,26 @@ def _pass(
         memories += [pictures.memory, Memory(pictures.added - added)]
     elif chunk.embedding:
         memories.append(embedding(shapes).memory)
-    for group, times in groups:
-        if all(layer.gradient == "none" for layer, _ in group):
-            memories += _runs(shapes, group, ())
-            continue
-        # Gradients go to the beginning of what is recomputed together.
-        reached = [(layer._replace(gradient="through") if layer.gradient == "none" else layer, n) for layer, n in group]
-        whole = chain(_runs(shapes, tuple(reached), ()))
-        memories.append(repeat(recomputed(whole, shapes.hidden, shapes.hidden), times))
+    memories += [repeat(_again(shapes, group), times) for group, times in groups]
     memories += _runs(shapes, kept, recompute.modules)
     if chunk.loss:
         norm, *rest = (operator.memory for operator in head(shapes))
         memories += [norm, *(rest if with_loss else [Memory(0, shapes.hidden, shapes.hidden)])]
     whole = chain(memories)
-    return whole._replace(forward=whole.forward + added)
+    return whole._replace(forward=whole.forward + added) if added else whole
 
 
-def _runs(shapes: Shapes, runs: _Runs, modules: tuple[str, ...]) -> list[Memory]:
+@lru_cache(16384)
+def _again(shapes: Shapes, group: _Runs) -> Memory:
+    """Return layers that are recomputed together."""
+    if all(layer.gradient == "none" for layer, _ in group):
+        return chain(_runs(shapes, group, ()))
+    # Gradients go to the beginning of what is recomputed together.
+    reached = [(layer._replace(gradient="through") if layer.gradient == "none" else layer, n) for layer, n in group]
+    return recomputed(chain(_runs(shapes, reached, ())), shapes.hidden, shapes.hidden)
+
+
+def _runs(shapes: Shapes, runs: Iterable[tuple[LayerContent, int]], modules: tuple[str, ...]) -> list[Memory]:
     return [repeat(_layer(shapes, layer, modules), times) for layer, times in runs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.activations import Activations, Contents
 from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
-from megatune.plan.memory.tensors import stage_chunks
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
 _FP32 = 4
@@ -103,8 +103,8 @@ class FixedMemory(NamedTuple):
 def fixed_memory(case: Case) -> FixedMemory:
     """Return it for each stage that holds other things than the one before: of those that hold the same, the first
     holds it for most micro-batches."""
-    rules, settings = Rules.of(case), case.settings
-    contents = stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
+    rules = Rules.of(case)
+    contents = rules.contents
     stages = [stage for stage, held in enumerate(contents) if stage == 0 or held != contents[stage - 1]]
     fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in stages}
     return FixedMemory(shapes_of(case), contents, fixed)
@@ -155,6 +155,7 @@ def _copies(case: Case, stage: int) -> int:
     return sum(min(size, _FILE_BYTES + size // (tp * case.shard_size)) for size in kinds)
 
 
+@lru_cache(maxsize=4096)
 def num_communicators(case: Case) -> int:
     """Count groups of more than one rank that a rank exchanges tensors in.
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import repeat
 from math import prod
 from typing import NamedTuple
 
@@ -53,8 +52,7 @@ class StageState(NamedTuple):
         return self.weights + self.gradients + self.master_weights + self.optimizer_state
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerRules:
+class OptimizerRules(NamedTuple):
     """An optimizer's state.
 
     Attributes:
@@ -91,8 +89,7 @@ def optimizer_rules(settings: Settings) -> OptimizerRules:
     return OptimizerRules(size, of_matrix, fraction, settings.precision.params_dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageParameters:
+class StageParameters(NamedTuple):
     """Elements that each rank of a stage holds, without padding.
 
     Attributes:
@@ -186,8 +183,10 @@ class Rules:
         etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
         return held_parameters(self.model, self.trainable, tp, etp, ep, pp > 1)
 
-    def chunks(self, stage: int) -> tuple[ChunkContent, ...]:
-        return stage_chunks(self.parallel, self.model.architecture, self.trainable)[stage]
+    @cached_property
+    def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
+        """Chunks by stage and virtual stage."""
+        return stage_chunks(self.parallel, self.model.architecture, self.trainable)
 
     def bucket_size(self, stage: int, virtual_stage: int) -> int | None:
         """Return elements after which a bucket is full; None for one bucket."""
@@ -199,8 +198,7 @@ class Rules:
 _rules = lru_cache(maxsize=65536)(Rules)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Elements of a rank, of parameters that share buffers.
 
     Attributes:
@@ -275,8 +273,8 @@ def elements_of(rules: Rules, stage: int) -> StageParameters:
 
 def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
     """Return bytes of a rank that holds these parts."""
-    chunks, optimizer = rules.chunks(stage), rules.optimizer
-    sparse = sum(layer.kind.sparse for chunk in chunks for layer in chunk.layers)
+    chunks, optimizer = rules.contents[stage], rules.optimizer
+    sparse = sum([count for chunk in chunks for layer, count in chunk.counts if layer.kind.sparse])
     saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
     num_layers = sum(len(chunk.layers) for chunk in chunks)
     weights = sparse * rules.held.sparse_buffer_bytes - saved
@@ -296,7 +294,7 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
 
 
 def _parts(rules: Rules, stage: int, *, padded: bool = True) -> tuple[Part, ...]:
-    return _closed_parts(rules, rules.chunks(stage), rules.bucket_size(stage, 0), padded)
+    return _closed_parts(rules, rules.contents[stage], rules.bucket_size(stage, 0), padded)
 
 
 @lru_cache(maxsize=65536)  # stages of the same layers share it
@@ -309,16 +307,16 @@ def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | N
     """
     held, optimizer, parts = rules.held, rules.optimizer, []
     full = [first, *[None] * (len(chunks) - 1)]
-    places = [place for chunk in chunks for place in _places(chunk)]
     for kind in rules.kinds:
         size = trained = others = flops = 0
-        for place, count in places:
+        for place, count in _places(chunks):
             of_all, of_trained, of_others, of_flops = _sizes(held, place, kind)
             size, trained = size + count * of_all, trained + count * of_trained
             others, flops = others + count * of_others, flops + count * of_flops
         buffers, shards = trained, rules.shards[kind.is_expert] if rules.is_sharded else 1
         if padded and rules.is_sharded:
-            buffers = sum(map(_buffer_size, repeat(held), chunks, repeat(kind), repeat(shards), full))
+            equal = Counter(zip(chunks, full, strict=True)).items()
+            buffers = sum([count * _buffer_size(held, *one, kind, shards) for one, count in equal])
         updated = min(trained, buffers // shards)
         if rules.is_sharded and optimizer.matrix_bytes != optimizer.element_bytes:
             buckets = (
@@ -331,10 +329,15 @@ def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | N
     return tuple(parts)
 
 
-def _places(chunk: ChunkContent) -> list[tuple[Place, int]]:
-    """Return the places of what a chunk holds, in the engine's order, and how often it holds it."""
-    places: list[tuple[Place, int]] = [("first", int(chunk.embedding)), *chunk.counts, ("last", int(chunk.loss))]
-    return [place for place in places if place[1]]
+@lru_cache(maxsize=4096)
+def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[Place, int]]:
+    """Return the places of what chunks hold, of one in the engine's order, and how often they hold it."""
+    counts: Counter[Place] = Counter()
+    for chunk in chunks:
+        counts["first"] += chunk.embedding
+        counts.update(dict(chunk.counts))
+        counts["last"] += chunk.loss
+    return [(place, count) for place, count in counts.items() if count]
 
 
 @lru_cache(maxsize=4096)
@@ -351,10 +354,10 @@ def _trained_at(held: HeldParameters, place: Place, kind: Kind) -> list[HeldPara
 
 
 @lru_cache(maxsize=16384)
-def _buffer_size(held: HeldParameters, chunk: ChunkContent, kind: Kind, shards: int, full: int | None) -> int:
+def _buffer_size(held: HeldParameters, chunk: ChunkContent, full: int | None, kind: Kind, shards: int) -> int:
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
-        return padded_size(((_trained_at(held, place, kind), count) for place, count in _places(chunk)), shards)
+        return padded_size(((_trained_at(held, place, kind), count) for place, count in _places((chunk,))), shards)
     ours = [one for place in chunk.places for one in _trained_at(held, place, kind)]
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from megatune.architecture import Architecture, LayerKind
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.pipeline import pipeline_chunks
+from megatune.config.pipeline import PipelineChunk, pipeline_chunks
 from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
@@ -181,12 +181,24 @@ def stage_chunks(
     parallel: ParallelSettings, architecture: Architecture, trainable: FinetuningSettings
 ) -> tuple[tuple[ChunkContent, ...], ...]:
     """Return the chunks of every pipeline stage, by stage and virtual stage."""
+    cut = pipeline_chunks(parallel, architecture.num_layers)
+    return _stage_chunks(cut, parallel.pipeline_model_parallel_size, architecture, trainable)
+
+
+def whole_model(architecture: Architecture, trainable: FinetuningSettings) -> ChunkContent:
+    """Return the one chunk of a model that is not cut."""
+    return _stage_chunks((PipelineChunk(architecture.num_layers, True, True),), 1, architecture, trainable)[0][0]
+
+
+@lru_cache(maxsize=1024)  # layouts that differ in other sizes share it
+def _stage_chunks(
+    cut: tuple[PipelineChunk, ...], pp: int, architecture: Architecture, trainable: FinetuningSettings
+) -> tuple[tuple[ChunkContent, ...], ...]:
     contents, first, layers = [], 0, layer_contents(architecture, trainable)
-    for chunk in pipeline_chunks(parallel, architecture.num_layers):
+    for chunk in cut:
         last = first + chunk.num_layers
         contents.append(chunk_content(chunk.embedding, layers[first:last], chunk.loss))
         first = last
-    pp = parallel.pipeline_model_parallel_size
     return tuple(tuple(contents[stage::pp]) for stage in range(pp))
 
 

@@ -135,7 +135,7 @@ def chain(memories: Iterable[Memory], hold: int = 0) -> Memory:
 
 def repeat(memory: Memory, times: int) -> Memory:
     """Chain `times` equal ones: the peak is at the last of them."""
-    return memory if times == 1 else memory._replace(kept=memory.kept * times)
+    return memory if times == 1 else Memory(memory.kept * times, memory.forward, memory.backward)
 
 
 def recomputed(memory: Memory, saved: int, output: int = 0) -> Memory:

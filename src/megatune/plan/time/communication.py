@@ -320,6 +320,7 @@ class Reduction(NamedTuple):
     updates: float
 
 
+@lru_cache(maxsize=4096)
 def data_groups(case: Case) -> tuple[Group, Group]:
     """Return the ranks that hold the same weights: outside of experts, and of experts."""
     parallel = case.settings.parallel

@@ -12,7 +12,7 @@ from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import Rules, StageParameters, elements_of
-from megatune.plan.memory.tensors import ChunkContent, LayerContent, chunk_content, layer_contents, stage_chunks
+from megatune.plan.memory.tensors import ChunkContent, LayerContent, whole_model
 from megatune.plan.operators.decoder import Recompute, recompute_of
 from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of, without_experts
 from megatune.plan.operators.vision import Images, images_of
@@ -124,24 +124,6 @@ class _Parts(NamedTuple):
     host_forward: float = 0.0
     host_backward: float = 0.0
 
-    @property
-    def device(self) -> ChunkSeconds:
-        """Seconds of the device, exchanges included."""
-        forward = self.forward + self.exchange_forward
-        total = self.forward + self.backward + self.recompute + self.tensor + self.context + self.expert
-        return ChunkSeconds(forward, total - forward)
-
-    @property
-    def time(self) -> ChunkSeconds:
-        """As long as the device computes and exchanges, or the host launches."""
-        forward, backward = self.device
-        return ChunkSeconds(max(forward, self.host_forward), max(backward, self.host_backward))
-
-    @property
-    def waiting(self) -> float:
-        """Seconds in which the device has nothing to do."""
-        return self.time.total - self.device.total
-
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
         # Written out: every plan adds up thousands of these.
         return _Parts(
@@ -157,12 +139,21 @@ class _Parts(NamedTuple):
         )
 
 
-class _Chunk(NamedTuple):
-    """Seconds of one micro-batch in one chunk, by part, by pass, and all."""
+class _Chunk:
+    """Seconds of one micro-batch in one chunk.
 
-    parts: _Parts
-    time: ChunkSeconds
-    total: float
+    Attributes:
+        time: as long as the device computes and exchanges, or the host launches; all of it is `total`.
+        waiting: seconds of `total` in which the device has nothing to do.
+    """
+
+    def __init__(self, parts: _Parts) -> None:
+        self.parts, forward = parts, parts.forward + parts.exchange_forward
+        device = parts.forward + parts.backward + parts.recompute + parts.tensor + parts.context + parts.expert
+        backward = device - forward
+        self.time = ChunkSeconds(max(forward, parts.host_forward), max(backward, parts.host_backward))
+        self.total = self.time.total
+        self.waiting = self.total - (forward + backward)
 
 
 class _Stage:
@@ -171,7 +162,8 @@ class _Stage:
     def __init__(self, chunks: list[_Chunk]) -> None:
         self.chunks, self.times = chunks, tuple([chunk.time for chunk in chunks])
         self.total = sum([chunk.total for chunk in chunks])
-        self.forward, self.backward = map(sum, zip(*self.times, strict=True))
+        self.forward = sum([forward for forward, _ in self.times])
+        self.backward = sum([backward for _, backward in self.times])
 
 
 def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
@@ -186,11 +178,13 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     case, fixed = case.in_the_mean, fixed or FixedTime(case)
     settings, contents, images, recompute = case.settings, fixed.contents, images_of(case), recompute_of(case.settings)
     rank = fixed.rank(images)
-    stages = {chunks: _Stage([rank.chunk(each, recompute) for each in chunks]) for chunks in dict.fromkeys(contents)}
+    kinds = dict.fromkeys(contents)
+    of_each = {each: rank.chunk(each, recompute) for each in {each for chunks in kinds for each in chunks}}
+    stages = {chunks: _Stage([of_each[each] for each in chunks]) for chunks in kinds}
     slowest = max(stages.values(), key=attrgetter("total"))
     total, waiting = _Parts(), 0.0
-    for chunk, _, _ in slowest.chunks:
-        total, waiting = total.plus(chunk), waiting + chunk.waiting
+    for chunk in slowest.chunks:
+        total, waiting = total.plus(chunk.parts), waiting + chunk.waiting
     count, calibration = case.num_micro_batches, case.machine.calibration
     # Exchanges between stages that nothing hides.
     pp, virtual, overlap = len(contents), len(contents[0]), settings.parallel.overlap_p2p_comm
@@ -239,8 +233,7 @@ class FixedTime:
     @cached_property
     def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
         """Chunks by stage and virtual stage."""
-        settings = self._case.settings
-        return stage_chunks(settings.parallel, self._case.model.architecture, settings.finetuning)
+        return Rules.of(self._case).contents
 
     def rank(self, images: Images | None) -> RankTime:
         """Return one rank's passes, with pictures that recomputation may change."""
@@ -256,8 +249,7 @@ class FixedTime:
         The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
         """
         settings = self._case.settings
-        layers = layer_contents(self._case.model.architecture, settings.finetuning)
-        content = chunk_content(embedding=True, layers=layers, loss=True)
+        content = whole_model(self._case.model.architecture, settings.finetuning)
         return self.rank(images_of(self._case)).chunk(content, recompute_of(settings)).total
 
     @cached_property
@@ -298,8 +290,7 @@ class RankTime:
     def chunk(self, content: ChunkContent, recompute: Recompute) -> _Chunk:
         """Return a chunk, the same for the same one."""
         if (found := self._chunks.get((content, recompute))) is None:
-            parts = self._sum(content, recompute)
-            self._chunks[content, recompute] = found = _Chunk(parts, parts.time, parts.time.total)
+            self._chunks[content, recompute] = found = _Chunk(self._sum(content, recompute))
         return found
 
     def _sum(self, content: ChunkContent, recompute: Recompute) -> _Parts:
