@@ -242,7 +242,7 @@ def test_what_is_not_built_is_refused_by_name_with_a_reason(override):
 
 def test_messages_of_refused_keys(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npure_bf16: true\nrope_scaling: yarn\n")
+    path.write_text("finetuning_type: lora\nloraplus_lr_embedding: 1e-5\npure_bf16: true\nrope_scaling: dynamic\n")
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
         "run.yaml:2: loraplus_lr_embedding: 1e-5 is not supported\n"
@@ -251,9 +251,9 @@ def test_messages_of_refused_keys(tmp_path):
         "run.yaml:3: pure_bf16: true is not supported\n"
         "    why: masters of the weights are kept in fp32, without which small steps are lost\n"
         "    fix: write bf16: true; exp_avg_dtype and exp_avg_sq_dtype: bf16 save memory\n"
-        "run.yaml:4: rope_scaling: yarn is not supported\n"
-        "    why: the model is trained as its config.json describes it\n"
-        "    fix: write rope_parameters into config.json"
+        "run.yaml:4: rope_scaling: dynamic is not supported\n"
+        "    why: dynamic changes nothing up to max_position_embeddings, which LLaMA-Factory multiplies by the factor\n"
+        "    fix: write rope_scaling: yarn"
     )
 
 

@@ -409,6 +409,30 @@ def test_a_checkpoint_of_megatron_core_is_told_from_a_model(tmp_path):
     assert value(read(f"--load {tmp_path}"), "model.model_name_or_path") == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("flags", "scaling", "length"),
+    [
+        ("yarn --max_model_len 65537", {"rope_type": "yarn", "factor": 3.0}, 32768),
+        ("linear --max_model_len 65536 --max_length 9", {"rope_type": "linear", "factor": 2.0}, 9),
+        ('{"type":"yarn","factor":2.5}', {"type": "yarn", "factor": 2.5}, 32768),
+        ('{"type":"yarn","original_max_position_embeddings":4096} --max_model_len 8192',
+         {"type": "yarn", "original_max_position_embeddings": 4096, "factor": 2.0}, 32768),
+    ],
+)  # fmt: skip
+def test_a_rotary_scaling_gets_its_factor(flags, scaling, length):
+    run = read(f"--rope_scaling {flags}")
+    assert run.loaded.findings == []
+    assert value(run, "model.rope_scaling") == scaling
+    assert value(run, "data.cutoff_len") == length
+
+
+@pytest.mark.parametrize("flags", ["--rope_scaling yarn", "--rope_scaling dynamic", "--max_model_len 9"])
+def test_a_rotary_scaling_without_a_factor_is_refused(flags):
+    (finding,) = read(flags).loaded.findings
+    assert finding.where == flags.split()[0]
+    assert finding.fix
+
+
 def test_trackers_are_those_of_the_version():
     old, new = read("--wandb_exp_name run"), read("--report_to swanlab --swanlab_exp_name run")
     assert value(old, "logging.report_to") == ["tensorboard"]  # the name alone says nothing to version 4

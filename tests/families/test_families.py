@@ -12,6 +12,7 @@ import pytest
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture
+from megatune.families.rope import with_rope_scaling
 from megatune.rope_scaling import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling
 
 PACKAGE = Path(__file__).parents[2] / "src" / "megatune"
@@ -77,6 +78,51 @@ def test_rotary_settings_of_every_age_are_read(tmp_path, rope):
 def test_positions_are_those_that_yarn_stretches_to(tmp_path, changes, positions):
     """As Qwen's README says, config.json gets rope_scaling and keeps its max_position_embeddings."""
     assert load(tmp_path, max_position_embeddings=40960, **changes).max_position_embeddings == positions
+
+
+UNSCALED = {"model_type": "llama", "max_position_embeddings": 4096, "rope_theta": 10000.0}
+SCALED = {**UNSCALED, "max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", **SCALING}}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "length", "positions", "scaling"),
+    [
+        (UNSCALED, "yarn", 4096, 4096, None),  # rows fit
+        (UNSCALED, "linear", 4097, 8192, {"rope_type": "linear", "factor": 2.0}),
+        (UNSCALED, "yarn", 16000, 16384,
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}),
+        (UNSCALED, "llama3", 8192, 8192, {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}),
+        (SCALED, "llama3", 9000, 16384, {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}),  # not of the stretched ones
+        (UNSCALED, {"type": "yarn", "factor": 2.5, "beta_fast": 16}, 128, 10240,
+         {"rope_type": "yarn", "factor": 2.5, "beta_fast": 16, "original_max_position_embeddings": 4096}),
+    ],
+)  # fmt: skip
+def test_a_scaling_is_given_as_llamafactory_gives_it(config, asked, length, positions, scaling):
+    changed = with_rope_scaling(config, asked, length)
+    assert changed["max_position_embeddings"] == positions
+    assert changed.get("rope_scaling") == scaling
+    assert changed["rope_theta"] == 10000.0
+    assert with_rope_scaling(changed, asked, length) == changed or asked == "linear"
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "said"),
+    [
+        (UNSCALED, {"rope_type": "dynamic"}, "rope_type 'dynamic' is not supported"),
+        (UNSCALED, {"factor": 2.0}, "rope_type None is not supported"),
+        (UNSCALED, {"rope_type": "yarn", "factor": 0.5}, "factor = 0.5 is not a number of at least 1"),
+        ({"model_type": "llama"}, "yarn", "config.json has no max_position_embeddings"),
+        ({**UNSCALED, "model_type": "qwen3_vl", "text_config": UNSCALED}, "yarn", "with a qwen3_vl is not supported"),
+        ({**UNSCALED, "rope_parameters": {"full_attention": {}}}, "yarn", "with a llama is not supported"),
+    ],
+)
+def test_a_scaling_that_a_model_cannot_have_is_refused(config, asked, said):
+    with pytest.raises(MegatuneError) as raised:
+        with_rope_scaling(config, asked, 9000)
+    assert [finding.what for finding in raised.value.findings] == [said]
+    assert raised.value.exit_code == ExitCode.SETTINGS
 
 
 # As Phi-4-mini has it: three quarters of 128 channels are turned.

@@ -6,6 +6,9 @@ import pytest
 from computing import LENGTHS, differences, failures
 from layouts import LAYOUTS, SEQUENCE_LAYOUTS, Layout
 
+from megatune.config.load import load
+from megatune.config.rope import open_scaled
+from megatune.families import load_architecture, read_config
 from megatune.verify.samples import random_samples
 
 # Shorter than the rows of the test. YaRN's factor of cosine and sine is left to be derived.
@@ -50,6 +53,20 @@ def test_yarn_agrees(pool, model_dir, reference, tmp_path, family, layout):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_any_scaling_agrees(pool, model_dir, reference, tmp_path, family, rope):
     model = model_dir(family, rope_parameters=rope)
+    samples = random_samples(301, LENGTHS)
+    found = differences(pool, model, LAYOUTS["1"], samples, reference(model, samples), tmp_path)
+    assert not failures(found)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_a_scaling_of_the_settings_agrees(pool, model_dir, reference, tmp_path, kind):
+    """The longest row has 30 tokens, and the model 16 positions: Transformers loads the config.json of the run."""
+    settings = load(None, [f"rope_scaling={kind}", "cutoff_len=30"]).settings
+    model = open_scaled(settings, str(model_dir("qwen3", max_position_embeddings=16))).fetch()
+    rope = read_config(model)["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 2.0, 10000.0)
+    assert load_architecture(model).max_position_embeddings == 32
     samples = random_samples(301, LENGTHS)
     found = differences(pool, model, LAYOUTS["1"], samples, reference(model, samples), tmp_path)
     assert not failures(found)

@@ -267,6 +267,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no part in verify"),
         (["{model}", "moe_aux_loss_coeff=0.01"], ExitCode.SETTINGS, "moe_aux_loss_coeff 0.01 changes the numbers"),
         (["{model}", "moe_expert_capacity_factor=2"], ExitCode.SETTINGS, "another layout that has it, too: --against"),
+        (["{model}", "--rope_scaling", "yarn"], ExitCode.SETTINGS, "rope_scaling yarn without a factor"),
         (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no part in verify"),
         (["{model}", "--bf16", "--against", "fp16=true"], ExitCode.SETTINGS, "fp16 is the same in both layouts"),
         (["{model}", "--against", "seed=1"], ExitCode.SETTINGS, "--against: seed is the same in both layouts"),

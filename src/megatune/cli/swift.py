@@ -196,12 +196,14 @@ def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
 
 def _config(settings: Settings) -> dict[str, object]:
     """Return the model's config.json; {} where it cannot be read, which is said when the run is checked."""
+    from megatune.config.settings import with_settings
     from megatune.families import read_config
     from megatune.training.source import RunModel
 
     name = settings.model.model_name_or_path
     try:
-        folder = RunModel(settings, asks=True).config_dir(name) if name else None
+        own = with_settings(settings, {"model.rope_scaling": None})  # its factor follows from what is read here
+        folder = RunModel(own, asks=True).config_dir(name) if name else None
         return read_config(folder) if folder is not None else {}
     except MegatuneError:
         return {}

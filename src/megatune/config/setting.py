@@ -183,6 +183,7 @@ class SettingInfo:
         if self.choices:
             listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
             said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
+            said += words["or"] + words["dict"] if dict in self.kinds else ""
         elif {str, list} <= self.kinds:
             said = words["texts"]
         elif list in self.kinds and self.items is not str:

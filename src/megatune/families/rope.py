@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -25,6 +26,9 @@ _LISTS = {"longrope": ("short_factor", "long_factor")}
 # Of families that say nothing else. "dynamic" stretches texts beyond max_position_embeddings alone, which no run takes:
 # up to there it is "default".
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+# That a run can give a model.
+SCALED = ("linear", "yarn", "llama3")
+DYNAMIC = "it changes nothing up to max_position_embeddings, which are the stretched ones"
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +66,61 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     if rope["rope_type"] != "yarn" or not rope.get("factor") or not rope["original_max_position_embeddings"]:
         return positions
     return max(positions or 0, int(rope["factor"] * rope["original_max_position_embeddings"]))
+
+
+def with_rope_scaling(config: Mapping[str, Any], asked: str | Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return a config.json with another rotary scaling, in the words of the Transformers that wrote it.
+
+    Args:
+        asked: the kind of scaling, or its parameters as config.json has them; original_max_position_embeddings may be
+            left out, and the factor.
+        length: tokens of the longest row. A factor that is left out is this over the positions before any scaling,
+            rounded up; nothing is changed where it fits into these.
+
+    Raises:
+        MegatuneError: SETTINGS, where there is no such scaling, or the model has no place for it.
+    """
+    given: dict[str, Any] = {"rope_type": asked} if isinstance(asked, str) else dict(asked)
+    given.setdefault("rope_type", given.pop("type", None))
+    own = rope_parameters(config)
+    original = given.get("original_max_position_embeddings") or own["original_max_position_embeddings"]
+    if findings := [*_scaling_problems(config, given, original)]:
+        raise MegatuneError(findings, ExitCode.SETTINGS)
+    if "factor" not in given and length <= original:
+        return dict(config)
+    given.setdefault("factor", float(math.ceil(length / original)))
+    if given["rope_type"] != "linear":
+        given["original_max_position_embeddings"] = original
+    if given["rope_type"] == "llama3":
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given
+    changed = {**config, "max_position_embeddings": int(original * given["factor"])}
+    if config.get("original_max_position_embeddings"):
+        changed["original_max_position_embeddings"] = original
+    if config.get("rope_parameters") is None:
+        return {**changed, "rope_scaling": given}
+    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if own[key] is not None}
+    changed.pop("rope_scaling", None)
+    return {**changed, "rope_parameters": {**kept, **given}}
+
+
+def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], original: Any) -> Iterator[Finding]:
+    """Yield why a config.json cannot get a scaling."""
+    key, model_type = "rope_scaling", config.get("model_type")
+    kind, factor = given["rope_type"], given.get("factor", 1.0)
+    if kind not in SCALED:
+        why = "" if kind != "dynamic" else DYNAMIC
+        yield Finding(f"rope_type {kind!r} is not supported", key, why, f"write one of {', '.join(SCALED)}")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        yield Finding(f"factor = {factor!r} is not a number of at least 1", key)
+    if config.get("vision_config") or config.get("text_config"):
+        why = "its config.json has rotary settings for the language model inside"
+        fix = "remove it; the scaling that the model's README describes is written into its config.json"
+        yield Finding(f"with a {model_type} is not supported", key, why, fix)
+    elif FULL_ATTENTION in (config.get(key) or config.get("rope_parameters") or {}):
+        why = "its kinds of layers have rotary embeddings of their own"
+        yield Finding(f"with a {model_type} is not supported", key, why, "remove it, or write them into config.json")
+    elif not isinstance(original, int) or original < 1:
+        yield Finding("config.json has no max_position_embeddings", key, "the factor is relative to them")
 
 
 def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, partial: bool) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.megatron import ARGS, TRACKER, described_by, is_torch_dist, iteration_folder, no_config
@@ -148,8 +150,7 @@ class MegatronModel(Model):
         """Return a folder with the small files and a link to the weights; it goes with this process."""
         if self._view is None:
             small = self.described.tokenizer_dir()
-            self._view = view = Path(tempfile.mkdtemp(prefix="megatune-model-"))
-            atexit.register(_remove_view, view, os.getpid())
+            self._view = view = _new_view()
             for path in small.iterdir():
                 if path.is_file() and path.name.endswith(_SMALL) and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, view / path.name)
@@ -159,6 +160,43 @@ class MegatronModel(Model):
             (view / "release").symlink_to(self._weights.absolute(), target_is_directory=True)
             (view / TRACKER).write_text("release", encoding="utf-8")
         return self._view
+
+
+class ChangedModel(Model):
+    """A model with another config.json.
+
+    Args:
+        changed: returns what it says, from the folder with the model's own.
+    """
+
+    def __init__(self, model: Model, changed: Callable[[Path], Mapping[str, Any]]) -> None:
+        self._model, self._changed, self.commit = model, changed, model.commit
+        self._view: Path | None = None
+
+    def config_dir(self) -> Path:
+        return self._seen(self._model.config_dir())
+
+    def tokenizer_dir(self) -> Path:
+        return self._seen(self._model.tokenizer_dir())
+
+    def fetch(self) -> Path:
+        return self._seen(self._model.fetch())
+
+    def _seen(self, folder: Path) -> Path:
+        """Return a folder with its own config.json and links to all else; it goes with this process."""
+        config = json.dumps(self._changed(folder), indent=2, ensure_ascii=False)
+        self._view = self._view or _new_view()
+        for path in folder.iterdir():
+            if path.name != CONFIG and not (self._view / path.name).exists():
+                (self._view / path.name).symlink_to(path.absolute())
+        (self._view / CONFIG).write_text(f"{config}\n", encoding="utf-8")
+        return self._view
+
+
+def _new_view() -> Path:
+    view = Path(tempfile.mkdtemp(prefix="megatune-model-"))
+    atexit.register(_remove_view, view, os.getpid())
+    return view
 
 
 def _remove_view(view: Path, process: int) -> None:

@@ -210,10 +210,10 @@ class QuestionReader(PlanReader):
         return self._checked(model, machine, world)
 
     def _model(self, settings: Settings) -> PlannedModel | None:
-        written, hub = settings.model.model_name_or_path, settings.model
+        written = settings.model.model_name_or_path
         name = written if self.file is not None else self.source or written
         if name is not None:
-            return self.found(lambda: find_model(name, hub.model_revision, hub.cache_dir, stage=settings.run.stage))
+            return self.found(lambda: find_model(name, settings))
         what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
         if self.file:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.architecture import Architecture
 from megatune.bridge.auto import register_types
 from megatune.config.pipeline import holds_deepstack
+from megatune.config.rope import as_scaled, open_scaled
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.data.templates import check_template
 from megatune.data.templates.named import is_template_file, read_template
@@ -18,7 +19,7 @@ from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
 from megatune.demo.family import FAMILIES as DEMO_FAMILIES
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
-from megatune.hub.models import CONFIG, is_hub_id, open_model
+from megatune.hub.models import CONFIG, is_hub_id
 from megatune.rehearse.outcome import Change
 from megatune.rehearse.sizes import fewer_layers, text_config, vision_config
 
@@ -69,13 +70,15 @@ def find_real_model(settings: Settings) -> RealModel:
         raise MegatuneError(Finding("model_name_or_path is missing", fix=fix), ExitCode.SETTINGS)
     folder, note = None, ""
     try:
-        folder = open_model(name, model.model_revision, model.cache_dir, model.mcore_model).tokenizer_dir()
-        config, where = read_config(folder), str(folder / CONFIG)
+        folder = open_scaled(settings, name, model.model_revision, model.mcore_model).tokenizer_dir()
+        config: dict[str, Any] = read_config(folder)
+        where = str(folder / CONFIG)
     except MegatuneError as error:
         if not is_hub_id(name):
             raise
         try:
-            config, where = model_config(name, asks_hub=False)
+            found, where = model_config(name, asks_hub=False)
+            config = as_scaled(found, settings)
         except MegatuneError:
             raise error from None
         folder, note = None, f"{name} is not on this machine, and its hub was not reached"

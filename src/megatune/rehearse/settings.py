@@ -136,6 +136,7 @@ def _around(settings: Settings, model_dir: str, output_dir: str) -> _Changes:
     preference = settings.preference
     yield "model.model_name_or_path", model_dir, ""
     yield "model.mcore_model", None, "weights are random"
+    yield "model.rope_scaling", None, "config.json of the smaller model has it"
     yield "model.model_revision", "main", ""
     yield "run.output_dir", output_dir, ""
     for name, value in (("overwrite_output_dir", False), ("resume_from_checkpoint", None), ("num_processes", None)):

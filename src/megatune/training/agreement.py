@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megatune.config.rope import open_scaled
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import shown
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.megatron import is_torch_dist
-from megatune.hub.models import is_hub_id, open_model
+from megatune.hub.models import is_hub_id
 from megatune.launch.context import RankContext
 from megatune.launch.failure import describe_failure, mark_relayed
 from megatune.objectives.choose import objective_of
@@ -209,10 +210,10 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     is_compared = objective_of(settings).has_reference and settings.preference.ref_model is None
     if resumed is not None and settings.finetuning.finetuning_type != "lora" and not is_compared:
         small = context.run_dir / "model"
-        is_folder = not _is_fetched(name, settings.model.mcore_model)
+        is_folder = not _is_fetched(name, settings, settings.model.mcore_model)
         return Path(name) if is_folder else on_rank_0(lambda: _keep_small_files(resumed, small))
     model = settings.model
-    of_model = name, model.model_revision, model.cache_dir, model.mcore_model
+    of_model = name, model.model_revision, settings, model.mcore_model
     return fetched_on_node(context, "model", *of_model, fetched=model_dir)
 
 
@@ -221,7 +222,7 @@ def fetched_on_node(
     note: str,
     name: str,
     revision: str,
-    cache_dir: str | None,
+    settings: Settings,
     weights: str | None = None,
     *,
     fetched: str | None = None,
@@ -233,13 +234,14 @@ def fetched_on_node(
 
     Args:
         note: names the model to the other ranks.
+        settings: of the run, which may scale the model.
         weights: a folder in Megatron-Core's format with the model's weights; None for its own.
         fetched: the folder that the launcher has put it into.
 
     Raises:
         MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
     """
-    if num_machines(context) == 1 and not _is_fetched(name, weights):
+    if num_machines(context) == 1 and not _is_fetched(name, settings, weights):
         return Path(name)
     key = f"{note}/{context.node_rank}"
     if context.local_rank:
@@ -248,7 +250,7 @@ def fetched_on_node(
     if fetched is not None:
         folder, version = Path(fetched), revision
     else:
-        model = open_model(name, revision, cache_dir, weights)
+        model = open_scaled(settings, name, revision, weights)
         folder, version = model.fetch(), model.commit or "a folder"
     groups.post(key, version)
     versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
@@ -260,9 +262,9 @@ def fetched_on_node(
     return folder
 
 
-def _is_fetched(name: str, weights: str | None) -> bool:
+def _is_fetched(name: str, settings: Settings, weights: str | None) -> bool:
     """Return whether a model lies elsewhere than in the folder of its name, or in parts."""
-    return weights is not None or is_hub_id(name) or is_torch_dist(name)
+    return any((weights, settings.model.rope_scaling, is_hub_id(name), is_torch_dist(name)))
 
 
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:

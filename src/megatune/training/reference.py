@@ -223,7 +223,7 @@ def open_reference(
     # What is trained further: an adapter, and with it modules that are trained whole.
     goes_on = bool(finetuning.adapter_name_or_path) and not finetuning.create_new_adapter
     if preference.ref_model is not None:
-        model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings.model.cache_dir)
+        model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings)
         _check_fits(context, settings, load_architecture(source), model_dir)
         chain, is_loaded, is_start = list(preference.ref_model_adapters), False, False
         digest = ""

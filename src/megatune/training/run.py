@@ -48,7 +48,7 @@ from megatune.training.resume import choose_checkpoint, digest_base
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
-from megatune.training.train_state import TrainState, later_checkpoints, read_state
+from megatune.training.train_state import TrainState, later_checkpoints, read_state, scaling_of
 from megatune.training.train_step import LearningRateSchedule, warmup_steps_of
 
 _JOIN_GRACE = 60.0  # seconds
@@ -196,7 +196,7 @@ def _build_trainer(
     check_profiled_steps(settings, schedule.total_steps)
     digest = "" if reference is None else reference.digest
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
-    state.rows_parts = data.key_parts
+    state.rows_parts, state.rope_scaling = data.key_parts, scaling_of(settings)
     if resumed is not None:
         check_continues(resumed, load_architecture(source, settings.run.stage), settings, state)
     models = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from megatune.config.rope import scaled, scaling_line
 from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import read_config
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
@@ -23,11 +25,13 @@ class RunModel:
     Attributes:
         settings: with the commit as model_revision, once `config_dir` knows it.
         origins: of the settings that were changed here.
+        lines: what a user is told of the model, once `config_dir` knows it.
     """
 
     def __init__(self, settings: Settings, *, asks: bool) -> None:
         self.settings = settings
         self.origins: dict[str, str] = {}
+        self.lines: list[str] = []
         self._asks = asks
         self._model: Model | None = None
 
@@ -58,6 +62,9 @@ class RunModel:
             self._pin(described.commit, f"{model.model_revision} on {described.host}")
         if found is not described or isinstance(found, HubModel):
             self._model = found
+        if model.rope_scaling is not None:
+            self.lines = [scaling_line(read_config(found.config_dir()), self.settings)]
+            self._model = found = scaled(found, self.settings)
         return found.config_dir()
 
     def fetch(self) -> str | None:

@@ -180,7 +180,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     }
     target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
     outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
-    noted = [f"device     {line}" for line in launch.lines]
+    noted = [*model.lines, *(f"device     {line}" for line in launch.lines)]
     noted += [line for line in plan.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
     if launch.first and (said := [*lines(loaded), *noted, *found.lines, *rerun_lines(settings, run_yaml)]):
         say("\n".join(said))

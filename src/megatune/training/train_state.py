@@ -39,6 +39,7 @@ class TrainState:
         objective: the loss's own state (`TrainingObjective.state_dict`).
         updates: of the optimizer, where a step may have several.
         bad_steps: how many were skipped (training/bad_steps.py).
+        rope_scaling: the setting, as YAML writes it; "" where config.json was left as it is.
         recent_losses, recent_grad_norms: of the last steps that were not bad.
     """
 
@@ -54,6 +55,7 @@ class TrainState:
     objective: dict[str, float] = field(default_factory=dict)
     updates: int = 0
     bad_steps: int = 0
+    rope_scaling: str = ""
     recent_losses: list[float] = field(default_factory=list)
     recent_grad_norms: list[float] = field(default_factory=list)
     rows_parts: dict[str, str] = field(default_factory=dict)
@@ -137,6 +139,21 @@ def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     return "; ".join(f"{said}: {', '.join(parts)}" for said, parts in lists if parts) or "their order"
 
 
+def scaling_of(settings: Settings) -> str:
+    """Return `TrainState.rope_scaling`."""
+    return "" if settings.model.rope_scaling is None else shown(settings.model.rope_scaling)
+
+
+def _changed_scaling(checkpoint: Path, state: TrainState, settings: Settings) -> Iterator[Finding]:
+    """Yield that another model would be trained from here on. The factor follows from data settings and the model."""
+    before, after = (each or "null" for each in (state.rope_scaling, scaling_of(settings)))
+    if before != after:
+        what = f"rope_scaling was {before}, and is {after} in this run"
+        why = "weights and rotary embeddings were trained together"
+        fix = f"set it to {before} again, or start again from the model with overwrite_output_dir: true"
+        yield Finding(what, str(checkpoint), why, fix)
+
+
 _OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
 
 
@@ -181,6 +198,8 @@ def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[
         replicas = world_size // parallel.model_parallel_size
         rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         findings += changed_batch(resumed, state, rows, settings.run.seed)
+    if "model.rope_scaling" not in invalid:
+        findings += _changed_scaling(resumed, state, settings)
     if not any(path.startswith("data.") for path in invalid):
         with contextlib.suppress(MegatuneError):  # what is wrong with the data itself is found elsewhere
             findings += changed_data(resumed, state, local_parts(settings))

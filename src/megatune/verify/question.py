@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
-_OF_HUB = ("model.model_revision", "model.cache_dir")
-_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", "model.model_name_or_path", *_OF_HUB)
+_OF_MODEL = ("model.model_name_or_path", "model.model_revision", "model.cache_dir", "model.rope_scaling")
+_SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", *_OF_MODEL)
 _NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
 # What two layouts have in common, and so the first one says.
 _SHARED = ("run.seed", "run.ddp_timeout")
 _SHARED_GROUPS = ("precision.", "model.", "finetuning.")
 # What only a training run has; rules about it have nothing to say here.
-_NOT_HERE = ("model.model_name_or_path", "data.dataset", "data.cutoff_len", "run.output_dir")
+_NOT_HERE = ("model.model_name_or_path", "model.rope_scaling", "data.dataset", "data.cutoff_len", "run.output_dir")
 
 
 def of_reward_model(loaded: Loaded) -> Loaded:
@@ -100,6 +100,9 @@ def without_part(loaded: Loaded) -> Iterator[Finding]:
         if not has_part or path in _NO_PART:
             why = "a comparison computes one step's gradients, from settings that say where and how"
             yield Finding(f"{path.partition('.')[2]} has no part in verify", where, why)
+    if isinstance(kind := loaded.settings.model.rope_scaling, str):
+        fix = f"write rope_scaling='{{rope_type: {kind}, factor: 2.0}}'"
+        yield Finding(f"rope_scaling {kind} without a factor", "", "it follows from the rows of a run", fix)
 
 
 def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:

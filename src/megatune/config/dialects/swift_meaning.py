@@ -5,6 +5,7 @@ Each function reads a `Command`, and changes, sets, ignores or refuses flags of 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from megatune.config.dialects.swift_command import Command
 from megatune.config.entry import SettingEntry
 from megatune.config.values import TooLarge, parse, read_text
 from megatune.errors import Finding
+from megatune.families.rope import rope_parameters
 from megatune.hub.megatron import is_torch_dist
 
 _OURS = "training/manifest.json"  # what a checkpoint of this program has
@@ -141,6 +143,24 @@ def length(command: Command) -> None:
         command.default("memory_check", "warn", "rows may be shorter than the model allows")
 
 
+def rope(command: Command) -> None:
+    """The factor of a scaling without one is that of max_model_len, which says nothing else."""
+    scaling, longest = command.value("rope_scaling"), command.number("max_model_len")
+    if scaling is None:
+        return
+    said = {"rope_type": scaling} if isinstance(scaling, str) else scaling
+    if not isinstance(said, dict) or "factor" in said:
+        command.ignore("max_model_len", "rope_scaling says the factor")
+    elif not longest:
+        command.refuse("rope_scaling", "it has no factor", "write --max_model_len with the longest row")
+    elif command.model_config:
+        original = rope_parameters({**command.model_config, **said})["original_max_position_embeddings"]
+        if isinstance(original, int) and original > 0:
+            factor = float(max(math.ceil(longest / original), 1))
+            command.becomes("rope_scaling", {**said, "factor": factor}, f"{longest:g} tokens, and {original} positions")
+    command.flags.pop("max_model_len", None)
+
+
 def evaluation(command: Command) -> None:
     """An evaluation set turns evaluation on; all of it is evaluated, every so often."""
     command.check("evaluation")
@@ -215,7 +235,7 @@ def experts(command: Command) -> None:
         command.default("expert_tensor_parallel_size", 1, why)
 
 
-_OF_RUN = (model, hub, output, precision, length, evaluation, rows, parallel, shape, experts)
+_OF_RUN = (model, hub, output, precision, length, rope, evaluation, rows, parallel, shape, experts)
 
 
 def steps(command: Command) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,13 @@ _NO_OVERWRITE = Needs(
     (False,),
     "one starts over, the other resumes from the newest checkpoint of the same folder",
     of=(True,),
+)
+_WHOLE_MODEL = Needs(
+    "finetuning.finetuning_type",
+    ("full", "freeze"),
+    "adapters alone would not say that they belong to a model with other rotary embeddings",
+    "write `merge_lora: true`, or remove `rope_scaling`",
+    otherwise=Needs("checkpoint.merge_lora", (True,)),
 )
 _SAVES = Needs(
     "checkpoint.save_strategy",
@@ -193,6 +200,16 @@ class ModelSettings(Group):
     files can be had again.
     When: Set it to a commit where a later change of the model must not reach this run. A folder has no revisions:
     anything but main is refused there."""
+    rope_scaling: Annotated[Literal["linear", "yarn", "llama3"] | dict[str, Any] | None, _WHOLE_MODEL] = None
+    """How the model's rotary embeddings are stretched, for rows that are longer than it was made for. null leaves them.
+    How: As in LLaMA-Factory the factor is cutoff_len over the positions that the model had before any scaling, rounded
+    up; where all rows fit into these, nothing changes. A mapping says the factor itself, in config.json's words:
+    {rope_type: yarn, factor: 4.0}. The run trains, and saves, a model whose config.json has the scaling.
+    When: For long contexts: yarn where the model's README describes it, as of Qwen, and llama3 for models of that kind.
+    Other models learn a scaling in some hundred steps of long rows.
+    - linear: divides positions by the factor
+    - yarn: stretches slow channels, keeps fast ones, and sharpens attention (arXiv:2309.00071)
+    - llama3: stretches slow channels, and keeps fast ones, as Llama 3.1 does"""
     cache_dir: Annotated[str, Mark.NAME, Mark.MACHINE] | None = None
     """Folder for files of models that are fetched from a hub. null is the hub's own cache.
     How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE

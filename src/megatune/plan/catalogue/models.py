@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megatune.config.groups.run import ModelSettings
+from megatune.config.rope import as_scaled
+from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
 from megatune.families import as_trained, read_architecture, read_config
 from megatune.hub.models import MAIN, is_hub_id, open_model
@@ -37,18 +41,13 @@ def _plain(name: str) -> str:
 
 
 def find_model(
-    name_or_path: str | Path,
-    revision: str = MAIN,
-    cache_dir: str | None = None,
-    *,
-    stage: str | None = None,
-    asks_hub: bool = True,
+    name_or_path: str | Path, settings: Settings | None = None, *, stage: str | None = None, asks_hub: bool = True
 ) -> PlannedModel:
     """Find a model by its folder, its config.json, its published name, with or without the organisation, "-Instruct"
     and the like, or its id on a hub, of which config.json is fetched.
 
     Args:
-        revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
+        settings: of a run, whose model is returned as it trains it; another revision than the default asks the hub.
         asks_hub: whether a hub is asked at all.
         stage: of which the model that is trained is returned, see `families.as_trained`; None returns it as it is.
 
@@ -56,7 +55,10 @@ def find_model(
         MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it; what
             a hub refuses with.
     """
-    config, where = model_config(name_or_path, revision, cache_dir, asks_hub=asks_hub)
+    model = ModelSettings() if settings is None else settings.model
+    config, where = model_config(name_or_path, model.model_revision, model.cache_dir, asks_hub=asks_hub)
+    if settings is not None:
+        config, stage = as_scaled(config, settings), settings.run.stage
     architecture = read_architecture(config, where)
     return PlannedModel(
         name=str(name_or_path), architecture=architecture if stage is None else as_trained(architecture, stage, where)
@@ -65,8 +67,11 @@ def find_model(
 
 def model_config(
     name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None, *, asks_hub: bool = True
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Mapping[str, Any], str]:
     """Return what config.json of a model says, and where that was found; see `find_model`.
+
+    Args:
+        revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
 
     Raises:
         MegatuneError: INPUT, with the nearest names; what a hub refuses with.

@@ -159,7 +159,7 @@ def case_of_file(
     if name is None:
         return BaseCase(None, assumed, "model_name_or_path is missing")
     try:
-        model = find_model(name, settings.model.model_revision, settings.model.cache_dir, stage=settings.run.stage)
+        model = find_model(name, settings)
     except MegatuneError as error:
         return BaseCase(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)

@@ -1,0 +1,45 @@
+"""The model of a run with the rotary scaling that its settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatune.config.settings import Settings
+from megatune.families import read_config
+from megatune.families.rope import rope_parameters, with_rope_scaling
+from megatune.hub.models import MAIN, ChangedModel, Model, open_model
+
+
+def as_scaled(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return what config.json says of the model that a run trains.
+
+    Raises:
+        MegatuneError: SETTINGS, see `with_rope_scaling`.
+    """
+    asked = settings.model.rope_scaling
+    return dict(config) if asked is None else with_rope_scaling(config, asked, settings.data.cutoff_len)
+
+
+def scaled(model: Model, settings: Settings) -> Model:
+    """Return a model as a run trains it: with a config.json of its own where it is scaled."""
+    if settings.model.rope_scaling is None:
+        return model
+    return ChangedModel(model, lambda folder: as_scaled(read_config(folder), settings))
+
+
+def open_scaled(settings: Settings, name: str, revision: str = MAIN, weights: str | None = None) -> Model:
+    """Open a model of a run; see `open_model`."""
+    return scaled(open_model(name, revision, settings.model.cache_dir, weights), settings)
+
+
+def scaling_line(config: Mapping[str, Any], settings: Settings) -> str:
+    """Say what rope_scaling makes of a config.json."""
+    changed = as_scaled(config, settings)
+    if changed == config:
+        original = rope_parameters(config)["original_max_position_embeddings"]
+        longest = settings.data.cutoff_len
+        return f"accepted   rope_scaling: no effect, cutoff_len {longest} is within the model's {original} positions"
+    rope, key = rope_parameters(changed), "max_position_embeddings"
+    kind, factor = rope["rope_type"], rope["factor"]
+    return f"model      rope_scaling {kind}: factor {factor:g}, {changed[key]} positions instead of {config.get(key)}"
