@@ -29,6 +29,7 @@ def _load(folder: Path, content: str) -> None:
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf is impossible"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is impossible"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6' is not a number"),
+        ({"pad_token_id": [1]}, "pad_token_id = [1] is not a whole number"),
         ({"rope_theta": 0}, "rope_theta = 0 is impossible"),
         ({"rope_theta": -10000.0}, "rope_theta = -10000.0 is impossible"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_parameters: rope_theta = 0"),

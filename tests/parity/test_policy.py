@@ -205,11 +205,11 @@ def test_choices_of_the_rollout_engine_are_taken(
 def critic(folder: Path, model: Path) -> tuple[list[Response], Expected]:
     """A value model is written to the folder; one response does not count."""
     torch.manual_seed(3)
-    found: Any = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    found: Any = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, pad_token_id=0, dtype=torch.float32
+    )
     found.score.weight.data.normal_()
-    found.config.pad_token_id = 0
     found.save_pretrained(folder)
-    found.get_input_embeddings().padding_idx = None
     found.eval()
     generator, responses, losses, errors = np.random.default_rng(7), [], [], []
     for number, (prompt, tokens) in enumerate(random_tokens(301)):

@@ -69,11 +69,10 @@ def expect(model: Any, pairs: list[Any], adapter: AppliedAdapter | None = None) 
 
 
 def load(folder: Path) -> Any:
-    """Transformers' model; with a gradient of the embedding of the token that pads, which occurs among others here."""
+    """Transformers' model; the embedding of the token that pads, which occurs among others here, gets no gradient."""
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
     )
-    model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 

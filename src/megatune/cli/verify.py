@@ -105,7 +105,7 @@ def _compare(
     reference: Path | None,
 ) -> int:
     """Compare and print; see `verify`."""
-    from megatune.families import load_architecture, read_config
+    from megatune.families import load_architecture
     from megatune.families.peft_config import has_score
     from megatune.families.scores import STAGE
     from megatune.verify import question
@@ -116,8 +116,8 @@ def _compare(
         architecture = load_architecture(model.config_dir(), STAGE)
         loaded, other = question.of_reward_model(loaded), None if other is None else question.of_reward_model(other)
     finetuning = trained_in(loaded, adapters, architecture)
-    config, seed = read_config(model.config_dir()), loaded.settings.run.seed
-    samples = question.samples_of(architecture, config, options.samples, options.length, seed)
+    seed = loaded.settings.run.seed
+    samples = question.samples_of(architecture, options.samples, options.length, seed)
     settings, world = question.checked(loaded, finetuning, architecture, samples, options.length)
     against = None if other is None else question.checked(other, finetuning, architecture, samples, options.length)
 

@@ -86,6 +86,7 @@ class DecoderModel(GPTModel):
             self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
         # In the dtype of the embeddings, as Transformers has it.
         self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
+        self.padding_token = architecture.padding_token
         self.logits_scaling, self.logits_softcap = architecture.logits_scaling, architecture.logits_softcap
         mrope = architecture.mrope
         self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
@@ -159,7 +160,7 @@ class DecoderModel(GPTModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
         features = self.picture_features(pictures) if self.picture_features is not None else None
-        embeddings, deepstack = self.embedding(input_ids=input_ids, position_ids=None), None
+        embeddings, deepstack = self._word_embeddings(input_ids), None
         if self.embedding_multiplier != 1:
             embeddings = embeddings * self.embedding_multiplier
         if self.picture_features is None:
@@ -171,6 +172,18 @@ class DecoderModel(GPTModel):
         # Clones: parts of whole rows would keep them in memory.
         embeddings = scatter_to_sequence_parallel_region(embeddings).clone()
         return embeddings, None if deepstack is None else scatter_to_sequence_parallel_region(deepstack).clone()
+
+    def _word_embeddings(self, input_ids: Tensor) -> Tensor:
+        """Return embeddings [s / cp (/ tp), b, h]; as in Transformers, that of the padding token, which may end every
+        answer too, gets no gradient."""
+        embeddings: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
+        if self.padding_token is None or not embeddings.requires_grad:
+            return embeddings
+        is_padding = (input_ids == self.padding_token).t()[..., None]
+        if len(embeddings) < len(is_padding):
+            is_padding = scatter_to_sequence_parallel_region(is_padding)
+        embeddings.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0))
+        return embeddings
 
     def _begin(self, embeddings: Tensor | None) -> Tensor:
         """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one

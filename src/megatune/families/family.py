@@ -192,6 +192,7 @@ class Family:
             vision=vision,
             mrope=mrope,
             num_labels=num_labels(config),
+            padding_token=config.get("pad_token_id"),
             **{attribute: config[key] for attribute, key in self.read.items()},
             **(self.derive(config) if self.derive else {}),
             **self.constants,

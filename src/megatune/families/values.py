@@ -39,6 +39,7 @@ _WHOLE = {
         (1, 2**31 - 1),
     ),
     "sliding_window": (0, 2**31 - 1),
+    "pad_token_id": (-1, 2**31 - 1),
     **dict.fromkeys(
         (
             "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",

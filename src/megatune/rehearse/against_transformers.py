@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import BatchSettings, ExpertSettings, FinetuningSettings, PrecisionSettings, Settings
 from megatune.errors import ExitCode, Finding
-from megatune.families import read_config
 from megatune.rehearse.outcome import Outcome, failed, left, passed
 from megatune.rehearse.ranks import Watcher, local_world, output_into, too_late
 
@@ -143,7 +142,7 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir
     if not (model_dir / "config.json").is_file():
         return left(act, "a reward model's score is that of stage 2, which left none")
-    samples = _samples(scene, model_dir)
+    samples = _samples(scene)
     proven = _settings(scene)
     log = scene.folder / "launch" / "verify.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -176,16 +175,14 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     return passed(act, found)
 
 
-def _samples(scene: Scene, model_dir: Path) -> list:
+def _samples(scene: Scene) -> list:
     from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
 
-    config, vision = read_config(model_dir), scene.architecture.vision
-    text: Any = config.get("text_config") or config
+    vision = scene.architecture.vision
     return random_samples(
         scene.architecture.vocab_size,
         uneven_lengths(_ROWS, _LENGTH),
         scene.settings.run.seed,
-        padding=text.get("pad_token_id"),
         pictures=random_pictures(_ROWS, vision) if vision is not None else (),
         vision=vision,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,18 +43,15 @@ def of_reward_model(loaded: Loaded) -> Loaded:
     return replace(loaded, settings=with_settings(loaded.settings, {"run.stage": "rm"}))
 
 
-def samples_of(
-    architecture: Architecture, config: Mapping[str, Any], count: int, longest: int, seed: int
-) -> list[Sample]:
+def samples_of(architecture: Architecture, count: int, longest: int, seed: int) -> list[Sample]:
     """Return rows of random tokens, for a vision-language model with pictures in some of them."""
     from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
 
-    vision, text = architecture.vision, config.get("text_config") or config
+    vision = architecture.vision
     return random_samples(
         architecture.vocab_size,
         uneven_lengths(count, longest),
         seed,
-        padding=text.get("pad_token_id"),
         pictures=random_pictures(count, vision) if vision is not None else (),
         vision=vision,
     )

@@ -57,7 +57,6 @@ def random_samples(
     lengths: Sequence[int],
     seed: int = 0,
     *,
-    padding: int | None = None,
     pictures: Sequence[Sequence[SamplePicture]] = (),
     vision: Vision | None = None,
 ) -> list[Sample]:
@@ -65,13 +64,11 @@ def random_samples(
 
     Args:
         lengths: of the text of each row.
-        padding: a token that must not occur: Transformers gives the embedding of config.json's pad_token_id no
-            gradient, and text holds none.
         pictures: of the first rows. Text is before, between and behind them; their own tokens come beside it.
         vision: of a vision-language model; text holds none of its tokens.
     """
     generator = random.Random(seed)
-    special = {padding, *(_tokens_of_pictures(vision) if vision else ())}
+    special = _tokens_of_pictures(vision) if vision else ()
     tokens_of_text = [token for token in range(vocab_size) if token not in special]
     samples = []
     for row, length in enumerate(lengths):
