@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import RankPool
 from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
+from transformers import TrainerState, TrainingArguments
 
 from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
@@ -161,6 +162,27 @@ def test_checkpoints_of_another_course_go_only_where_the_user_says_so(
     again = settings_of(model, output_dir, **earlier, overwrite_output_dir=True)
     assert pool.run(1, train, again, tmp_path, 5) == [-1]
     assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-3"]
+
+
+def test_intervals_may_be_shares_of_all_steps(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """Of eleven steps, rounded up as Transformers does; the first and the last step are logged, too."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 0.5, "val_size": 4, "save_only_model": True}
+    shares = {"logging_steps": 0.4, "save_steps": 0.3, "per_device_train_batch_size": 1}
+    settings = settings_of(model, tmp_path / "out", max_steps=11, **shares, **evaluated)
+    assert pool.run(1, train, settings, tmp_path) == [0]
+    state, asked = TrainerState(), TrainingArguments(tmp_path, logging_steps=0.4, save_steps=0.3, eval_steps=0.5)
+    state.compute_steps(asked, 11)
+    assert (state.logging_steps, state.save_steps, state.eval_steps) == (5, 4, 6)
+    logged = [
+        json.loads(line)["current_steps"] for line in (tmp_path / "out/trainer_log.jsonl").read_text().splitlines()
+    ]
+    assert sorted({*logged}) == [1, 5, 6, 10, 11]
+    assert [path.name for path in list_checkpoints(tmp_path / "out")] == [
+        "checkpoint-4",
+        "checkpoint-8",
+        "checkpoint-11",
+    ]
+    assert list(evaluations(tmp_path / "out")) == [6, 11]
 
 
 def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path, tmp_path: Path) -> None:

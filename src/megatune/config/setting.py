@@ -43,6 +43,7 @@ _RANGE = ("ge", "gt", "le", "lt")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+OR_SHARE = "steps, or a share below 1"
 # In place of the path of another setting: what is needed is a model that is a mixture of experts.
 EXPERTS = "a model with experts"
 
@@ -189,7 +190,8 @@ class SettingInfo:
         elif list in self.kinds and self.items is not str:
             said = words["numbers" if self.items is float else "whole numbers"]
         else:
-            said = words["or"].join(words[kind.__name__] for kind in _KINDS if kind in self.kinds)
+            kinds = self.kinds - {int} if float in self.kinds else self.kinds
+            said = words["or"].join(words[kind.__name__] for kind in _KINDS if kind in kinds)
         limits = (f"{words[name]} {limit}" for name, limit in self.bounds.items())
         return words["comma"].join((said, *limits, *([words["null"]] if self.optional else ())))
 

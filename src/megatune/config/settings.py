@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -62,8 +63,8 @@ class Settings(Group):
         return self.evaluation.predict_with_generate or self.evaluation.eval_generate_steps is not None
 
     @property
-    def eval_interval(self) -> int:
-        """Steps between evaluations with eval_strategy: steps."""
+    def eval_interval(self) -> float:
+        """Steps between evaluations with eval_strategy: steps, or a share of all."""
         return self.evaluation.eval_steps or self.logging.logging_steps
 
 
@@ -108,6 +109,21 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
         groups.setdefault(group, {})[name] = value
     update = {group: getattr(settings, group).model_copy(update=values) for group, values in groups.items()}
     return settings.model_copy(update=update)
+
+
+# Below 1 they are shares of all steps.
+INTERVALS = ("logging.logging_steps", "checkpoint.save_steps", "evaluation.eval_steps")
+
+
+def whole_steps(interval: float, total_steps: float) -> int:
+    """Count the steps of an interval, which may be a share of all, as Transformers does."""
+    return math.ceil(interval * total_steps) if interval < 1 else int(interval)
+
+
+def counted_steps(settings: Settings, total_steps: int) -> dict[str, int]:
+    """Return the intervals that are shares of all steps in steps, by "group.name"."""
+    values = {path: setting_value(settings, path) for path in INTERVALS}
+    return {path: whole_steps(value, total_steps) for path, value in values.items() if value and value < 1}
 
 
 def replace_names(text: str, say: Callable[[str, str, str, str], str]) -> str:

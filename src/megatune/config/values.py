@@ -226,7 +226,7 @@ def coerce(value: Value, info: SettingInfo) -> Any:
         return [item if info.items is str else _number(item, info.items) for item in _texts(value)]
     if dict in info.kinds and isinstance(data, str | dict):
         return parse(data).data if isinstance(data, str) else data  # quoted by shells: '{"min_lr": 1e-6}'
-    if float in info.kinds and type(data) is int and abs(data) < 2**1000:
+    if float in info.kinds and int not in info.kinds and type(data) is int and abs(data) < 2**1000:
         return float(data)
     if int in info.kinds and isinstance(data, float) and data.is_integer():
         return int(data)

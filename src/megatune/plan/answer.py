@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from megatune.config.rules import check
-from megatune.config.settings import with_settings
+from megatune.config.settings import whole_steps, with_settings
 from megatune.plan.case import Case
 from megatune.plan.changes import LOSSY, Changes, smaller_runs
 from megatune.plan.estimate import Estimate, estimate
@@ -70,7 +70,8 @@ class Question:
         of_epoch = steps / epochs if self.dataset_tokens is not None else math.inf  # not known
         if held_out < 1:  # a share of an epoch's rows
             held_out *= of_epoch * self.global_batch_size if of_epoch < math.inf else 0.0
-        every = {"no": math.inf, "steps": settings.eval_interval, "epoch": of_epoch}[evaluation.eval_strategy]
+        interval = whole_steps(settings.eval_interval, steps)
+        every = {"no": math.inf, "steps": interval, "epoch": of_epoch}[evaluation.eval_strategy]
         times = evaluation.eval_on_start + steps / every
         return times * held_out / self.global_batch_size * planned.time.forward
 

@@ -61,7 +61,7 @@ class Scene:
     @property
     def resumed(self) -> int:
         """The step that runs are resumed from."""
-        return self.settings.checkpoint.save_steps
+        return int(self.settings.checkpoint.save_steps)
 
     @property
     def saved(self) -> Path:

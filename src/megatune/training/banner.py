@@ -13,7 +13,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.settings import ParallelSettings, Settings
+from megatune.config.settings import ParallelSettings, Settings, counted_steps
 from megatune.config.values import counted
 from megatune.engine import device
 from megatune.engine.groups import RankCoordinates
@@ -72,6 +72,10 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
         yield f"loss       {loss}{_reference(trainer)}"
     if start.planned is not None:
         yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
+    total = trainer.schedule.total_steps
+    if start.asked is not None and (shares := counted_steps(start.asked.settings, total)):
+        words = (f"{path.partition('.')[2]} {steps}" for path, steps in shares.items())
+        yield f"steps      {', '.join(words)}, as shares of {total}"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import counted
 from megatune.data.check import Checked, check_data
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -176,7 +176,7 @@ def _num_copies(settings: Settings, num_steps: int | None) -> int:
         return 1
     steps = optimizer.max_steps if num_steps is None else num_steps
     if checkpoint.save_strategy == "steps":
-        saves = math.ceil(steps / checkpoint.save_steps) if steps > 0 else 2
+        saves = math.ceil(steps / whole_steps(checkpoint.save_steps, steps)) if steps > 0 else 2
     else:
         saves = math.ceil(optimizer.num_train_epochs) if optimizer.max_steps < 1 else min(2, steps)
     resumed = checkpoint_to_try(settings)

@@ -13,7 +13,7 @@ from typing import Any
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
 from megatune.config.derived import as_adapter, of_model
 from megatune.config.load import Loaded
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, counted_steps, with_settings
 from megatune.data.encode import load_tokenizer, padding_token
 from megatune.data.vision import load_vision_input
 from megatune.engine import device, groups
@@ -194,6 +194,7 @@ def _build_trainer(
     place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
     schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
+    settings = with_settings(settings, counted_steps(settings, schedule.total_steps))
     digest = "" if reference is None else reference.digest
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
     state.rows_parts, state.rope_scaling = data.key_parts, scaling_of(settings)

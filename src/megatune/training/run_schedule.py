@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, whole_steps
 from megatune.data.order import steps_per_epoch
 
 # The last save may be slower than those before: others use the disk, too.
@@ -42,8 +42,8 @@ class RunSchedule:
         per_epoch = None if num_rows is None else steps_per_epoch(num_rows, size)
         max_steps = settings.optimizer.max_steps
         total = max_steps if max_steps > 0 else math.ceil(settings.optimizer.num_train_epochs * (per_epoch or 0))
-        save = {"steps": math.ceil(settings.checkpoint.save_steps), "epoch": per_epoch or 0, "no": 0}
-        evaluate = {"steps": settings.eval_interval, "epoch": per_epoch or 0, "no": 0}
+        save = {"steps": whole_steps(settings.checkpoint.save_steps, total), "epoch": per_epoch or 0, "no": 0}
+        evaluate = {"steps": whole_steps(settings.eval_interval, total), "epoch": per_epoch or 0, "no": 0}
         every = save[settings.checkpoint.save_strategy], evaluate[settings.evaluation.eval_strategy]
         generate = settings.evaluation.eval_generate_steps or (every[1] if settings.generates else 0)
         return cls(size, per_epoch, total, *every, generate)

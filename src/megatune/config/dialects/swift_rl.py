@@ -14,7 +14,7 @@ from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, whole_steps
 
 
 class PromptSet(NamedTuple):
@@ -173,11 +173,16 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
         steps = max(1, round(epoch * keys.setting("optimizer.num_train_epochs")))
     flags = ("optimizer.max_steps",) if asked > 0 else ("optimizer.num_train_epochs",)
     keys.put("max_steps", steps, *flags)
-    every = epoch if is_epoch else math.ceil((keys.setting("checkpoint.save_steps") or 500) / updates)
+
+    def interval(path: str) -> int:
+        value = keys.setting(path) or 500
+        return whole_steps(value, steps) if value < 1 else math.ceil(value / updates)
+
+    every = epoch if is_epoch else interval("checkpoint.save_steps")
     keys.put("save_steps", every, "checkpoint.save_steps", "checkpoint.save_strategy")
-    keys.put("logging_steps", math.ceil(keys.setting("logging.logging_steps") / updates), "logging.logging_steps")
+    keys.put("logging_steps", interval("logging.logging_steps"), "logging.logging_steps")
     evaluates = "validation" in keys.reading.data
-    between = epoch if is_epoch else math.ceil((keys.setting("evaluation.eval_steps") or 500) / updates)
+    between = epoch if is_epoch else interval("evaluation.eval_steps")
     keys.put("eval_steps", between if evaluates else 0, "evaluation.eval_steps")
     keys.put("max_ckpt_to_keep", keys.setting("checkpoint.save_total_limit") or 0, "checkpoint.save_total_limit")
     if (resume := keys.setting("run.resume_from_checkpoint")) is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import STEPS, Count, Group, Limit, Needs, NonNegative, Positive
+from megatune.config.setting import OR_SHARE, STEPS, Count, Group, Limit, Needs, NonNegative, Positive
 
 _MICRO_BATCH = Limit(10**6, "a micro-batch is in memory as a whole")
 _ACCUMULATED = Limit(10**6, "a step is computed micro-batch by micro-batch before it learns")
@@ -118,7 +118,7 @@ class OptimizerSettings(Group):
     How: The number of steps is the share of all steps, rounded up; the first step has a rate of 0.
     When: 0.03 to 0.1 is usual: Adam's averages are not yet reliable in the first steps. Use this or warmup_steps, not
     both."""
-    warmup_steps: Annotated[NonNegative, "steps, or a share below 1", STEPS] = 0.0
+    warmup_steps: Annotated[NonNegative, OR_SHARE, STEPS] = 0.0
     """Steps in which the learning rate rises from 0; below 1, a share of the run, as in Transformers 5.
     How: The first step has a rate of 0, the highest comes after this many.
     When: Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both."""

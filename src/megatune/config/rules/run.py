@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatune.config.rules.rule import Context, Problem, either, multiples_around, needs_of
+from megatune.config.settings import INTERVALS, setting_value
 from megatune.config.values import is_number
 from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
@@ -90,6 +91,7 @@ def best_model(context: Context) -> Iterator[Problem]:
     if not settings.evaluation.load_best_model_at_end:
         return
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
+    every, between = settings.checkpoint.save_steps, settings.eval_interval
     why = "the best checkpoint is one that was saved and evaluated at the same step"
     if evaluates == "no":
         fix = f"write `eval_strategy: {saves if saves != 'no' else 'epoch'}`, or `{_BEST}: false`"
@@ -97,10 +99,13 @@ def best_model(context: Context) -> Iterator[Problem]:
     elif evaluates != saves:
         what = f"`{_BEST}: true` with `save_strategy {saves}` and `eval_strategy {evaluates}`"
         yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, f"write `save_strategy: {evaluates}`")
-    elif saves == "steps" and settings.checkpoint.save_steps % settings.eval_interval:
-        every, between = settings.checkpoint.save_steps, settings.eval_interval
+    elif saves == "steps" and every != between and min(every, between) < 1:
+        what = f"`{_BEST}: true` with `save_steps {every:g}` and `eval_steps {between:g}`"
+        why += ", and shares of all steps are rounded up"
+        yield Problem(("save_steps", "eval_steps", _BEST), what, why, f"write `save_steps: {between:g}`")
+    elif saves == "steps" and every % between:
         what = f"`{_BEST}: true` with `save_steps {every}`, which is not a multiple of `eval_steps {between}`"
-        fix = f"write `save_steps: {either(multiples_around(every, between))}`"
+        fix = f"write `save_steps: {either(multiples_around(int(every), int(between)))}`"
         yield Problem(("save_steps", "eval_steps", _BEST), what, why, fix)
 
 
@@ -230,14 +235,20 @@ def warmup(context: Context) -> Iterator[Problem]:
     if ratio and steps:
         what = f"`warmup_ratio {ratio:g}` and `warmup_steps {steps:g}`"
         yield Problem(names, what, "both set the length of the warm-up", "keep one of the two")
-    if steps >= 1 and not steps.is_integer():
-        what = f"`warmup_steps {steps:g}` is neither a share below 1 nor a number of steps"
-        yield Problem(names[:1], what, "", f"write `warmup_steps: {round(steps)}`")
     if (ratio or steps) and optimizer.lr_scheduler_type == "constant":
         given = f"`warmup_steps {steps:g}`" if steps else f"`warmup_ratio {ratio:g}`"
         what = f"`{_TYPE} constant` with {given}"
         why = "a constant rate has no warm-up"
         yield Problem((_TYPE, *names), what, why, f"write `{_TYPE}: constant_with_warmup`")
+
+
+def intervals(context: Context) -> Iterator[Problem]:
+    """Steps are counted, or are a share of all steps."""
+    for path in ("optimizer.warmup_steps", *INTERVALS):
+        steps, name = setting_value(context.settings, path) or 0, path.partition(".")[2]
+        if steps >= 1 and steps % 1:
+            what = f"`{name} {steps:g}` is neither a share below 1 nor a number of steps"
+            yield Problem((name,), what, "", f"write `{name}: {round(steps)}`")
 
 
 def steps(context: Context) -> Iterator[Problem]:
@@ -262,5 +273,5 @@ def cutoff(context: Context) -> Iterator[Problem]:
 RULES = (
     needs_of("run", "model", "batch", "logging", "checkpoint", "evaluation"),
     *(megatron_form, output, own_folder, evaluation, answers, best_model, reports, hub, profiler),
-    *(scheduler_kwargs, scheduler_needs, warmup, steps, cutoff),
+    *(scheduler_kwargs, scheduler_needs, warmup, intervals, steps, cutoff),
 )

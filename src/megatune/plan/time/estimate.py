@@ -431,7 +431,7 @@ def answers(case: Case) -> Answers | None:
     batch = {"batch.per_device_train_batch_size": size, "batch.gradient_accumulation_steps": stages}
     of_pass = with_settings(settings, {**batch, "run.stage": "sft", "data.packing": False})
     once = step_time(replace(case, settings=of_pass)).forward
-    every = evaluation.eval_generate_steps
-    if every is None and evaluation.eval_strategy == "steps":
-        every = settings.eval_interval
+    every, interval = evaluation.eval_generate_steps, settings.eval_interval
+    if every is None and evaluation.eval_strategy == "steps" and interval >= 1:  # of a share it is not known
+        every = int(interval)
     return Answers(evaluation.eval_generate_tokens * passes * once, every)

@@ -81,7 +81,7 @@ def build_callbacks(
     callbacks.append(card := Card(settings, output_dir, source))
     if settings.checkpoint.push_to_hub:
         callbacks.append(HubPush(settings, output_dir, log_dir, card.write, stop_requested))
-    return CallbackList(callbacks, settings.logging.logging_steps)
+    return CallbackList(callbacks, int(settings.logging.logging_steps))
 
 
 class CallbackList(Callback):
