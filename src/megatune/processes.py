@@ -54,13 +54,15 @@ def when_parent_ends(parent: int, act: Callable[[], object]) -> None:
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Leave the garbage collector off inside: where many objects are made, hardly a cycle among them, it takes a tenth
-    of the time."""
+    of the time. What is there in the end is left out of later collections, the one when the process ends among them:
+    another fifth."""
     collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collected:
+            gc.freeze()
             gc.enable()
 
 

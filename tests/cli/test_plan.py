@@ -356,13 +356,14 @@ def test_this_machine_without_gpu_flags(run: Run) -> None:
     assert "2 processes on this machine's CPU" in out
 
 
-def test_neither_torch_nor_pictures_are_imported(tmp_path: Path) -> None:
+def test_neither_torch_nor_pictures_are_imported_and_the_end_of_the_process_collects_nothing(tmp_path: Path) -> None:
     program = (
-        "import sys\n"
+        "import gc, sys\n"
         "from megatune.cli.main import main\n"
         "assert main(['plan', 'Qwen2.5-1.5B', '--gpus', '4', '--gpu', 'a100-80g']) == 0\n"
         "wrong = {'torch', 'transformers', 'megatron', 'matplotlib', 'numpy', 'rich'} & sys.modules.keys()\n"
-        "assert not wrong, wrong"
+        "assert not wrong, wrong\n"
+        "assert gc.get_freeze_count() > 10 * len(gc.get_objects())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
