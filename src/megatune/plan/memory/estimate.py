@@ -16,6 +16,7 @@ from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.activations import Activations, Contents
 from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
+from megatune.plan.memory.tensors import ChunkContent
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
 _FP32 = 4
@@ -101,13 +102,20 @@ class FixedMemory(NamedTuple):
 
 
 def fixed_memory(case: Case) -> FixedMemory:
-    """Return it for each stage that holds other things than the one before: of those that hold the same, the first
-    holds it for most micro-batches."""
+    """Return it for each stage that holds anything which the one before does not hold for as many micro-batches."""
     rules = Rules.of(case)
     contents = rules.contents
-    stages = [stage for stage, held in enumerate(contents) if stage == 0 or held != contents[stage - 1]]
-    fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in stages}
+    held = [stage for stage, chunks in enumerate(contents) if not stage or not _are_within(chunks, contents[stage - 1])]
+    fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in held}
     return FixedMemory(shapes_of(case), contents, fixed)
+
+
+def _are_within(chunks: tuple[ChunkContent, ...], others: tuple[ChunkContent, ...]) -> bool:
+    """Return whether each chunk holds the first layers of another one, and all else that it holds."""
+    return chunks == others or all(
+        (one.embedding, one.loss, one.layers) == (other.embedding, other.loss, other.layers[: len(one.layers)])
+        for one, other in zip(chunks, others, strict=True)
+    )
 
 
 def fullest_bytes(case: Case, fixed: FixedMemory) -> int:

@@ -27,8 +27,8 @@ from megatune.plan.memory.tensors import (
     HeldParameters,
     Place,
     held_parameters,
-    layer_contents,
     stage_chunks,
+    whole_model,
 )
 
 _BUFFER_BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}
@@ -172,9 +172,8 @@ class Rules:
     @cached_property
     def num_optimizers(self) -> int:
         """Parts of the optimizer: of dense weights, and of experts where some are trained, on whatever stage."""
-        layers = layer_contents(self.model.architecture, self.trainable)
-        of_layers = (self.held.of_layer(layer) for layer in set(layers))
-        return 1 + any(one.is_expert and one.trained for held in of_layers for one in held)
+        layers = whole_model(self.model.architecture, self.trainable).counts
+        return 1 + any(one.is_expert and one.trained for layer, _ in layers for one in self.held.of_layer(layer))
 
     @cached_property
     def held(self) -> HeldParameters:
