@@ -200,7 +200,7 @@ WRONG = [
         ["cutoff_len=4097"],
         "cutoff_len 4097 is more than the 4096 positions of the model\n"
         "    why: the rotary embeddings of its config.json were made for no more\n"
-        "    fix: write cutoff_len: 4096, the longest it allows",
+        "    fix: write cutoff_len: 4096, the longest it allows, or rope_scaling: yarn",
     ),
     # learning rate
     (

@@ -114,8 +114,12 @@ def test_a_scaling_is_given_as_llamafactory_gives_it(config, asked, length, posi
         (UNSCALED, {"factor": 2.0}, "rope_type None is not supported"),
         (UNSCALED, {"rope_type": "yarn", "factor": 0.5}, "factor = 0.5 is not a number of at least 1"),
         ({"model_type": "llama"}, "yarn", "config.json has no max_position_embeddings"),
-        ({**UNSCALED, "model_type": "qwen3_vl", "text_config": UNSCALED}, "yarn", "with a qwen3_vl is not supported"),
-        ({**UNSCALED, "rope_parameters": {"full_attention": {}}}, "yarn", "with a llama is not supported"),
+        (
+            {**UNSCALED, "model_type": "qwen3_vl", "text_config": UNSCALED},
+            "yarn",
+            "not supported with a qwen3_vl",
+        ),
+        ({**UNSCALED, "rope_parameters": {"full_attention": {}}}, "yarn", "not supported with a llama"),
     ],
 )
 def test_a_scaling_that_a_model_cannot_have_is_refused(config, asked, said):

@@ -70,6 +70,7 @@ MEANINGS = [
     ("--steps_per_generation 2", "rollout.rollout_batch_size", 8),
     ("--generation_batch_size 48", "rollout.rollout_batch_size", 12),
     ("--steps_per_generation 2", "algorithm.enable_old_logprobs_recompute", True),
+    ("--save_steps 0.3", "run.save_steps", 2),
     ("", "algorithm.adv_estimator", "grpo"),
     ("--scale_rewards none", "algorithm.adv_estimator", "reinforce"),
     ("--scale_rewards none", "algorithm.norm_std_type", None),
@@ -171,6 +172,7 @@ REFUSED = [
     ("--repetition_penalty 1.1", "actor_infer.generating_args.repetition_penalty is 1.1"),
     ("--dataset_shuffle false", "dataset_shuffle: false is not supported"),
     ("--delta 1.1", "delta: 1.1 is not supported"),
+    ('--rope_scaling {"type":"yarn","factor":2.0}', "rope_scaling: {type: yarn, factor: 2.0} is not supported"),
     ("--top_p 2", "actor_infer.generating_args.top_p is 2"),
 ]
 

@@ -115,10 +115,10 @@ def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], origi
     if config.get("vision_config") or config.get("text_config"):
         why = "its config.json has rotary settings for the language model inside"
         fix = "remove it; the scaling that the model's README describes is written into its config.json"
-        yield Finding(f"with a {model_type} is not supported", key, why, fix)
+        yield Finding(f"not supported with a {model_type}", key, why, fix)
     elif FULL_ATTENTION in (config.get(key) or config.get("rope_parameters") or {}):
         why = "its kinds of layers have rotary embeddings of their own"
-        yield Finding(f"with a {model_type} is not supported", key, why, "remove it, or write them into config.json")
+        yield Finding(f"not supported with a {model_type}", key, why, "remove it, or write them into config.json")
     elif not isinstance(original, int) or original < 1:
         yield Finding("config.json has no max_position_embeddings", key, "the factor is relative to them")
 

@@ -267,7 +267,10 @@ def cutoff(context: Context) -> Iterator[Problem]:
         longest = architecture.max_position_embeddings
         what = f"`cutoff_len {length}` is more than the {longest} positions of the model"
         why = "the rotary embeddings of its config.json were made for no more"
-        yield Problem(("cutoff_len",), what, why, f"write `cutoff_len: {longest}`, the longest it allows")
+        fix = f"write `cutoff_len: {longest}`, the longest it allows"
+        if architecture.vision is None and context.settings.model.rope_scaling is None:
+            fix += ", or `rope_scaling: yarn`"
+        yield Problem(("cutoff_len",), what, why, fix)
 
 
 RULES = (

@@ -70,7 +70,7 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         model.config_dir(asked)
         folder = model.fetch() or asked
         output = Path(settings.run.output_dir) / name
-        changes = {"model.model_name_or_path": folder, "model.rope_scaling": None, "run.output_dir": str(output)}
+        changes = {"model.model_name_or_path": folder, "run.output_dir": str(output)}
         return role.model_copy(update={"settings": with_settings(model.settings, changes)})
 
     actor = trained(settings.actor_train, "")
