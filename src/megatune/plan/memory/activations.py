@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from operator import add, mul
@@ -64,7 +63,7 @@ class Activations:
     def parts(self, stage: int) -> StageActivations:
         """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
         peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
-        even = self._shapes if self._shapes.imbalance == 1.0 else replace(self._shapes, imbalance=1.0)
+        even = self._shapes if self._shapes.imbalance == 1.0 else self._shapes.but(imbalance=1.0)
         bare, loss = self._peak(even, stage)
         activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
         return StageActivations(activations, both - activations, self.total(stage) - both)

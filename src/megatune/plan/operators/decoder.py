@@ -7,7 +7,6 @@ delta nets: k key heads and n value heads of this rank; d channels of a key, e o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -128,7 +127,7 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
         return layer_norm(shapes), *_score(shapes)
     size, hidden = shapes.size, shapes.architecture.hidden_size
     keeps = shapes.keeps | {"output_layer"} if shapes.output_trained else shapes.keeps - {"output_layer"}
-    shapes = replace(shapes, weights_trained=shapes.output_trained, keeps=keeps)
+    shapes = shapes.but(weights_trained=shapes.output_trained, keeps=keeps)
     columns = shapes.architecture.vocab_size / shapes.tp
     forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
     if shapes.performance.cross_entropy_loss_fusion:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatune.architecture import Architecture, LayerKind, MixtureOfExperts
 from megatune.config.groups.finetuning import FinetuningSettings
@@ -54,7 +54,7 @@ class Adapted(NamedTuple):
     masked: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of many caches, made once: known by identity
 class Shapes:
     """One rank's share of a micro-batch.
 
@@ -116,18 +116,10 @@ class Shapes:
     imbalance: float
     engine: Engine = OURS
     kind: LayerKind = _OUTSIDE
-    _hash: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        # Once: every case needs it many times. What is left out differs between few cases.
-        found = hash((
-            self.rows, self.length, self.tp, self.cp, self.ep, self.etp, self.sequence_parallel, self.kernel,
-            self.imbalance, self.keeps, self.kind, self.architecture.num_layers, self.architecture.hidden_size,
-        ))  # fmt: skip
-        object.__setattr__(self, "_hash", found)
-
-    def __hash__(self) -> int:
-        return self._hash
+    def but(self, **changes: Any) -> Shapes:
+        """Return the one object with other values."""
+        return _shapes(**{name: getattr(self, name) for name in self.__slots__} | changes)
 
     def adapted(self, name: str) -> Adapted | None:
         """Return the adapter beside a linear layer."""
@@ -164,6 +156,9 @@ class Shapes:
         return 0 if self.size == 4 else 4
 
 
+_shapes = lru_cache(maxsize=8192)(Shapes)
+
+
 @lru_cache(maxsize=4096)
 def shapes_of(case: Case) -> Shapes:
     """Read the sizes and switches of a case."""
@@ -174,7 +169,7 @@ def shapes_of(case: Case) -> Shapes:
     trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
     embedding, output = _trained_ends(architecture, trainable)
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
-    return _only(Shapes(
+    return _shapes(
         architecture=architecture,
         on_cpu=case.machine.device.on_cpu,
         size=size,
@@ -205,13 +200,7 @@ def shapes_of(case: Case) -> Shapes:
         router_size={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
         engine=case.engine,
-    ))  # fmt: skip
-
-
-@lru_cache(maxsize=8192)
-def _only(shapes: Shapes) -> Shapes:
-    """Return the one object of all that are equal, which caches find without comparing it."""
-    return shapes
+    )
 
 
 @lru_cache(maxsize=256)
@@ -259,20 +248,20 @@ def _name(weight: Weight) -> str:
 def of_layer(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
     """Return the shapes of a layer of a kind, of which weights are trained or nothing is."""
     if shapes.kind != kind:
-        shapes = replace(shapes, kind=kind, architecture=shapes.architecture.of_heads(kind.has_global_heads))
+        shapes = shapes.but(kind=kind, architecture=shapes.architecture.of_heads(kind.has_global_heads))
     return shapes if trained else frozen(shapes)
 
 
 @lru_cache(maxsize=8192)
 def without_experts(shapes: Shapes) -> Shapes:
     """Return what decides about all but experts: one object for all the ways to share them out."""
-    return _only(replace(shapes, ep=1, etp=1, imbalance=1.0))
+    return shapes.but(ep=1, etp=1, imbalance=1.0)
 
 
 @lru_cache(maxsize=4096)
 def frozen(shapes: Shapes) -> Shapes:
     """Return the shapes of a layer of which nothing is trained."""
-    return replace(shapes, keeps=frozenset(), weights_trained=False, adapters=())
+    return shapes.but(keeps=frozenset(), weights_trained=False, adapters=())
 
 
 def _kernel(case: Case) -> Kernel:

@@ -11,7 +11,7 @@ number; N tokens of all pictures of a micro-batch, k deepstack mergers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -113,7 +113,7 @@ def attended_patches(images: Images) -> float:
 def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
     """Return the projection of patches, and what all layers take."""
     tower, size, patches = images.tower, shapes.size, images.patches
-    shapes = replace(shapes, weights_trained=images.tower_trained and images.weights_trained)
+    shapes = shapes.but(weights_trained=images.tower_trained and images.weights_trained)
     channels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     # Neighbours in the table of positions, and how much each weighs.
     positions = 48 * patches if tower.num_position_embeddings else 0
@@ -131,7 +131,7 @@ def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
 
 def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     """Return one layer of a trained encoder; of a frozen one without what only training does."""
-    shapes = replace(shapes, weights_trained=images.tower_trained and images.weights_trained)
+    shapes = shapes.but(weights_trained=images.tower_trained and images.weights_trained)
     tower, size, patches = images.tower, shapes.size, images.patches
     width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
@@ -229,7 +229,7 @@ def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     for place in range(tower.num_mergers):
         is_deepstack = place < tower.num_deepstack_mergers
         trained = images.deepstack_trained if is_deepstack else images.projector_trained
-        of_merger = replace(shapes, weights_trained=trained and images.weights_trained)
+        of_merger = shapes.but(weights_trained=trained and images.weights_trained)
         work = linear_work(of_merger, images.share, columns / merged, merged)
         # The norm's input, which the encoder's next layer keeps, too, of RMSNorm what it normalized, and its output;
         # before and behind GELU.

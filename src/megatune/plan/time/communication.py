@@ -32,7 +32,7 @@ _PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
 HIDING = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of caches, made once: known by identity
 class Group:
     """Ranks that communicate.
 

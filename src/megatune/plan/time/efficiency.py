@@ -134,9 +134,9 @@ EFFICIENCIES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once: known by identity
 class Rates:
-    """What one device does in a second, of one dtype: a key of caches.
+    """What one device does in a second, of one dtype.
 
     Attributes:
         peak: FLOP/s of the data sheet.
@@ -153,9 +153,6 @@ class Rates:
     bandwidth: float
     multiprocessors: int
     efficiency: Efficiency
-
-    def __hash__(self) -> int:
-        return hash((self.peak, self.dense, self.bandwidth))  # quick, as of Shapes
 
     @classmethod
     def of(cls, machine: Machine, dtype: str, *, fp8: bool = False, host: float = 1.0) -> Rates:
