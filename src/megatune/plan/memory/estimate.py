@@ -15,7 +15,7 @@ from megatune.families.weights import Role, hf_shapes
 from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.activations import Activations, Contents
-from megatune.plan.memory.parameters import Rules, stage_parameters, stage_state
+from megatune.plan.memory.parameters import Rules, elements_of, stage_state
 from megatune.plan.memory.tensors import ChunkContent
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
@@ -154,7 +154,7 @@ def _copies(case: Case, stage: int) -> int:
     device's: of both kinds of files the first, and an even share of the others."""
     if not case.settings.checkpoint.async_save:
         return 0
-    held, parallel = stage_parameters(case, stage), case.settings.parallel
+    held, parallel = elements_of(Rules.of(case), stage), case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size * parallel.expert_tensor_size
     trained = tp * held.trained_dense + experts * held.trained_expert
     is_lora = case.settings.finetuning.finetuning_type == "lora"

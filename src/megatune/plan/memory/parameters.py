@@ -225,11 +225,6 @@ class Part(NamedTuple):
         return self.buffers - self.trained
 
 
-def state_bytes(case: Case, stage: int) -> StageState:
-    """Return `stage_state` of a case."""
-    return stage_state(Rules.of(case), stage)
-
-
 @lru_cache(maxsize=65536)
 def stage_state(rules: Rules, stage: int) -> StageState:
     """Return the state of a stage's fullest rank.
@@ -245,11 +240,6 @@ def stage_state(rules: Rules, stage: int) -> StageState:
 def least_state(rules: Rules, stage: int) -> int:
     """Return a lower bound of `stage_state(rules, stage).exact`: it without the padding of buffers."""
     return sum_parts(rules, stage, _parts(rules, stage, padded=False)).exact
-
-
-def stage_parameters(case: Case, stage: int) -> StageParameters:
-    """Return `elements_of` of a case."""
-    return elements_of(Rules.of(case), stage)
 
 
 @lru_cache(maxsize=65536)

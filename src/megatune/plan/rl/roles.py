@@ -26,7 +26,7 @@ from megatune.plan.memory.estimate import (
     stage_memory,
     workspace_bytes,
 )
-from megatune.plan.memory.parameters import state_bytes
+from megatune.plan.memory.parameters import Rules, stage_state
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
@@ -131,7 +131,7 @@ def forward_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkContent, ...]) -> StageMemory:
-    state, work = state_bytes(case, stage), workspace_bytes(case, stage)
+    state, work = stage_state(Rules.of(case), stage), workspace_bytes(case, stage)
     kinds = {layer.kind for chunk in chunks for layer in chunk.layers}
     passes = [layer_memory(of_layer(shapes, kind, False), kind.sparse, ()) for kind in kinds]
     if any(chunk.embedding for chunk in chunks):
