@@ -223,9 +223,32 @@ def test_message_says_what_why_and_the_nearest_fix(architecture, overrides, mess
     assert messages(architecture, *overrides) == [message]
 
 
+def test_settings_that_change_nothing_are_noted() -> None:
+    """They are no reason to refuse a file; a value that is the default asks for nothing."""
+    words = ["optimizer=muon", "sgd_momentum=0.5", "muon_scale=0.3", "eval_steps=7", "adam_beta2=0.9", "save_steps=500"]
+    loaded = load(
+        overrides=[
+            *words,
+            "save_strategy=no",
+            "wandb_project=a",
+            "report_to=none",
+            "moe_z_loss_coeff=0.1",
+            "eval_generate_tokens=9",
+        ]
+    )
+    assert unused(loaded.settings, loaded.written, QWEN) == {
+        "with optimizer: muon": ["sgd_momentum"],
+        "in a dense model": ["moe_z_loss_coeff"],
+        "with report_to: [none]": ["wandb_project"],
+        "with eval_strategy: no": ["eval_steps"],
+        "without eval_generate_steps": ["eval_generate_tokens"],
+    }
+
+
 @pytest.mark.parametrize("rank", [8, 16])
 def test_settings_of_another_method_are_noted_whatever_their_value(rank: int) -> None:
     """LLaMA-Factory ignores them without a word; they change nothing of the method that is written."""
     loaded = load(overrides=["finetuning_type=full", f"lora_rank={rank}", "lora_target=all", "use_dora=false"])
-    assert unused(loaded.settings, loaded.written) == ["lora_rank", "lora_target"]
+    found = {"with finetuning_type: full": ["lora_rank", "lora_target"]}
+    assert unused(loaded.settings, loaded.written, None) == found
     assert not [each for each in loaded.check(rules=RULES) if "lora" in each.what]

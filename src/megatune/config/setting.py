@@ -77,7 +77,7 @@ class Needs:
     Attributes:
         path: "group.name" of the other setting, or `EXPERTS`.
         values: the values that will do, of a list any item; () is every value that is set.
-        why: the reason to refuse a setting without it; "" only notes in `explain FILE` that it has no effect.
+        why: the reason to refuse a setting without it; with "" a run and `explain FILE` note that it has no effect.
         fix: with {name} for the setting; "" writes the first of `values`, or removes the setting.
         least: of a number, the smallest that will do.
         of: the values of the setting that need it, of a list any item; () is every one but the default and `off`.

@@ -103,18 +103,32 @@ def _refused(groups: tuple[str, ...]) -> list[SettingInfo]:
     return [info for info in infos if info.group in groups and any(need.why for need in info.needs)]
 
 
-def unused(settings: Settings, written: Mapping[str, SettingEntry]) -> list[str]:
-    """Return the keys, as they were written, that belong to another method than the one that is written.
+def unused(
+    settings: Settings, written: Mapping[str, SettingEntry], architecture: Architecture | None
+) -> dict[str, list[str]]:
+    """Return the keys, as they were written, that pass and change nothing, by what keeps them from it; a run prints it.
 
-    They change nothing, whatever their value, and a run prints them.
+    Those of another method than the one that is written are named whatever their value, others if it is no default.
     """
-    return [
-        written[info.path].key
-        for info in all_settings().values()
-        for need in info.needs
-        if need.is_method and need.is_lenient and {info.path, need.path} <= written.keys()
-        if setting_value(settings, info.path) and not is_met(need, settings, None)
-    ]
+    found: dict[str, list[str]] = {}
+    for info in (each for each in all_settings().values() if each.path in written):
+        value = setting_value(settings, info.path)
+        for need in info.needs:
+            of_method = bool(value) and need.is_method and need.is_lenient and need.path in written
+            asks = of_method or (not need.why and value != info.default and value not in need.off)
+            if asks and not is_met(need, settings, architecture):
+                found.setdefault(_without(settings, need), []).append(written[info.path].key)
+                break
+    return found
+
+
+def _without(settings: Settings, need: Needs) -> str:
+    """Say what is there in the place of what a setting needs."""
+    name = need.path.partition(".")[2]
+    if need.path == EXPERTS:
+        return "in a dense model"
+    value = setting_value(settings, need.path)
+    return f"without {name}" if value is None else f"with {name}: {_said(value)}"
 
 
 def is_met(need: Needs, settings: Settings, architecture: Architecture | None) -> bool:

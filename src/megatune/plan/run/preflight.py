@@ -103,7 +103,7 @@ def preflight(
         *accepted,
         *(f"experts    {line}" for line in of_config),
         *_unsaid(loaded),
-        *_unused(loaded),
+        *_unused(loaded, architecture),
         *(f"warning    {loaded.advice(each)}" for each in warnings(settings)),
     )
     if machine is None or architecture is None or world_size is None or settings.run.memory_check == "off":
@@ -138,11 +138,10 @@ def _unsaid(loaded: Loaded) -> Iterator[str]:
         yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
 
 
-def _unused(loaded: Loaded) -> Iterator[str]:
-    """Yield the settings of another finetuning_type, which change nothing."""
-    if keys := unused(loaded.settings, loaded.written):
-        method = loaded.settings.finetuning.finetuning_type
-        yield f"accepted   {', '.join(keys)}: no effect with finetuning_type: {method}"
+def _unused(loaded: Loaded, architecture: Architecture | None) -> Iterator[str]:
+    """Yield the settings that change nothing."""
+    for without, keys in unused(loaded.settings, loaded.written, architecture).items():
+        yield f"accepted   {', '.join(keys)}: no effect {without}"
 
 
 def with_rows(
