@@ -109,6 +109,7 @@ REFUSED = {
     ("--to_mcore", "--output_dir", "x"): (64, "model is missing"),
     ("--to_hf", "--model", "m", "--output_dir", "x"): (64, "there is nothing to convert"),
     ("--to_hf", "--mcore_model", "nowhere"): (66, "mcore_model: no folder 'nowhere'"),
+    ("--to_mcore", "maybe", "--model", "m"): (64, "--model: names the model a second time"),
     ("--to_mcore", "--model", "m", "--torch_dtype", "int8"): (64, "expected one of: bfloat16"),
     ("--to_mcore", "--model", "m", "--adapters", "a", "--test_convert_precision"): (64, "merge them first"),
     ("--model", "m", "--export_dir", "x", "--mcore_model", "y"): (64, "mcore_model without a conversion"),

@@ -83,6 +83,10 @@ def checked(given: Given[Any]) -> ExportOptions:
 
 def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
     """Yield what has to be said, or contradicts."""
+    if given.words and given.options.model_name_or_path is not None:
+        where = next(entry.where for entry in reversed(given.entries) if entry.key == "model_name_or_path")
+        fix = "leave one of them out; an adapter is named by --adapter_name_or_path"
+        yield Finding("names the model a second time", where, f"MODEL is {given.words[0]} already", fix)
     if export.to_mcore and export.to_hf:
         yield Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")
         return
