@@ -117,7 +117,7 @@ WRONG = [
         "    fix: write mask_history: true, or remove preserve_thinking",
     ),
     (
-        [TWO, "mix_strategy=interleave_over", "interleave_probs=1"],
+        [TWO, "mix_strategy=interleave_over", "interleave_probs=0.5"],
         "1 of interleave_probs for 2 data sets\n    fix: write as many numbers as data sets, in their order",
     ),
     (

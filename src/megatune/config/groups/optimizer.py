@@ -124,7 +124,7 @@ class OptimizerSettings(Group):
     When: Set it where warm-up should not depend on the length of the run. Use this or warmup_ratio, not both."""
     weight_decay: NonNegative = 0.0
     """Pulls weights towards 0 at each step, by this times the learning rate.
-    How: Norms and biases are left out.
+    How: Norms, biases and all other vectors are left out, such as attention sinks.
     When: 0 to 0.1. It matters in long runs, and little in a few epochs of fine-tuning."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm, over all parameters, where it is larger. 0 turns it off.

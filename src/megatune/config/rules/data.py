@@ -46,7 +46,7 @@ def mixing(context: Context) -> Iterator[Problem]:
         if values is not None and min(values, default=1) <= 0:
             fix = "leave out of `dataset` what is never to be drawn from"
             yield Problem((key,), f"`{key}` has {min(values):g}", "every number must be above 0", fix)
-    if probs and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
+    if probs and len(probs) == count and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
         fix = f"write `interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}`"
         yield Problem(("interleave_probs",), f"`interleave_probs` sum to {sum(probs):.4g}, not to 1", "", fix)
 
