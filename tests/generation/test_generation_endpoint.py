@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from PIL import Image
 
@@ -326,6 +327,7 @@ def test_a_signal_ends_the_verb_and_the_answer_that_it_finds(generator: Generato
         assert process.stderr is not None
         said = process.stderr.readline()
         assert said.startswith("tiny is at http://127.0.0.1:")
+        libraries = {each.path for each in psutil.Process(process.pid).memory_maps()}
         client = client_of(int(said.split(":")[2].partition("/")[0]), "k")
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=3500, stream=True)
         next(iter(stream))
@@ -333,6 +335,7 @@ def test_a_signal_ends_the_verb_and_the_answer_that_it_finds(generator: Generato
         with pytest.raises(openai.APIError, match="is ending"):
             list(stream)
         assert (process.wait(30), process.stderr.read()) == (ExitCode.DONE, "")
+    assert not [path for path in libraries if "sklearn" in path]  # Transformers would import it, for a second
 
 
 def test_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

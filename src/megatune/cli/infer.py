@@ -13,6 +13,7 @@ from megatune.config.setting import Count, Group
 from megatune.data.text_scores import ROUGES, Scored, require_libraries, text_scores
 from megatune.errors import ExitCode, Finding
 from megatune.generation.options import WriterOptions
+from megatune.processes import quick_imports
 
 
 class PromptOptions(Group):
@@ -91,7 +92,8 @@ def answer(given: Given[InferOptions]) -> int:
         require_libraries("--metric rouge")
     findings, has_rows = _findings(options, bool(pictures)), bool(options.val_dataset)
     asked = checked(given, findings, pictures, brings_pictures=has_rows)
-    from megatune.generation import answering
+    with quick_imports():
+        from megatune.generation import answering
 
     if options.val_dataset:
         outcome, _ = answering.answer_named(asked, options.val_dataset, options, stream=bool(options.stream))

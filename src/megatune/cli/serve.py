@@ -16,6 +16,7 @@ from megatune.config.options import Flag, Given
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding
 from megatune.generation.options import WriterOptions
+from megatune.processes import quick_imports
 
 if TYPE_CHECKING:
     from socket import socket
@@ -91,7 +92,8 @@ def serve(given: Given[ServeOptions]) -> int:
 
 def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
-    from megatune.generation.answering import load_generator, model_folder
+    with quick_imports():
+        from megatune.generation.answering import load_generator, model_folder
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.server import Server
     from megatune.generation.endpoint.streams import Streams
