@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_sizes import tiny_config
+from torch.nn import Embedding
+from transformers import CONFIG_MAPPING
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, MegatuneError
@@ -255,3 +258,21 @@ def test_a_mistral_that_says_nothing_of_a_window_has_one(tmp_path):
     config = LLAMA31 | {"model_type": "mistral"}
     assert load_architecture(write(tmp_path, config)).windows == (4096,) * 32
     assert load_architecture(write(tmp_path, config | {"sliding_window": None})).windows == ()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_padding_token_is_transformers(tmp_path, model_type):
+    """Also where config.json does not say it, or says that there is none."""
+    written = tiny_config(model_type).to_dict() | {"model_type": model_type}
+    for of in (written, written.get("text_config") or {}):
+        of.pop("pad_token_id", None)
+    for change in ({}, {"pad_token_id": None}, {"pad_token_id": 7}):
+        of = "text_config" if written.get("text_config") else ""
+        config = {**written, of: {**written[of], **change}} if of else {**written, **change}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        expected = CONFIG_MAPPING[FAMILIES[model_type].computed_as or model_type].from_dict(config)
+        assert load_architecture(tmp_path).padding_token == expected.get_text_config().pad_token_id
+
+
+def test_a_padding_token_below_zero_is_counted_from_the_last(tmp_path):
+    assert load(tmp_path, pad_token_id=-1).padding_token == Embedding(128256, 1, padding_idx=-1).padding_idx

@@ -37,6 +37,7 @@ FAMILY = Family(
     defaults={
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "max_position_embeddings": 131072,
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+        "pad_token_id": 0,
     },
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     carried_keys=(r"mtp.*", r"model\.mtp.*"),

@@ -81,7 +81,7 @@ class Family:
     dimensions: tuple[str, ...] = ()
     derive: Callable[[Config], Mapping[str, Any]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    nulls: tuple[str, ...] = ()
+    nulls: tuple[str, ...] = ("pad_token_id",)
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] = ROPE_TYPES
     ignored_keys: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ class Family:
             vision=vision,
             mrope=mrope,
             num_labels=num_labels(config),
-            padding_token=config.get("pad_token_id"),
+            padding_token=_padding_token(config),
             **{attribute: config[key] for attribute, key in self.read.items()},
             **(self.derive(config) if self.derive else {}),
             **self.constants,
@@ -241,6 +241,12 @@ class Family:
             if named.get(key) is None and not (key in self.nulls and key in named)
         }
         return {**named, **absent}
+
+
+def _padding_token(config: Config) -> int | None:
+    """Return the row of the word embedding that gets no gradient; torch counts a negative one from the last."""
+    token: int | None = config.get("pad_token_id")
+    return token if token is None or token >= 0 else config["vocab_size"] + token
 
 
 def _of_layers(patterns: tuple[str, ...], architecture: Architecture) -> list[str]:

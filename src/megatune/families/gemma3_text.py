@@ -54,6 +54,7 @@ FAMILY = Family(
     defaults={
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6,
         "rope_local_base_freq": 1e4, "tie_word_embeddings": True, "max_position_embeddings": 131072,
+        "pad_token_id": 0,
     },
     rope_types=("default", "linear"),
     head_dim_default=256,

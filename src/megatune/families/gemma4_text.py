@@ -128,6 +128,7 @@ FAMILY = Family(
     defaults={
         "hidden_size_per_layer_input": 256, "sliding_window": 512, "sliding_window_pattern": 6,
         "tie_word_embeddings": True, "max_position_embeddings": 131072, "rope_parameters": _ROPE,
+        "pad_token_id": 0,
     },
     rope_types=("default", "proportional"),
     head_dim_default=256,

@@ -32,7 +32,7 @@ def query_scaling_problems(config: Config) -> Iterator[tuple[str, str]]:
 FAMILY = replace(
     mistral.FAMILY,
     model_type="ministral3",
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "pad_token_id": 11},
     head_dim_default=128,
     derive=query_scaling,
     problems=query_scaling_problems,

@@ -17,6 +17,6 @@ FAMILY = replace(
     required={"attention_dropout": 0, "hidden_act": "silu"},
     # In Transformers a file that says nothing of a window has this one.
     defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
-    nulls=("sliding_window",),
+    nulls=("sliding_window", "pad_token_id"),
     windows=windows,
 )

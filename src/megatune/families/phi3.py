@@ -29,7 +29,7 @@ FAMILY = Family(
         "attention_bias": False, "attention_dropout": 0, "embd_pdrop": 0, "resid_pdrop": 0,
         "hidden_act": "silu",
     },
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 32000},
     rope_types=("default", "longrope"),
     partial_rotary=True,
     windows=windows,

@@ -22,6 +22,7 @@ FAMILY = Family(
     },
     defaults={
         "no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+        "pad_token_id": 128004,
     },
     derive=_layers,
 )  # fmt: skip
