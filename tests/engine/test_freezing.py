@@ -117,9 +117,8 @@ def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
     if vision is not None and vision.square is not None:
         side = vision.square // vision.patch_size
         images = [replace(each, grid=(1, side, side)) for each in images]
-    # Transformers gives the embedding of Gemma 4's padding, 296, no gradient; it is zero, and its gradient is large.
-    pictures = {"pictures": (images, (), videos), "vision": vision, "padding": None if vision is None else 296}
-    return random_samples(301, lengths, seed=index, **pictures)
+    # With seeds from 0 a gradient of InternVL nearly cancels: in fp32 Transformers is 4e-4 of an update from fp64.
+    return random_samples(301, lengths, seed=index + 1, pictures=(images, (), videos), vision=vision)
 
 
 Tensors = dict[str, Tensor]

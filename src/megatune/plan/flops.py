@@ -23,8 +23,9 @@ _PASSES = 3
 def num_parameters(architecture: Architecture) -> int:
     """Return elements of the model as its checkpoint holds them: tied embeddings once, no padding, all experts."""
     return sum(
-        len(layers_of(weight, architecture)) * sum(map(prod, hf_shapes(weight, architecture, 0).values()))
+        len(layers) * sum(map(prod, hf_shapes(weight, architecture, layers[0]).values()))
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
+        if (layers := layers_of(weight, architecture))
     )
 
 
