@@ -8,6 +8,7 @@ import pytest
 
 from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
 from megatune.config.load import dump, load
+from megatune.config.rules.rule import unused
 from megatune.config.settings import Settings, all_settings, setting_value
 
 CONFIG = {"dtype": "bfloat16", "max_position_embeddings": 32768, "num_hidden_layers": 8}
@@ -231,6 +232,12 @@ def test_what_has_no_effect_is_not_said():
     adam, muon = read(), read("--optimizer muon")
     assert not any("muon_momentum" in line for line in swift_lines(adam, adam.loaded))
     assert any("muon_momentum" in line for line in swift_lines(muon, muon.loaded))
+
+
+def test_flags_that_change_nothing_are_noted():
+    """Not ms-swift's defaults, nor a flag that gives two settings their values, of which one has an effect."""
+    loaded = read("--model m --dataset d --micro_batch_size 2 --muon_momentum 0.8").loaded
+    assert unused(loaded.settings, loaded.written, None) == {"with optimizer: adam": ["muon_momentum"]}
 
 
 def test_the_version_is_said_with_its_reason():

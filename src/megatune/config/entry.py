@@ -131,6 +131,11 @@ class SettingEntry:
     where: str
     origin: str
 
+    @property
+    def is_given(self) -> bool:
+        """Whether a user wrote it; it is a default of another system otherwise."""
+        return self.origin in ("flag", "override", self.where)
+
     def written(self, value: str = "") -> str:
         """Write the key as its user does, with a value behind it; one that is below another key as in a file."""
         is_nested = "." in self.where.partition("=")[0]

@@ -110,15 +110,21 @@ def unused(
 
     Those of another method than the one that is written are named whatever their value, others if it is no default.
     """
-    found: dict[str, list[str]] = {}
+    idle: dict[str, str] = {}  # what a setting lacks, by its path
     for info in (each for each in all_settings().values() if each.path in written):
         value = setting_value(settings, info.path)
         for need in info.needs:
             of_method = bool(value) and need.is_method and need.is_lenient and need.path in written
             asks = of_method or (not need.why and value != info.default and value not in need.off)
             if asks and not is_met(need, settings, architecture):
-                found.setdefault(_without(settings, need), []).append(written[info.path].key)
+                idle[info.path] = _without(settings, need)
                 break
+    # A key of another system may give several settings their values.
+    active = {id(entry) for path, entry in written.items() if path not in idle}
+    found: dict[str, list[str]] = {}
+    for path, without in idle.items():
+        if (entry := written[path]).is_given and id(entry) not in active and entry.key not in found.get(without, ()):
+            found.setdefault(without, []).append(entry.key)
     return found
 
 
