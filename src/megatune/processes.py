@@ -17,8 +17,8 @@ from contextlib import contextmanager
 PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
 
 _PROCESS_BYTES = 2**28  # of Python, its libraries and a tokenizer
-# Transformers and peft import these where they are installed, for parts that hardly a rank or actor uses. Each takes a
-# second or more, and bitsandbytes initialises CUDA, after which a process cannot be forked.
+# Transformers and peft import these where they are installed, for parts that hardly a process here uses. Each takes
+# a second or more, and bitsandbytes initialises CUDA, after which a process cannot be forked.
 _UNUSED = ("bitsandbytes", "peft", "scipy", "sklearn")
 
 
@@ -68,8 +68,8 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import inside what a rank or an actor needs: libraries that few use look as if they were not installed (whoever
-    does imports them later), and the garbage collector is off."""
+    """Import inside what ranks, actors, infer and serve need: libraries that few use look as if they were not
+    installed (whoever does imports them later), and the garbage collector is off."""
     hidden = [name for name in _UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: `import` and find_spec do not find it
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatune.config.load import load
+from megatune.config.rules.rule import has_effect
 from megatune.config.settings import counted_steps, with_settings
 
 BEST = ("eval_strategy=steps", "val_size=0.1", "load_best_model_at_end=true")
@@ -42,3 +43,9 @@ def test_shares_become_steps():
 )  # fmt: skip
 def test_steps_that_are_no_interval_are_refused(words, said):
     assert problems(*words) == [said]
+
+
+def test_an_interval_of_what_is_not_done_has_no_effect():
+    settings = load(None, ["save_strategy=no", "save_steps=0.5", "logging_steps=0.5"]).settings
+    assert not has_effect(settings, "checkpoint.save_steps")
+    assert has_effect(settings, "logging.logging_steps")

@@ -115,6 +115,12 @@ def test_a_scaling_is_given_as_llamafactory_gives_it(config, asked, length, posi
     [
         (UNSCALED, {"rope_type": "dynamic"}, "rope_type 'dynamic' is not supported"),
         (UNSCALED, {"factor": 2.0}, "rope_type None is not supported"),
+        (UNSCALED, {"rope_type": "yarn", "factor": None, "facter": 2.0}, "yarn has no 'facter'"),
+        (UNSCALED, {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "linear has no 'beta_fast'"),
+        (UNSCALED, {"rope_type": "yarn", "factor": "2"}, "factor = '2' is not a number"),
+        (UNSCALED, {"rope_type": "yarn", "truncate": "no"}, "truncate = 'no' is neither true nor false"),
+        (UNSCALED, {"rope_type": "yarn", "original_max_position_embeddings": 0.5},
+         "original_max_position_embeddings = 0.5 is not a whole number above 0"),
         (UNSCALED, {"rope_type": "yarn", "factor": 0.5}, "factor = 0.5 is not a number of at least 1"),
         ({"model_type": "llama"}, "yarn", "config.json has no max_position_embeddings"),
         (
@@ -124,7 +130,7 @@ def test_a_scaling_is_given_as_llamafactory_gives_it(config, asked, length, posi
         ),
         ({**UNSCALED, "rope_parameters": {"full_attention": {}}}, "yarn", "not supported with a llama"),
     ],
-)
+)  # fmt: skip
 def test_a_scaling_that_a_model_cannot_have_is_refused(config, asked, said):
     with pytest.raises(MegatuneError) as raised:
         with_rope_scaling(config, asked, 9000)

@@ -10,6 +10,7 @@ from pool import RankPool
 from runs import leave_as_crashed, metrics, run, settings_of, tensors
 
 from megatune.config.load import load
+from megatune.config.rope import as_scaled
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
@@ -21,9 +22,9 @@ YARN = YarnRopeScaling(factor=2.0, original_max_position_embeddings=64, attentio
 
 
 def test_a_run_trains_and_saves_the_scaled_model(pool: RankPool, tmp_path: Path) -> None:
-    """A resume goes on with the same bits, and another scaling is refused before anything starts."""
+    """A resume goes on with the same bits for three steps, and another scaling is refused before anything starts."""
     model = make_checkpoint("qwen3", tmp_path / "model", num_layers=2, max_position_embeddings=64)
-    few = {"max_steps": 2, "save_steps": 1, "rope_scaling": "yarn"}
+    few = {"max_steps": 4, "save_steps": 1, "rope_scaling": "yarn"}
     run(pool, 2, settings_of(model, tmp_path / "out", **few), tmp_path / "runs")
     for folder in (tmp_path / "out", tmp_path / "out/checkpoint-1"):
         assert load_architecture(folder).rope_scaling == YARN
@@ -61,6 +62,13 @@ def test_a_user_is_told_of_the_factor(cutoff_len: int, line: str, tmp_path: Path
     assert found.lines == [line]
     assert found.fetch() == str(folder)
     assert (Path(folder) / "model.safetensors").samefile(model / "model.safetensors")
+
+
+def test_a_family_that_is_not_computed_with_it_is_named() -> None:
+    settings = load(None, ["rope_scaling=yarn", "cutoff_len=9000"]).settings
+    with pytest.raises(MegatuneError, match="'yarn' is not supported") as raised:
+        as_scaled({"model_type": "phi3", "max_position_embeddings": 4096}, settings)
+    assert [finding.where for finding in raised.value.findings] == ["rope_scaling"]
 
 
 def test_adapters_need_the_whole_model() -> None:

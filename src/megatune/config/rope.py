@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatune.config.settings import Settings
-from megatune.families import read_config
-from megatune.families.rope import rope_parameters, with_rope_scaling
+from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import FAMILIES, read_config
+from megatune.families.rope import rope_parameters, rope_problems, with_rope_scaling
 from megatune.hub.models import MAIN, ChangedModel, Model, open_model
 
 
@@ -15,10 +16,17 @@ def as_scaled(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Return what config.json says of the model that a run trains.
 
     Raises:
-        MegatuneError: SETTINGS, see `with_rope_scaling`.
+        MegatuneError: SETTINGS, see `with_rope_scaling`; or the family is not computed with it.
     """
-    asked = settings.model.rope_scaling
-    return dict(config) if asked is None else with_rope_scaling(config, asked, settings.data.cutoff_len)
+    asked, family = settings.model.rope_scaling, FAMILIES.get(str(config.get("model_type")))
+    if asked is None:
+        return dict(config)
+    changed = with_rope_scaling(config, asked, settings.data.cutoff_len)
+    if family is not None:
+        problems = rope_problems(rope_parameters(changed), family.rope_types, partial=family.partial_rotary)
+        if findings := [Finding(what, "rope_scaling", why, "remove it") for what, why in problems]:
+            raise MegatuneError(findings, ExitCode.SETTINGS)
+    return changed
 
 
 def scaled(model: Model, settings: Settings) -> Model:

@@ -43,7 +43,6 @@ _RANGE = ("ge", "gt", "le", "lt")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-OR_SHARE = "steps, or a share below 1"
 # In place of the path of another setting: what is needed is a model that is a mixture of experts.
 EXPERTS = "a model with experts"
 
@@ -68,6 +67,8 @@ class Limit(NamedTuple):
 
 
 STEPS = Limit(10**9, "at ten steps a second a billion takes three years")
+OR_SHARE = "steps, or a share below 1"
+Interval = Annotated[int | float, Field(gt=0), OR_SHARE, STEPS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +215,17 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
         items: type = str
         choices: list[Any] = []
         notes = list(field.metadata)  # of Annotated, and of its Field
-        annotation: Any = field.annotation
-        members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-        for member in members:
-            while get_origin(member) is Annotated:
-                member, *more = get_args(member)
-                notes += [note for each in more for note in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        members: list[Any] = [field.annotation]
+        for member in members:  # what is found inside comes behind
             origin = get_origin(member) or member
+            if origin is Annotated:
+                inner, *more = get_args(member)
+                notes += [note for each in more for note in (each.metadata if isinstance(each, FieldInfo) else [each])]
+                members.append(inner)
+                continue
+            if origin in (Union, types.UnionType):
+                members += get_args(member)
+                continue
             literal = get_args(member)[0] if origin is list else member
             if get_origin(literal) is Literal:
                 choices.extend(get_args(literal))

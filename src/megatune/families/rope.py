@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
+from megatune.families.values import value_problems
 from megatune.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -26,8 +27,13 @@ _LISTS = {"longrope": ("short_factor", "long_factor")}
 # Of families that say nothing else. "dynamic" stretches texts beyond max_position_embeddings alone, which no run takes:
 # up to there it is "default".
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-# That a run can give a model.
-SCALED = ("linear", "yarn", "llama3")
+_LENGTHS = ("factor", "original_max_position_embeddings")
+# That a run can give a model, with what config.json says of each.
+SCALED = {
+    "linear": _LENGTHS,
+    "yarn": (*_LENGTHS, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": (*_LENGTHS, "low_freq_factor", "high_freq_factor"),
+}
 DYNAMIC = "it changes nothing up to max_position_embeddings, which are the stretched ones"
 
 
@@ -80,7 +86,8 @@ def with_rope_scaling(config: Mapping[str, Any], asked: str | Mapping[str, Any],
     Raises:
         MegatuneError: SETTINGS, where there is no such scaling, or the model has no place for it.
     """
-    given: dict[str, Any] = {"rope_type": asked} if isinstance(asked, str) else dict(asked)
+    said: Mapping[str, Any] = {"rope_type": asked} if isinstance(asked, str) else asked
+    given = {name: value for name, value in said.items() if value is not None}
     given.setdefault("rope_type", given.pop("type", None))
     own = rope_parameters(config)
     original = given.get("original_max_position_embeddings") or own["original_max_position_embeddings"]
@@ -106,12 +113,17 @@ def with_rope_scaling(config: Mapping[str, Any], asked: str | Mapping[str, Any],
 def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], original: Any) -> Iterator[Finding]:
     """Yield why a config.json cannot get a scaling."""
     key, model_type = "rope_scaling", config.get("model_type")
-    kind, factor = given["rope_type"], given.get("factor", 1.0)
-    if kind not in SCALED:
+    kind, values = given["rope_type"], [Finding(what, key, why) for what, why in value_problems(given)]
+    yield from values
+    if not isinstance(kind, str) or kind not in SCALED:
         why = "" if kind != "dynamic" else DYNAMIC
         yield Finding(f"rope_type {kind!r} is not supported", key, why, f"write one of {', '.join(SCALED)}")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
-        yield Finding(f"factor = {factor!r} is not a number of at least 1", key)
+    else:
+        for name in (name for name in given if name not in ("rope_type", *SCALED[kind])):
+            fix = did_you_mean(str(name), SCALED[kind], f"{kind} has {', '.join(SCALED[kind])}")
+            yield Finding(f"{kind} has no {name!r}", key, "", fix)
+    if not values and given.get("factor", 1) < 1:
+        yield Finding(f"factor = {given['factor']!r} is not a number of at least 1", key)
     if config.get("vision_config") or config.get("text_config"):
         why = "its config.json has rotary settings for the language model inside"
         fix = "remove it; the scaling that the model's README describes is written into its config.json"
@@ -119,7 +131,7 @@ def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], origi
     elif FULL_ATTENTION in (config.get(key) or config.get("rope_parameters") or {}):
         why = "its kinds of layers have rotary embeddings of their own"
         yield Finding(f"not supported with a {model_type}", key, why, "remove it, or write them into config.json")
-    elif not isinstance(original, int) or original < 1:
+    elif not values and not isinstance(original, int):
         yield Finding("config.json has no max_position_embeddings", key, "the factor is relative to them")
 
 

@@ -10,7 +10,7 @@ _OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "
 _DEPTH = 3  # of objects in them: rope_scaling in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
-    "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias",
+    "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias", "truncate",
 )  # fmt: skip
 _INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
 _NAMES = ("architectures", "layer_types", "mlp_layer_types")

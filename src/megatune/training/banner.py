@@ -13,6 +13,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks
+from megatune.config.rules.rule import has_effect
 from megatune.config.settings import ParallelSettings, Settings, counted_steps
 from megatune.config.values import counted
 from megatune.engine import device
@@ -72,10 +73,8 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
         yield f"loss       {loss}{_reference(trainer)}"
     if start.planned is not None:
         yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
-    total = trainer.schedule.total_steps
-    if start.asked is not None and (shares := counted_steps(start.asked.settings, total)):
-        words = (f"{path.partition('.')[2]} {steps}" for path, steps in shares.items())
-        yield f"steps      {', '.join(words)}, as shares of {total}"
+    if start.asked is not None and (words := _shares(start.asked.settings, trainer.schedule.total_steps)):
+        yield f"steps      {', '.join(words)}, as shares of {trainer.schedule.total_steps}"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
 
@@ -103,6 +102,12 @@ def _template(settings: Settings, asked: Loaded | None) -> str:
         name = "of the model's tokenizer"
     where = {"default": "not set", "override": "command line", "flag": "command line"}.get(origin, origin)
     return f"{name} ({where})" if where else str(name)
+
+
+def _shares(settings: Settings, total_steps: int) -> list[str]:
+    """Say how many steps the intervals are that were asked for as shares, and have an effect."""
+    counts = counted_steps(settings, total_steps).items()
+    return [f"{path.partition('.')[2]} {steps}" for path, steps in counts if has_effect(settings, path)]
 
 
 def _reference(trainer: Trainer) -> str:

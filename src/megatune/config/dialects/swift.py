@@ -13,8 +13,8 @@ from megatune.config.dialects.dialect import Dialect, table
 from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.swift_meaning import MEANINGS
 from megatune.config.load import Loaded, load_entries
-from megatune.config.rules.rule import is_met
-from megatune.config.settings import Settings, all_settings, is_default, setting_paths, setting_value
+from megatune.config.rules.rule import has_effect
+from megatune.config.settings import Settings, is_default, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import Finding
 
@@ -176,8 +176,7 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 def _is_other(path: str, settings: Settings) -> bool:
     """Tell whether a setting has another value than by itself, and takes effect."""
-    has_effect = all(is_met(need, settings, None) for need in all_settings()[path].needs)
-    return has_effect and not is_default(settings, path)
+    return has_effect(settings, path) and not is_default(settings, path)
 
 
 def _said(loaded: Loaded, paths: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import OR_SHARE, STEPS, Count, Group, Mark, Needs
+from megatune.config.setting import STEPS, Count, Group, Interval, Mark, Needs
 
 _STREAMING, _BY_STEPS = "data.streaming", "how many steps an epoch has is not known while rows are read"
 _TENSORBOARD = Needs("logging.report_to", ("tensorboard", "all"))
@@ -44,7 +44,7 @@ _PUSHED = Needs("checkpoint.push_to_hub", (True,), "nothing would be pushed", is
 
 
 class LoggingSettings(Group):
-    logging_steps: Annotated[int | float, Field(gt=0), OR_SHARE, STEPS] = 10
+    logging_steps: Interval = 10
     """Steps from one log line to the next; its loss is the mean over those steps. Below 1 it is a share of all steps.
     How: The console, metrics.jsonl, trainer_log.jsonl and TensorBoard all have these lines. eval_steps: null takes it,
     too.
@@ -154,9 +154,7 @@ class CheckpointSettings(Group):
     - steps: every save_steps
     - epoch: after every epoch
     - no: only at the end"""
-    save_steps: Annotated[int | float, Field(gt=0), OR_SHARE, STEPS, Needs("checkpoint.save_strategy", ("steps",))] = (
-        500
-    )
+    save_steps: Annotated[Interval, Needs("checkpoint.save_strategy", ("steps",))] = 500
     """Steps from one checkpoint to the next. Below 1 it is a share of all steps, rounded up, as in Transformers.
     How: At most this many steps are lost when a machine fails. Each save takes the time to write the model and its
     training state, about 14 bytes a parameter in bf16.
@@ -227,9 +225,7 @@ class EvaluationSettings(Group):
     - no: never
     - steps: every eval_steps, and at the end
     - epoch: after every epoch"""
-    eval_steps: Annotated[
-        int | float | None, Field(gt=0), OR_SHARE, STEPS, Needs("evaluation.eval_strategy", ("steps",))
-    ] = None
+    eval_steps: Annotated[Interval, Needs("evaluation.eval_strategy", ("steps",))] | None = None
     """Steps from one evaluation to the next. null takes logging_steps, as Transformers does.
     How: Below 1 it is a share of all steps, rounded up. The last step is always evaluated.
     When: Set it: logging_steps is often too frequent. With load_best_model_at_end save_steps is a multiple of it."""

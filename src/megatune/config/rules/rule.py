@@ -151,6 +151,11 @@ def is_met(need: Needs, settings: Settings, architecture: Architecture | None) -
     return has or (need.otherwise is not None and is_met(need.otherwise, settings, architecture))
 
 
+def has_effect(settings: Settings, path: str) -> bool:
+    """Tell whether a setting has what it needs, in a model of any kind."""
+    return all(is_met(need, settings, None) for need in all_settings()[path].needs)
+
+
 def _is_explicit(context: Context, info: SettingInfo, need: Needs, value: Any) -> bool:
     """Tell whether what a user wrote, or left open, asks for what needs the other setting."""
     if need.of:
