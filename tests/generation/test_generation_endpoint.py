@@ -142,7 +142,12 @@ def test_a_chat_is_answered_as_infer_answers(client: openai.OpenAI, generator: G
         model="tiny", messages=[*developer, *HI], n=1, frequency_penalty=0.0, user="me", logprobs=False
     )
     assert again.choices[0].message.content == expected.text
-    history = [*messages, answer.choices[0].message.model_dump(), *HI]
+    said = {
+        **answer.choices[0].message.model_dump(),
+        "annotations": [],
+        "tool_calls": [],
+    }  # as other endpoints' answers
+    history = [*messages, said, *HI]
     turns = [*messages, {"role": "assistant", "content": expected.text}, *HI]
     again = client.chat.completions.create(model="tiny", messages=history)
     assert again.choices[0].message.content == generator.answer(turns).text
@@ -205,7 +210,8 @@ def test_sampling_is_that_of_the_request(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "1" * 5000}]}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", None),
         ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", None),
-        ({"messages": [{**HI[0], "tool_calls": []}]}, "messages.0.tool_calls", None),
+        ({"messages": [{**HI[0], "name": "ann"}]}, "messages.0.name", "unsupported_parameter"),
+        ({"messages": [{**HI[0], "tool_calls": [{}]}]}, "messages.0.tool_calls", "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", None),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media import picture_source
@@ -83,12 +83,19 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Annotated[_Text | Image, Field(discriminator="type")]]
     # What answers of other endpoints carry, and histories then bring back, empty.
-    name: None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
+    name: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+    @field_validator("name", "refusal", "annotations", "audio", "function_call", "tool_calls")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        if value not in (None, "", [], {}):
+            raise ValueError("is not supported; leave it out")
+        return value
 
 
 class _TemplateSwitches(_Body):
@@ -148,6 +155,10 @@ def validated(kind: type[_Kind], body: bytes) -> _Kind:
 
 
 _OBJECT = TypeAdapter(dict[str, Any])
+_CODES = {
+    "json_invalid": "invalid_json",
+    "value_error": "unsupported_parameter",
+}  # the latter from a message's `_empty`
 # Of fields, in places of errors.
 _NAMES = {name for kind in (ChatBody, CompletionBody, Message) for name in kind.model_fields} | {"include_usage"}
 
@@ -161,8 +172,9 @@ def _invalid(error: ValidationError) -> ApiError:
     param = ".".join(map(str, named)) or None
     if is_unknown:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    return ApiError(400, message, param, "invalid_json" if first["type"] == "json_invalid" else None)
+    said = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {said}" if param else said
+    return ApiError(400, message, param, _CODES.get(first["type"]))
 
 
 @dataclass(frozen=True, slots=True)
