@@ -60,7 +60,7 @@ class Question:
             return None
         of_step = planned.time.total
         if (written := answers(planned.case)) is not None and written.every is not None:
-            of_step += written.seconds / written.every
+            of_step += written.seconds / whole_steps(written.every, steps)
         return steps * of_step + self._evaluation_seconds(planned, steps), about or f"{steps:,.0f} steps"
 
     def _evaluation_seconds(self, planned: Estimate, steps: float) -> float:

@@ -253,8 +253,10 @@ def answer_words(planned: Estimate) -> str:
     text = f"answers to {prompts}, of up to {tokens:,} tokens each, take up to {seconds(written.seconds)} each time"
     if written.every is None:
         return text
+    if written.every < 1:
+        return f"{text}: every {written.every:.2%} of the run's steps"
     share = written.seconds / (written.every * planned.time.total)
-    return f"{text}: every {written.every:,} steps, {share:.1%} of the time of training"
+    return f"{text}: every {written.every:,.0f} steps, {share:.1%} of the time of training"
 
 
 def waiting_words(planned: Estimate) -> str:

@@ -411,11 +411,11 @@ class Answers(NamedTuple):
 
     Attributes:
         seconds: each time, with as many tokens as an answer may have, to rows as long as training's.
-        every: steps between two times; None where they are written after each epoch.
+        every: steps between two times, below 1 a share of all; None where they are written after each epoch.
     """
 
     seconds: float
-    every: int | None
+    every: float | None
 
 
 def answers(case: Case) -> Answers | None:
@@ -431,7 +431,7 @@ def answers(case: Case) -> Answers | None:
     batch = {"batch.per_device_train_batch_size": size, "batch.gradient_accumulation_steps": stages}
     of_pass = with_settings(settings, {**batch, "run.stage": "sft", "data.packing": False})
     once = step_time(replace(case, settings=of_pass)).forward
-    every, interval = evaluation.eval_generate_steps, settings.eval_interval
-    if every is None and evaluation.eval_strategy == "steps" and interval >= 1:  # of a share it is not known
-        every = int(interval)
+    every: float | None = evaluation.eval_generate_steps
+    if every is None and evaluation.eval_strategy == "steps":
+        every = settings.eval_interval
     return Answers(evaluation.eval_generate_tokens * passes * once, every)
