@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -84,6 +86,13 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
         return -1
     finally:
         loop.Trainer._report = report  # type: ignore[method-assign]
+
+
+def said(settings: Settings, run_dir: Path) -> list[str]:
+    """Train on a rank, and return the lines that it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train(settings, run_dir) == 0
+    return out.getvalue().splitlines()
 
 
 def run(pool: RankPool, world_size: int, settings: Settings, folder: Path, crash_at: int | None = None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +161,8 @@ def test_a_run_says_what_has_adapters(family: str, selection: dict[str, Any], ex
     assert _trained(settings, read_architecture(tiny_config(family).to_dict(), "config.json")) == expected
 
 
-def said(settings: Settings, folder: Path) -> list[str]:
-    """On a rank: the lines that a run prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert train(settings, folder) == 0
-    return out.getvalue().splitlines()
-
-
 def test_a_run_says_what_is_trained(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    pool.run(1, said, settings_of(model, tmp_path / "out", **FREEZE, max_steps=1), tmp_path)
+    pool.run(1, train, settings_of(model, tmp_path / "out", **FREEZE, max_steps=1), tmp_path)
     lines = (tmp_path / "out/start.log").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("trained ")]
     before = tensors(model)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, settings_of, tensors, train
+from runs import assert_same_tensors, evaluations, metrics, said, settings_of, tensors, train
 from transformers import TrainerState, TrainingArguments
 
 from megatune.data.order import PreparedSteps
@@ -113,7 +113,9 @@ def test_the_best_model_is_kept_and_left_at_the_end(pool: RankPool, larger: Path
         "warmup_steps": 20,
         "save_total_limit": 1,
     }
-    assert pool.run(1, train, settings_of(larger, tmp_path / "out", **changes), tmp_path) == [0]
+    (lines,) = pool.run(1, said, settings_of(larger, tmp_path / "out", **changes), tmp_path)
+    warned = "warm-up takes 20 steps, all of the run's 12: the learning rate reaches 0.275, not 0.5"
+    assert f"warning    {warned}" in lines
     seen = evaluations(tmp_path / "out")
     best = min(seen, key=lambda step: seen[step]["eval_loss"])
     assert best < 12

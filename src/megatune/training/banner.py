@@ -61,7 +61,7 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     settings, assembly, feed = trainer.settings, trainer.assembly, trainer.feed
     architecture, place = assembly.architecture, assembly.place
     yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
-    yield from (f"warning    {line}" for line in feed.warnings)
+    yield from (f"warning    {line}" for line in (*feed.warnings, *_too_long_a_warmup(trainer)))
     counts = _counts(settings, architecture)
     yield f"model      {_model(settings)}: {architecture.model_type}, {counts}{_base(settings)}"
     yield from _kept(trainer)
@@ -102,6 +102,14 @@ def _template(settings: Settings, asked: Loaded | None) -> str:
         name = "of the model's tokenizer"
     where = {"default": "not set", "override": "command line", "flag": "command line"}.get(origin, origin)
     return f"{name} ({where})" if where else str(name)
+
+
+def _too_long_a_warmup(trainer: Trainer) -> Iterator[str]:
+    """Say that the run ends before its learning rate is what was asked for."""
+    rate, steps = trainer.learning_rate, trainer.schedule.total_steps
+    if rate.warmup_steps >= steps:
+        reached = f"the learning rate reaches {rate.at(steps - 1):.3g}, not {rate.learning_rate:g}"
+        yield f"warm-up takes {counted(rate.warmup_steps, 'step')}, all of the run's {steps}: {reached}"
 
 
 def _shares(settings: Settings, total_steps: int) -> list[str]:

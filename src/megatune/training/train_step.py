@@ -214,7 +214,7 @@ class LearningRateSchedule:
             phases = f"warm-up of {warmup_steps} and decay of {decay} steps"
             fix = f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}"
             raise _refused(f"{phases} do not fit a run of {total_steps} steps", fix=fix)
-        self.learning_rate = learning_rate
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         try:
             self._factor = _factor_of_step(learning_rate, lr_scheduler_type, kwargs, warmup_steps, total_steps)
         except (TypeError, ValueError, ArithmeticError) as error:
