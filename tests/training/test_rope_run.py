@@ -64,6 +64,15 @@ def test_a_user_is_told_of_the_factor(cutoff_len: int, line: str, tmp_path: Path
     assert (Path(folder) / "model.safetensors").samefile(model / "model.safetensors")
 
 
+def test_what_is_wrong_with_a_models_own_file_is_said_of_that_file(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "model", num_layers=2, max_position_embeddings=64)
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "gelu"}))
+    with pytest.raises(MegatuneError, match="hidden_act") as raised:
+        RunModel(settings_of(model, tmp_path / "out", rope_scaling="yarn"), asks=True).config_dir(str(model))
+    assert [finding.where for finding in raised.value.findings] == [str(path)]
+
+
 def test_a_family_that_is_not_computed_with_it_is_named() -> None:
     settings = load(None, ["rope_scaling=yarn", "cutoff_len=9000"]).settings
     with pytest.raises(MegatuneError, match="'yarn' is not supported") as raised:

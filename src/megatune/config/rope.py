@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES, read_config
+from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.families.rope import rope_parameters, rope_problems, with_rope_scaling
 from megatune.hub.models import MAIN, ChangedModel, Model, open_model
 
@@ -33,7 +34,13 @@ def scaled(model: Model, settings: Settings) -> Model:
     """Return a model as a run trains it: with a config.json of its own where it is scaled."""
     if settings.model.rope_scaling is None:
         return model
-    return ChangedModel(model, lambda folder: as_scaled(read_config(folder), settings))
+
+    def changed(folder: Path) -> dict[str, Any]:
+        config = as_scaled(read_config(folder), settings)
+        read_architecture(config, str(folder / "config.json"))  # what is wrong with it is said of the user's own file
+        return config
+
+    return ChangedModel(model, changed)
 
 
 def open_scaled(settings: Settings, name: str, revision: str = MAIN, weights: str | None = None) -> Model:
