@@ -43,13 +43,13 @@ from megatune.training.loop import Trainer
 from megatune.training.measurements import MemoryLog, check_profiled_steps, memory_snapshot
 from megatune.training.model_files import chat_template_notes
 from megatune.training.planning import plan_rows
-from megatune.training.reference import open_reference
+from megatune.training.reference import Reference, open_reference
 from megatune.training.resume import choose_checkpoint, digest_base
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
 from megatune.training.train_state import TrainState, later_checkpoints, read_state, scaling_of
-from megatune.training.train_step import LearningRateSchedule, warmup_steps_of
+from megatune.training.train_step import LearningRateSchedule
 
 _JOIN_GRACE = 60.0  # seconds
 
@@ -187,7 +187,7 @@ def _build_trainer(
         begin: called once all checks have passed, before anything is loaded.
     """
     assert settings.run.output_dir is not None
-    output_dir, optimizer = Path(settings.run.output_dir), settings.optimizer
+    store = CheckpointStore(Path(settings.run.output_dir))
     has_adapters = settings.finetuning.finetuning_type == "lora"
     base = digest_base(context, source, settings) if has_adapters else ""
     reference = open_reference(context, settings, source, base, resumed)
@@ -200,21 +200,7 @@ def _build_trainer(
     state.rows_parts, state.rope_scaling = data.key_parts, scaling_of(settings)
     if resumed is not None:
         check_continues(resumed, load_architecture(source, settings.run.stage), settings, state)
-    models = [
-        load_architecture(source),
-        *([reference.architecture] if reference is not None else []),
-    ]
-    limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
-    feed = data.feed(schedule, limits)
-    tokenizer = load_tokenizer(source)
-    loaders, note = _loaders(context, settings, tokenizer, source, place, feed)
-    answerer = None
-    if settings.generates:
-        answerer = Answerer.open(settings, source, tokenizer, feed.evaluation, loaders, limits.positions)
-        feed = replace(feed, lines=[*feed.lines, answerer.line], warnings=[*feed.warnings, *answerer.left_out()])
-    if context.rank == 0:
-        said, warned = chat_template_notes(settings, tokenizer)
-        feed = replace(feed, lines=[*feed.lines, *said], warnings=[*feed.warnings, *warned])
+    feed, loaders, answerer = _open_rows(context, settings, source, data, schedule, place, reference)
     begin(schedule)
 
     def load() -> LoadedModel:
@@ -225,43 +211,61 @@ def _build_trainer(
     assembly = attach_optimizer(loaded, settings)
     if resumed is not None:
         state = load_checkpoint(resumed, assembly, settings)
-    store = CheckpointStore(output_dir)
-    bad_steps = BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None)
-    shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
-    warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, schedule.total_steps)
-    callbacks = CallbackList()
-    if context.rank == 0:
-        logs = context.run_dir / "logs"
-        callbacks = build_callbacks(
-            settings, output_dir, state.step, feed.quarantine, logs, source, context.stop_requested
-        )
     return Trainer(
         settings=settings,
         assembly=assembly,
         objective=objective_of(settings),
         reference=reference,
-        feed=feed if note is None else replace(feed, lines=[*feed.lines, note]),
+        feed=feed,
         loaders=loaders,
         schedule=schedule,
         state=state,
-        learning_rate=LearningRateSchedule(optimizer.learning_rate, *shape, warmup, schedule.total_steps),
-        callbacks=callbacks,
+        learning_rate=LearningRateSchedule.of(settings.optimizer, schedule.total_steps),
+        callbacks=_callbacks(context, settings, state.step, feed, source),
         store=store,
         context=context,
         source=source,
         memory=memory,
-        bad_steps=bad_steps,
+        bad_steps=BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None),
         answerer=answerer,
     )
 
 
-def _loaders(
-    context: RankContext, settings: Settings, tokenizer: Any, source: Path, place: RankCoordinates, feed: Feed
-) -> tuple[Loaders, str | None]:
-    """Return what makes micro-batches, and what to say of its processes."""
+def _open_rows(
+    context: RankContext,
+    settings: Settings,
+    source: Path,
+    data: RunData,
+    schedule: RunSchedule,
+    place: RankCoordinates,
+    reference: Reference | None,
+) -> tuple[Feed, Loaders, Answerer | None]:
+    """Return the rows of the steps, with what is said of them, what makes micro-batches of them, and what writes
+    answers."""
+    models = [load_architecture(source), *([reference.architecture] if reference is not None else [])]
+    limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
+    feed, tokenizer = data.feed(schedule, limits), load_tokenizer(source)
     vision = load_vision_input(source, tokenizer, settings.data)
     num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
-    return Loaders(settings, place, padding_token(tokenizer), vision, num_workers), note
+    loaders = Loaders(settings, place, padding_token(tokenizer), vision, num_workers)
+    lines, warned, answerer = [] if note is None else [note], [], None
+    if settings.generates:
+        answerer = Answerer.open(settings, source, tokenizer, feed.evaluation, loaders, limits.positions)
+        lines, warned = [*lines, answerer.line], answerer.left_out()
+    if context.rank == 0:
+        of_template = chat_template_notes(settings, tokenizer)
+        lines, warned = [*lines, *of_template[0]], [*warned, *of_template[1]]
+    feed = replace(feed, lines=[*feed.lines, *lines], warnings=[*feed.warnings, *warned])
+    return feed, loaders, answerer
+
+
+def _callbacks(context: RankContext, settings: Settings, step: int, feed: Feed, source: Path) -> CallbackList:
+    """Make the callbacks of rank 0; the others have none."""
+    assert settings.run.output_dir is not None
+    if context.rank != 0:
+        return CallbackList()
+    output_dir, logs = Path(settings.run.output_dir), context.run_dir / "logs"
+    return build_callbacks(settings, output_dir, step, feed.quarantine, logs, source, context.stop_requested)
 
 
 def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:

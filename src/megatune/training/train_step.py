@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import get_scheduler
 
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import LocalParameter
+from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
 from megatune.engine.agreement import Held, check_agreement, check_scalars
@@ -219,6 +220,13 @@ class LearningRateSchedule:
             self._factor = _factor_of_step(learning_rate, lr_scheduler_type, kwargs, warmup_steps, total_steps)
         except (TypeError, ValueError, ArithmeticError) as error:
             raise _refused(f"lr_scheduler_kwargs do not fit lr_scheduler_type {lr_scheduler_type}", error) from error
+
+    @classmethod
+    def of(cls, settings: OptimizerSettings, total_steps: int) -> Self:
+        """Make the schedule of a run of so many steps."""
+        warmup = warmup_steps_of(settings.warmup_steps, settings.warmup_ratio, total_steps)
+        shape = settings.lr_scheduler_type, settings.lr_scheduler_kwargs
+        return cls(settings.learning_rate, *shape, warmup, total_steps)
 
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step number `step`, counted from 0."""

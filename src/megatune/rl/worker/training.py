@@ -33,7 +33,6 @@ from megatune.training.train_step import (
     StepResult,
     not_finite_gradients,
     train_step,
-    warmup_steps_of,
 )
 
 
@@ -134,12 +133,9 @@ class TrainedWorker(ModelWorker):
 
     def _schedule(self) -> LearningRateSchedule:
         """The learning rate over the updates of a run of which every step has all its samples."""
-        optimizer, algorithm = self.settings.optimizer, self.rl.algorithm
-        updates = math.ceil(self.rl.samples_per_step / self.samples_per_update) * algorithm.ppo_epochs
-        total = self.rl.run.max_steps * updates
-        warmup = warmup_steps_of(optimizer.warmup_steps, optimizer.warmup_ratio, total)
-        shape = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
-        return LearningRateSchedule(optimizer.learning_rate, *shape, warmup, total)
+        mini_batches = math.ceil(self.rl.samples_per_step / self.samples_per_update)
+        updates = self.rl.run.max_steps * mini_batches * self.rl.algorithm.ppo_epochs
+        return LearningRateSchedule.of(self.settings.optimizer, updates)
 
     def train(self, rollouts: Rollouts, step: int) -> Trained:
         """Update on a step's samples: `ppo_epochs` passes over shuffled mini-batches of per_device_train_batch_size ·
