@@ -18,7 +18,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_weights, adapters, scaling
 from megatune.families.peft_tensors import PREFIX
 from megatune.families.selection import Selection
-from megatune.families.weights import WHOLE, Role, Slice, Stack, by_expert, hf_shapes, layers_of
+from megatune.families.weights import WHOLE, Role, Slice, Stack, Weight, by_expert, hf_shapes, layers_of
 
 # The engine's name of a weight, its layer, its run of experts: names that all ranks know.
 _Key = tuple[str, int, int]
@@ -48,27 +48,13 @@ def export_weights(
     Yields:
         Tensors of the parameters' dtypes on this rank's device, not in the parameters' memory.
     """
-    architecture, place = loaded.architecture, loaded.place
+    architecture = loaded.architecture
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
     assert selection is not None or not has_adapters, "weights without their adapters"
     merges = has_adapters and selection is not None and not adapters_alone
     beside = _Beside(loaded, selection) if merges and selection is not None else None
     gather_parameters(loaded.model)
-    run = _experts_at_once(architecture, place.ep_size)
-    holders = {experts: holders_of(place, experts=experts) for experts in (False, True)}
-    pieces: dict[_Key, Piece] = {
-        (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
-        for local in loaded.parameters
-        if not local.is_copy and holders[local.weight.per_expert].replicas.rank() == 0
-        for piece in local.pieces(architecture, run)
-    }
-    owned = {
-        key: piece.local.parameter.dtype
-        for key, piece in pieces.items()
-        if holders[piece.local.weight.per_expert].slices.rank() == 0
-    }
-    owners = {key: (rank, dtype) for rank, keys in enumerate(groups.gather(owned)) for key, dtype in keys.items()}
-    wanted = set(range(place.world_size) if ranks is None else ranks)
+    gathered = _Gathered(loaded, beside, set(range(loaded.place.world_size) if ranks is None else ranks))
     family, stacks = FAMILIES[architecture.model_type], list(Stack)
     weights = family.weight_map(architecture)
     if adapters_alone and selection is not None:
@@ -78,31 +64,73 @@ def export_weights(
         key=lambda one: (one[0].per_layer, stacks.index(one[0].stack), one[1]),
     )
     for weight, layer in in_order:
-        fused, together = None if adapters_alone else loaded.form.fused_name(weight, layer), None
-        for part in by_expert(weight, architecture, WHOLE, run):
-            key = (weight.engine, layer, part.ep_rank)
-            owner, dtype = owners[key]
-            whole = None
-            if key in pieces:
-                whole = gather_piece(pieces[key], holders[weight.per_expert], 0, architecture, device.current())
-                if beside is not None:
-                    beside.merge(whole, key, pieces, holders[weight.per_expert])
-            tensors = _sent(hf_shapes(weight, architecture, layer, part), whole, dtype, owner, wanted)
-            del whole
-            if place.rank not in wanted:
-                continue
-            if fused is None:
+        parts = gathered.parts(weight, layer)
+        fused = None if adapters_alone else loaded.form.fused_name(weight, layer)
+        if fused is None:
+            for _, tensors in parts:
                 for name in [*tensors]:
                     own = PREFIX + family.in_modules(name) if adapters_alone else loaded.form.file_name(name)
                     yield own, tensors.pop(name)
-                continue
-            (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
-            for one in by_expert(weight, architecture, part):
-                matrix = torch.cat([tensors.pop(name) for name in hf_shapes(weight, architecture, layer, one)])
-                together = matrix.new_empty(shape) if together is None else together
-                together[one.ep_rank] = matrix.T if loaded.form.transposed and matrix.dim() > 1 else matrix
-        if fused is not None and together is not None:
+        elif (together := _together(loaded, weight, layer, parts)) is not None:
             yield fused, together
+
+
+class _Gathered:
+    """The weights of a model, whole of the pieces that ranks hold.
+
+    Args:
+        beside: the adapters that are merged into them.
+        wanted: the ranks that get them.
+    """
+
+    def __init__(self, loaded: LoadedModel, beside: _Beside | None, wanted: set[int]) -> None:
+        self._architecture, self._place, self._beside, self._wanted = loaded.architecture, loaded.place, beside, wanted
+        self._run = _experts_at_once(loaded.architecture, loaded.place.ep_size)
+        self._holders = {experts: holders_of(loaded.place, experts=experts) for experts in (False, True)}
+        self._pieces: dict[_Key, Piece] = {
+            (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
+            for local in loaded.parameters
+            if not local.is_copy and self._holders[local.weight.per_expert].replicas.rank() == 0
+            for piece in local.pieces(loaded.architecture, self._run)
+        }
+        owned = {
+            key: piece.local.parameter.dtype
+            for key, piece in self._pieces.items()
+            if self._holders[piece.local.weight.per_expert].slices.rank() == 0
+        }
+        owned_by = enumerate(groups.gather(owned))
+        self._owners = {key: (rank, dtype) for rank, keys in owned_by for key, dtype in keys.items()}
+
+    def parts(self, weight: Weight, layer: int) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
+        """Yield the tensors of a weight by their Hugging Face names, of experts a run at a time, on the ranks that want
+        them. Collective."""
+        holders = self._holders[weight.per_expert]
+        for part in by_expert(weight, self._architecture, WHOLE, self._run):
+            key = (weight.engine, layer, part.ep_rank)
+            whole = None
+            if key in self._pieces:
+                whole = gather_piece(self._pieces[key], holders, 0, self._architecture, device.current())
+                if self._beside is not None:
+                    self._beside.merge(whole, key, self._pieces, holders)
+            owner, dtype = self._owners[key]
+            tensors = _sent(hf_shapes(weight, self._architecture, layer, part), whole, dtype, owner, self._wanted)
+            del whole
+            if self._place.rank in self._wanted:
+                yield part, tensors
+
+
+def _together(
+    loaded: LoadedModel, weight: Weight, layer: int, parts: Iterator[tuple[Slice, dict[str, Tensor]]]
+) -> Tensor | None:
+    """Put the experts of a weight into the one tensor that the checkpoint has; None where there are no parts."""
+    architecture, together = loaded.architecture, None
+    (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
+    for part, tensors in parts:
+        for one in by_expert(weight, architecture, part):
+            matrix = torch.cat([tensors.pop(name) for name in hf_shapes(weight, architecture, layer, one)])
+            together = matrix.new_empty(shape) if together is None else together
+            together[one.ep_rank] = matrix.T if loaded.form.transposed and matrix.dim() > 1 else matrix
+    return together
 
 
 def _experts_at_once(architecture: Architecture, ep_size: int) -> int:
