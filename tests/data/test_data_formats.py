@@ -74,6 +74,17 @@ def test_sharegpt_parallel_calls() -> None:
     assert messages[2:4] == (Message("tool", "1"), Message("tool", ""))
 
 
+def test_sharegpt_calls_in_tags() -> None:
+    call, thought = '{"name": "f", "arguments": {"x": 1}}', "<think>\nlook\n</think>\n\n"
+    calls = (ToolCall("f", {"x": 1}),) * 2
+    for value, text in (
+        (f"{thought}<tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>", thought),
+        (f"I look. <tool_call>[{call}, {call}]</tool_call>", "I look."),
+    ):
+        row = sharegpt(("human", "q"), ("function_call", value), ("observation", ""), ("gpt", "a"))
+        assert conversation(row, SHAREGPT).messages[1] == Message("assistant", text, calls)
+
+
 def test_openai_tool_calls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     other = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"y": None}}}
@@ -97,6 +108,14 @@ def test_openai_tool_calls() -> None:
         "s",
         ({"type": "function", "function": {"name": "f"}},),
     )
+
+
+def test_openai_text_before_a_call_is_kept_and_no_system_message_is_added() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    row = openai(said("user"), said("assistant", "I look.", tool_calls=[call]), said("tool"), said("assistant"))
+    found = conversation(row, OPENAI)
+    assert found.messages[1] == Message("assistant", "I look.", (ToolCall("f", {}),))
+    assert found.system is None
 
 
 @pytest.mark.parametrize("tools", [None, "", " ", "[]", "null", []])

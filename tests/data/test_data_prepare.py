@@ -435,6 +435,11 @@ def test_copies_of_a_held_out_row_are_not_trained(folder: Path) -> None:
     assert result.report.notes == ["all rows have the same texts: 5 are trained on, the others are held out"]
 
 
+def test_a_data_set_that_is_named_twice_is_trained_twice(folder: Path) -> None:
+    once = answers(prepared(folder, "good").train)
+    assert sorted(answers(prepared(folder, "good", "good").train)) == sorted(2 * once)
+
+
 def test_a_note_says_what_ends_an_answer(folder: Path) -> None:
     other = qwen_tokenizer()
     other.eos_token = "<|endoftext|>"

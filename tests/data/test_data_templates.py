@@ -336,3 +336,13 @@ def test_refusals(name: str, tokenizer: PreTrainedTokenizerFast, exit_code: int,
         load_template(name, tokenizer)
     assert str(caught.value) == message
     assert caught.value.exit_code == exit_code
+
+
+def test_an_end_token_that_also_stands_for_unknown_text_is_one() -> None:
+    """As in SmolLM, and in Qwen2Tokenizer's defaults."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.eos_token = tokenizer.unk_token = "<|endoftext|>"
+    (turn,) = load_template("default", tokenizer).render(
+        Conversation((Message("user", "a"), Message("assistant", "b"))), Thinking()
+    )
+    assert turn.completion[1] == "<|endoftext|>"

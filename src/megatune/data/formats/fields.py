@@ -18,6 +18,7 @@ from megatune.data.readers import json_type
 
 IMAGE, VIDEO = "<image>", "<video>"
 TAG = re.compile(f"{IMAGE}|{VIDEO}")
+_TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
 # Types of OpenAI's parts of messages, and of Transformers' chat templates.
 PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
@@ -137,24 +138,31 @@ def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], .
 
 
 def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Read ShareGPT's function_call: JSON {"name", "arguments"} or a list of them, after an optional thought.
+    """Read ShareGPT's function_call: JSON {"name", "arguments"} or a list of them, after an optional thought; or such
+    JSON in <tool_call> tags, with text around.
 
     Returns:
-        The thought with its tags, "" where there is none, and the calls.
+        The thought with its tags, or the text around the calls, "" where there is none; and the calls.
     """
-    thought = ""
-    if value.lstrip().startswith("<think>") and "</think>" in value:
-        thought, _, value = value.partition("</think>")
-        thought += "</think>\n\n"
-    try:
-        calls = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        of = f" of {short(value)}" if isinstance(error, json.JSONDecodeError) else ""
-        detail = f"{place}{place and ': '}{_json_fault(error)}{of}"
-        raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
-    if calls == []:
+    said, written = "", [value]
+    if tagged := _TAGGED_CALL.findall(value):
+        said, written = _TAGGED_CALL.sub("", value).rstrip(), tagged
+        said += "\n\n" if said.endswith("</think>") else ""
+    elif value.lstrip().startswith("<think>") and "</think>" in value:
+        said, _, rest = value.partition("</think>")
+        said, written = f"{said}</think>\n\n", [rest]
+    calls: list[object] = []
+    for text in written:
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            of = f" of {short(text)}" if isinstance(error, json.JSONDecodeError) else ""
+            detail = f"{place}{place and ': '}{_json_fault(error)}{of}"
+            raise RowError("bad-tool-call", "a function call is not JSON", detail) from error
+        calls += read if isinstance(read, list) else [read]
+    if not calls:
         raise RowError("bad-tool-call", "a function call is empty", place)
-    return thought, tool_calls(calls if isinstance(calls, list) else [calls], owner, place)
+    return said, tool_calls(calls, owner, place)
 
 
 def tool_calls(calls: object, owner: str, place: str) -> tuple[ToolCall, ...]:

@@ -196,7 +196,7 @@ def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | No
 def _has_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
     text = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}.get(token, token)
     ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-    return len(ids) == 1 and ids[0] != tokenizer.unk_token_id
+    return len(ids) == 1 and (ids[0] != tokenizer.unk_token_id or text == tokenizer.unk_token)
 
 
 def _fitting(has: _Has) -> list[str]:
