@@ -137,6 +137,19 @@ def test_ranks_meet_on_their_devices(monkeypatch):
     assert given["device_id"] == torch.device("cuda", 3)
 
 
+@pytest.mark.parametrize(("waits", "expected"), [(False, ["left", "left"]), (True, ["left"])], ids=["gloo", "nccl"])
+def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, waits, expected):
+    """NCCL first completes what was launched, which the others may never come to: its failure would not be told."""
+    left = []
+    monkeypatch.setattr(device, "LEAVING_WAITS", waits)
+    monkeypatch.setattr(groups, "leave", lambda: left.append("left"))
+    with groups.leaving():
+        pass
+    with pytest.raises(OSError, match="disk"), groups.leaving():
+        raise OSError("disk")
+    assert left == expected
+
+
 def test_every_copy_of_a_micro_batch_is_sent(monkeypatch):
     """From page-locked memory, without waiting: also what is computed on the host, of context-parallel parts."""
     monkeypatch.setattr(sequences.parallel_state, "get_context_parallel_rank", lambda: 1)

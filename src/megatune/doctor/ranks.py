@@ -75,12 +75,10 @@ def check_together(context: RankContext, payload: dict[str, Any]) -> list[Check]
     # Longer than the ranks wait for each other, so that their own message says who is missing.
     context.beat("meet", 0, limit=seconds + 60)
     groups.join(context.rank, context.world_size, context.local_rank, *where, timeout=seconds)
-    try:
+    with groups.leaving():
         context.beat("measure", 0)
         measured = groups.gather(measure(context.node_rank, payload["output_dir"]))
         of_machines = groups.gather(payload["checks"] if context.local_rank == 0 else [])
-    finally:
-        groups.leave()
     return [check for found in of_machines for check in found] + judge(measured)
 
 

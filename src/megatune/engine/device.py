@@ -33,6 +33,8 @@ _TRACKED = "tracked."  # before the names of Megatron-Core's generators
 # NCCL keeps the memory of a tensor until its send is done; gloo reads it when its thread gets to it, so that a stage
 # must not free an activation that is still being sent.
 SENDS_HOLD_MEMORY = HAS_GPU
+# NCCL's groups go once all that was launched in them is done: a rank that failed would wait for those that it failed.
+LEAVING_WAITS = HAS_GPU
 
 
 def current() -> torch.device:

@@ -374,6 +374,18 @@ def unbuild() -> None:
         parallel_state.destroy_model_parallel()
 
 
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Leave the groups after the block. Where it fails, the process ends, and does not wait for the others first."""
+    try:
+        yield
+    except BaseException:
+        if not device.LEAVING_WAITS:
+            leave()
+        raise
+    leave()
+
+
 def leave() -> None:
     """Take the groups down, so that the process can end or build other ones."""
     unbuild()

@@ -78,15 +78,15 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     local, announce = context.local_world_size, context.announce
     groups.join(*ranks, *address, timeout=settings.run.ddp_timeout, announce=announce, local_world_size=local)
     context.operations = recent_operations
-    try:
-        asked: Loaded = payload["asked"]
-        check_same_settings(asked.settings)
-        budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
-        given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
-        return _train(context, settings, *given, budget=budget, plan=payload["plan"])
-    finally:
-        remember_groups()
-        groups.leave()
+    with groups.leaving():
+        try:
+            asked: Loaded = payload["asked"]
+            check_same_settings(asked.settings)
+            budget = TimeBudget(settings.run.exit_duration_in_mins if context.rank == 0 else None, payload["began"])
+            given = payload["run_yaml"], payload["case"], asked, payload.get("model_dir")
+            return _train(context, settings, *given, budget=budget, plan=payload["plan"])
+        finally:
+            remember_groups()
 
 
 def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, **options: Any) -> int:
