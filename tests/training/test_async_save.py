@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def on_writing(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) ->
         write(file, content)
 
     monkeypatch.setattr(file_stream._OpenFile, "write", wait_and_write)
+
+
+def test_the_thread_that_writes_is_bound_to_the_device_of_its_rank(tmp_path, monkeypatch):
+    """A new thread's is the machine's first GPU, on which all ranks' threads would take memory."""
+    bound = []
+    of_thread = saving.device.of_thread
+    monkeypatch.setattr(
+        saving.device, "of_thread", lambda where: bound.append((threading.current_thread(), where)) or of_thread(where)
+    )
+    monkeypatch.setattr(saving, "post_outcome", lambda *outcome: None)
+    monkeypatch.setattr(saving.groups, "rank", lambda: 1)
+    save = saving._Save(SimpleNamespace(write=list), tmp_path, 0, lambda digests: tmp_path, 2, 1, is_nice=False)
+    save.start()
+    save.join()
+    assert bound == [(save, saving.device.current())]
 
 
 # --- the same checkpoints ---------------------------------------------------------------------------------------------

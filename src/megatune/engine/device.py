@@ -87,6 +87,11 @@ def select(local_rank: int) -> None:
         torch.set_num_threads(1)
 
 
+def of_thread(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Bind this thread to a device: threads begin with the machine's first, and would take memory there."""
+    return torch.cuda.device(device) if HAS_GPU else contextlib.nullcontext()
+
+
 def synchronize() -> None:
     """Wait until all queued work is done, so that a clock read after it counts it."""
     if HAS_GPU:

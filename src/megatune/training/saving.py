@@ -20,7 +20,7 @@ from megatune import __version__
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.file_stream import FEW, FileStream, HostBuffers
 from megatune.config.settings import Settings
-from megatune.engine import groups
+from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.launch.devices import free_memory
 from megatune.progress import Progress, amount
@@ -192,6 +192,7 @@ class _Save(threading.Thread):
         super().__init__(name=f"save-{folder.name}", daemon=True)
         self._stream, self._folder, self._needed, self._token = stream, folder, needed, f"{folder} {number}"
         self._finish, self._world_size, self._is_nice = finish, world_size, is_nice
+        self._device = device.current()
         self._error: Exception | None = None
         self._has_written = False
 
@@ -201,7 +202,7 @@ class _Save(threading.Thread):
             os.nice(_NICENESS)  # on Linux of this thread alone
         outcome: object
         try:
-            with writing(self._folder, self._needed):
+            with device.of_thread(self._device), writing(self._folder, self._needed):
                 outcome = [FileDigest(file.name, file.size, file.digest) for file in self._stream.write()]
         except Exception as error:
             outcome = self._error = error
