@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,6 +97,28 @@ def test_operators_are_compiled_only_where_triton_can(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "_compiles", True)  # and put back at the end
     device.compile_operators(False)
     assert total([1, 2]) == 3
+
+
+@pytest.mark.parametrize("obstacle", ["", "there is no C compiler"])
+def test_fusions_of_megatron_core_are_compiled_as_our_own(monkeypatch, obstacle):
+    """They are decorated while it is imported, and would ask for a C compiler in the first step."""
+    made = []
+
+    @contextlib.contextmanager
+    def importing(module):
+        made.extend([torch.compile(sum), torch.compile(dynamic=True)(max)])
+        yield
+
+    usual = Mock(side_effect=lambda function=None, **options: lambda *args: ("compiled", options))
+    monkeypatch.setattr(torch, "compile", usual)
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(device, "why_not_compiled", lambda: obstacle)
+    monkeypatch.setattr(device, "_absent", importing)
+    device.install.__wrapped__()
+    assert torch.compile is usual
+    ours, theirs = made
+    assert ours([1, 2]) == (3 if obstacle else ("compiled", {"dynamic": True}))
+    assert theirs == ("compiled", {"dynamic": True})  # what other packages ask for stays
 
 
 def test_factories_obey_a_meta_device():

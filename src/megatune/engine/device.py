@@ -166,14 +166,14 @@ def compile_operators(wanted: bool) -> None:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for any shape, on a GPU, where it can be compiled: norms, SwiGLU, rotary embeddings, and parts
-    of cross-entropy and of matrices of few bits. Nothing else of the engine asks torch.compile for anything."""
+    of cross-entropy and of matrices of few bits; and Megatron-Core's fusions. Nothing else asks torch.compile."""
     if why_not_compiled():
         return function
     kernel = torch.compile(function, dynamic=True)
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return (kernel if _compiles else function)(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (kernel if _compiles else function)(*args, **kwargs)
 
     return call
 
@@ -340,14 +340,14 @@ def install() -> None:
     """Import Megatron-Core, with its CUDA calls patched first on a machine without a GPU."""
     if not HAS_GPU:
         _patch_cuda_calls()
-        # Megatron-Core compiles its fusions when it is imported; on a CPU that would ask for a C++ compiler.
-        compiler, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    # Megatron-Core compiles its fusions when it is imported, whether there is a compiler or not.
+    usual: Any = torch.compile
+    torch.compile = lambda function=None, **options: usual(function, **options) if options else compiled(function)  # type: ignore[assignment]
     # Its inference imports wandb where that is installed: half a second, for what is not used here.
     with _absent("wandb"):
         import megatron.core  # noqa: F401  (imported for its effect)
 
-    if not HAS_GPU:
-        torch.compile = compiler
+    torch.compile = usual
 
 
 @contextlib.contextmanager
