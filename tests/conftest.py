@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
 
 
+@pytest.fixture(scope="module")
+def computing_device() -> Iterator[None]:
+    """Make tensors where this machine computes: of kernels for GPUs there are none for a CPU's."""
+    from megatune.engine import device
+
+    with device.current():
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Eight ranks."""

@@ -65,6 +65,7 @@ class RankPool:
             limit: seconds without work; a case that works ends after SLOW_FACTOR times as long.
         """
         assert world_size <= self._size
+        _check_devices(world_size)
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(self._workers[:world_size]):
@@ -130,6 +131,23 @@ class RankPool:
             worker.process.join(10)
 
 
+def on_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a case that makes its tensors where the ranks compute."""
+    from megatune.engine import device
+
+    with device.current():
+        return function(*args)
+
+
+def _check_devices(world_size: int) -> None:
+    """Skip a test of more ranks than there are GPUs: NCCL refuses two on one."""
+    import pytest
+    import torch
+
+    if torch.cuda.is_available() and world_size > torch.cuda.device_count():
+        pytest.skip("each rank needs a GPU of its own")
+
+
 class _Idleness:
     """Whether processes have used hardly any processor time for `limit` seconds."""
 
@@ -170,11 +188,12 @@ def _answer(rank: int, world_size: int, store_path: str, here: tuple[str, list[s
     """Run one case: a traceback, empty where it went well, and the function's answer."""
     import torch
 
-    from megatune.engine import groups
+    from megatune.engine import device, groups
 
     folder, sys.path[:] = here
     try:
         os.chdir(folder)
+        device.select(rank)
         store = torch.distributed.FileStore(store_path, world_size)
         groups.meet(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
         function, args = pickle.loads(call)

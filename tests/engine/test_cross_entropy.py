@@ -10,17 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, MORE_LAYOUTS
+from pool import on_device
 from references import reference_token_losses
 from settings_gradients import LENGTHS, run_with, worst_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.engine import groups
+from megatune.engine import device, groups
 from megatune.engine.layers import cross_entropy
 from megatune.engine.layers.cross_entropy import Head, VocabularyPart, likeliest_tokens, token_losses
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
+
+pytestmark = pytest.mark.usefixtures("computing_device")
 
 LAYOUTS_OF_SWITCH = {**LAYOUTS, "dp2, grad overlap": MORE_LAYOUTS["dp2, grad overlap"]}
 
@@ -29,7 +32,7 @@ class Problem:
     """Random inputs, and what the plain computation makes of them with a gradient of its own for every token."""
 
     def __init__(self, s: int, b: int, vocabulary: int, *, trained: float = 0.6, dtype: Any = torch.float32) -> None:
-        generator = torch.Generator().manual_seed(s * 100 + b)
+        generator = torch.Generator(device.current()).manual_seed(s * 100 + b)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
@@ -84,7 +87,7 @@ def test_entropies_are_those_at_the_temperature(monkeypatch, temperature, rows):
     hidden_states, weight = (each.clone().requires_grad_() for each in (problem.hidden_states, problem.weight))
     head = Head(temperature, entropy=True)
     found = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37), head)
-    gradient = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(found.shape, generator=torch.Generator(device.current()).manual_seed(1))
     found.backward(gradient)
     inputs = [each.double().requires_grad_() for each in (problem.hidden_states, problem.weight)]
     log_probs = (inputs[0].transpose(0, 1) @ inputs[1].t() / temperature).log_softmax(-1)
@@ -212,7 +215,7 @@ def split_over_ranks(tp_size: int, sequence_parallel: bool, vocabulary: int) -> 
 @pytest.mark.parametrize(("tp_size", "vocabulary"), [(2, 40), (2, 33), (4, 43)])
 def test_vocabulary_is_split_over_ranks(pool, tp_size, vocabulary, sequence_parallel):
     """Also where the last rank's rows only pad the vocabulary: 43 of 4 · 20."""
-    pool.run(tp_size, split_over_ranks, tp_size, sequence_parallel, vocabulary)
+    pool.run(tp_size, on_device, split_over_ranks, tp_size, sequence_parallel, vocabulary)
 
 
 @pytest.mark.covering

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
+from megatune.engine import device
 from megatune.engine.adam import FusedAdam
+
+pytestmark = pytest.mark.usefixtures("computing_device")
 
 SHAPES = ((3, 5), (7,), (2, 2))
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
 def parameters() -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device.current()).manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
@@ -22,7 +26,7 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict]:
 
 
 def give_gradients(params: list[torch.nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step + 1)
+    generator = torch.Generator(device.current()).manual_seed(step + 1)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator)
 

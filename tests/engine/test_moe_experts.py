@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import on_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatune.engine import device
 from megatune.engine.layers.moe.dispatcher import count_by_expert, group_by_expert
 from megatune.engine.layers.moe.layer import GroupedExperts, grouped_linear, looped_linear
+
+pytestmark = pytest.mark.usefixtures("computing_device")
 
 HIDDEN, FFN, NUM_EXPERTS = 16, 8, 4
 # Some experts without tokens, all tokens on one expert, and no token at all.
@@ -29,7 +33,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
     )  # fmt: skip
     vars(config).update(more)
     module = GroupedExperts(NUM_EXPERTS, config)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device.current()).manual_seed(1)
     with torch.no_grad():
         for weight in (module.weight1, module.weight2):
             weight.copy_(torch.randn(weight.shape, generator=generator))
@@ -38,7 +42,7 @@ def experts(*, grouped: bool, dtype: torch.dtype = torch.float32, ffn: int = FFN
 
 def forward_backward(module: GroupedExperts, counts: tuple[int, ...]) -> list[torch.Tensor]:
     """The output, and the gradients of rows, probabilities and both weights."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(device.current()).manual_seed(2)
     rows = torch.randn(sum(counts), HIDDEN, generator=generator).to(module.weight1.dtype).requires_grad_()
     probs = torch.rand(sum(counts), generator=generator).requires_grad_()
     output, bias = module(rows, torch.tensor(counts), probs)
@@ -49,7 +53,7 @@ def forward_backward(module: GroupedExperts, counts: tuple[int, ...]) -> list[to
 
 def by_definition(module: GroupedExperts, counts: tuple[int, ...]) -> torch.Tensor:
     """Every row through its expert's three matrices, then weighted."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(device.current()).manual_seed(2)
     rows = torch.randn(sum(counts), HIDDEN, generator=generator)
     probs = torch.rand(sum(counts), generator=generator)
     numbers = torch.arange(NUM_EXPERTS).repeat_interleave(torch.tensor(counts)).tolist()
@@ -125,7 +129,7 @@ def test_unrounded_gradients_of_16_bits():
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_recomputed_activation_changes_no_bit(pool, counts, fused):
-    assert pool.run(1, recompute_activation, counts, fused) == [True]
+    assert pool.run(1, on_device, recompute_activation, counts, fused) == [True]
 
 
 def recompute_activation(counts: tuple[int, ...], fused: bool) -> bool:
@@ -248,7 +252,7 @@ def test_a_sum_of_few_choices_among_many_takes_the_memory_of_its_rows():
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("counts", COUNTS[:-1], ids=str)
 def test_clamped_experts_with_biases_equal_transformers(pool, counts, fused):
-    assert pool.run(1, clamped_experts, counts, fused) == [[]]
+    assert pool.run(1, on_device, clamped_experts, counts, fused) == [[]]
 
 
 def clamped_experts(counts: tuple[int, ...], fused: bool) -> list[str]:
@@ -262,7 +266,7 @@ def clamped_experts(counts: tuple[int, ...], fused: bool) -> list[str]:
     groups.build(ParallelSettings(), seed=0, timeout=30)
     ours = experts(grouped=True, bias_activation_fusion=fused, add_bias_linear=True, moe_swiglu_limit=7.0)
     theirs = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, hidden_size=HIDDEN, intermediate_size=FFN))
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(device.current()).manual_seed(3)
     pairs = {
         "weight1": (ours.weight1, theirs.gate_up_proj), "bias1": (ours.linear_fc1["bias"], theirs.gate_up_proj_bias),
         "weight2": (ours.weight2, theirs.down_proj), "bias2": (ours.linear_fc2["bias"], theirs.down_proj_bias),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatune.engine import device
 from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
@@ -126,9 +127,9 @@ def test_rotation_equals_that_of_transformers(interleaved, dtype):
 @given(interleaved=st.booleans(), untouched=st.sampled_from([0, 6]), heads=st.integers(1, 3), rows=st.integers(1, 2))
 def test_fused_rotation_equals_the_plain_one(interleaved, untouched, heads, rows):
     """Values and gradients, in fp64 where rounding would hide a difference."""
-    frequencies = torch.rand(4)
-    table = cos_sin(POSITIONS, frequencies, 1.25, torch.float64)
-    hidden_states = torch.randn(len(POSITIONS), rows, heads, untouched + 8, dtype=torch.float64, requires_grad=True)
+    here = {"dtype": torch.float64, "device": device.current()}
+    table = cos_sin(POSITIONS, torch.rand(4), 1.25, torch.float64).to(device.current())
+    hidden_states = torch.randn(len(POSITIONS), rows, heads, untouched + 8, **here, requires_grad=True)
     ours, plain = fused_rotate(hidden_states, table, interleaved), rotate(hidden_states, table, interleaved)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(ours)
@@ -138,8 +139,8 @@ def test_fused_rotation_equals_the_plain_one(interleaved, untouched, heads, rows
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fused_rotation_rounds_no_worse_in_bf16(interleaved):
-    table = cos_sin(POSITIONS, torch.rand(32), 1.0, torch.bfloat16)
-    hidden_states = torch.randn(len(POSITIONS), 2, 4, 64).bfloat16()
+    table = cos_sin(POSITIONS, torch.rand(32), 1.0, torch.bfloat16).to(device.current())
+    hidden_states = torch.randn(len(POSITIONS), 2, 4, 64, device=device.current()).bfloat16()
     truth = rotate(hidden_states.double(), table.double(), interleaved)
     fused, plain = fused_rotate(hidden_states, table, interleaved), rotate(hidden_states, table, interleaved)
     assert fused.dtype == plain.dtype == torch.bfloat16
