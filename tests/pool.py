@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-_PRELOAD = ["megatune.training.run", "megatune.verify.measure", "megatune.verify.reference"]
+_PRELOAD = ["megatune.training.run", "megatune.verify.measure", "megatune.verify.reference", "pytest", "hypothesis"]
 
 COLLECTIVE_SECONDS = 300  # on a busy machine a peer may be slow; one that hangs is noticed sooner, by its idleness
 LOOK_SECONDS = 1.0  # between looks at what the ranks use
