@@ -108,16 +108,19 @@ def test_few_open_files():
 
 # As nvidia-smi prints them: a good GPU; one with errors, throttled, in use, with MIG; another one.
 _GPUS = """\
-0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, 9.0, 35, 0, 0x0000000000000000, Disabled
-1, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 40000, 9.0, 91, 3, 0x0000000000000040, Enabled
-2, Tesla V100-SXM2-32GB, 550.54.15, 32768, 4, 7.0, 35, 0, 0x0000000000000004, [N/A]
+0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, 9.0, 35, 0, Disabled, 0x0000000000000000
+1, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 40000, 9.0, 91, 3, Enabled, 0x0000000000000040
+2, Tesla V100-SXM2-32GB, 550.54.15, 32768, 4, 7.0, 35, 0, [N/A], 0x0000000000000004
 """
 _TOPOLOGY = "        GPU0  GPU1\nGPU0     X    SYS\nGPU1    SYS    X\n"
 
 
-def test_gpus_are_judged_by_what_their_driver_says(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reasons", ["clocks_throttle_reasons", "clocks_event_reasons"])
+def test_gpus_are_judged_by_what_their_driver_says(reasons, tmp_path, monkeypatch):
+    """Old drivers and new ones, which end with an error where they do not know a field."""
     program = tmp_path / "nvidia-smi"
-    text = f"#!/bin/sh\ncase $1 in --query-gpu*) cat <<'E'\n{_GPUS}E\n;; *) cat <<'E'\n{_TOPOLOGY}E\n;; esac\n"
+    text = f"#!/bin/sh\ncase $1 in *,{reasons}.active) cat <<'E'\n{_GPUS}E\n;; --query*) exit 2 ;; "
+    text += f"*) cat <<'E'\n{_TOPOLOGY}E\n;; esac\n"
     program.write_text(text)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -68,9 +68,10 @@ def _shared_memory(ranks: int) -> Check:
 
 _FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap", "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active", "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
 )  # fmt: skip
-# Bits of clocks_throttle_reasons.active that slow a run (NVML's nvmlClocksThrottleReasons): software power cap is not
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the second: up to driver 530
+# Bits of clocks_event_reasons.active that slow a run (NVML's nvmlClocksThrottleReasons): software power cap is not
 # among them, since a GPU under load is at its power limit.
 _THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 _HELD_BY_OTHERS = 2 * 1024  # MiB: more than a context
@@ -84,12 +85,16 @@ def gpus(wanted: int, *, bf16: bool) -> Iterator[Check]:
         wanted: processes of this machine, each of which needs one; 0 to compute on the CPU.
         bf16: whether the run computes in bfloat16.
     """
-    table = nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-    if table is None:
+    for reasons in _REASONS:
+        table = nvidia_smi(f"--query-gpu={','.join((*_FIELDS, reasons))}", "--format=csv,noheader,nounits")
+        if table is not None:
+            break
+    else:
         yield Check("gpu", "GPUs", Verdict.SKIP, "nvidia-smi is not here, or fails: ranks compute on the CPU")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    found = [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    fields = (*_FIELDS, "reasons")
+    found = [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
     names = sorted({gpu["name"] for gpu in found})
     text = f"{len(found)} × {', '.join(names)}, driver {found[0]['driver_version']}" if found else "none"
     if len(found) < wanted:
@@ -114,9 +119,7 @@ def _state(gpu: Mapping[str, str]) -> Iterator[Check]:
     name, used, heat = f"GPU {gpu['index']}", gpu["memory.used"], gpu["temperature.gpu"]
     memory = f"{used} of {gpu['memory.total']} MiB"
     errors = _gpu_number(gpu["ecc.errors.uncorrected.volatile.total"])
-    reasons = [
-        text for bit, text in _THROTTLED.items() if int(_gpu_number(gpu["clocks_throttle_reasons.active"])) & bit
-    ]
+    reasons = [text for bit, text in _THROTTLED.items() if int(_gpu_number(gpu["reasons"])) & bit]
     checks = [
         _gpu_check(name, f"{errors:.0f} uncorrected ECC errors", not errors,
                    "its memory returned wrong values since the driver was loaded",
