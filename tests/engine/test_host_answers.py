@@ -13,7 +13,7 @@ from settings_gradients import measure_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatune.bridge.assemble import assemble
-from megatune.engine import optimizer, step
+from megatune.engine import device, optimizer, step
 from megatune.engine.layers import cross_entropy
 from megatune.engine.layers.moe import dispatcher
 from megatune.engine.layers.moe.dispatcher import asking_once, on_host
@@ -65,10 +65,27 @@ def waits_of_dispatchers(model, settings):
 
 
 def _is_asked_here() -> bool:
-    return sys._getframe(2).f_code is dispatcher.on_host.__code__
+    return sys._getframe(2).f_code is dispatcher._found_once.__code__
 
 
-@pytest.mark.parametrize(
+def copies_of_counts(model, settings) -> list[bool]:
+    """On a rank: of each copy of the experts' counts to the host, whether it began in the backward pass."""
+    found: list[bool] = []
+    usual = device.HostCopy
+
+    def begun(counts):
+        found.append(torch._C._current_graph_task_id() != -1)
+        return usual(counts)
+
+    device.HostCopy = begun
+    try:
+        waits_of_a_step(model, settings)
+    finally:
+        device.HostCopy = usual
+    return found
+
+
+RECOMPUTE = pytest.mark.parametrize(
     "recompute",
     [
         {"recompute_granularity": "full"},
@@ -76,6 +93,17 @@ def _is_asked_here() -> bool:
     ],
     ids=["full", "moe"],
 )
+
+
+@RECOMPUTE
+def test_counts_for_gradients_are_on_their_way_in_the_forward_pass(pool, model_dir, recompute):
+    fused = replace(EXPERT_LAYOUTS["ep2"], performance={"gradient_accumulation_fusion": True}, recompute=recompute)
+    for begun in pool.run(fused.world_size, copies_of_counts, model_dir("qwen3_moe"), fused.settings()):
+        assert begun
+        assert not any(begun)
+
+
+@RECOMPUTE
 def test_recomputed_experts_wait_as_often_as_others(pool, model_dir, recompute):
     model, layout = model_dir("qwen3_moe"), EXPERT_LAYOUTS["ep2"]
     (waits, plain), (again, recomputed) = (

@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatune.engine import device
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
@@ -307,11 +309,20 @@ _CURRENT: ContextVar[_Answers | None] = ContextVar("answers", default=None)
 
 def on_host(values: Tensor) -> Any:
     """Return a tensor's values as `tolist` does; in a function that runs again, those of its first run."""
+    return _found_once(values.tolist)
+
+
+def copied_once(values: Tensor) -> device.HostCopy:
+    """Return a tensor on its way to the host; in a function that runs again, the copy of its first run."""
+    return _found_once(lambda: device.HostCopy(values))
+
+
+def _found_once(find: Callable[[], Any]) -> Any:
     answers = _CURRENT.get()
     if answers is None:
-        return values.tolist()
+        return find()
     if answers.position == len(answers.kept):
-        answers.kept.append(values.tolist())
+        answers.kept.append(find())
     answers.position += 1
     return answers.kept[answers.position - 1]
 

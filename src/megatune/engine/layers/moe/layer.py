@@ -23,7 +23,7 @@ from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
 from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient, keeping_inputs
-from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, on_host
+from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, copied_once, on_host
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -108,8 +108,10 @@ class GroupedExperts(torch.nn.Module):
         # Sizes that the grouped kernels refuse are no real model's, but an adapter may have such a rank.
         is_aligned = not any(length * weight.itemsize % _ALIGNMENT for length in weight.shape[1:])
         linear = grouped_linear if self.is_grouped and is_aligned else looped_linear
-        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled() and hasattr(weight, "main_grad"):
-            return _Accumulating.apply(rows, weight, tokens_per_expert, linear)
+        if self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
+            counts = copied_once(tokens_per_expert)  # also in a first pass without gradients: recomputation finds it
+            if torch.is_grad_enabled():
+                return _Accumulating.apply(rows, weight, tokens_per_expert, counts, linear)
         return linear(rows, weight, tokens_per_expert)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
@@ -199,21 +201,23 @@ class _Accumulating(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, linear: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, copied: device.HostCopy, linear: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
-        ctx.linear, ctx.counts = linear, device.HostCopy(counts)
+        ctx.linear, ctx.copied = linear, copied
         return linear(rows, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, counts = ctx.saved_tensors
         grad_rows = ctx.linear(grad, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        sizes = ctx.counts.tolist()
+        sizes = ctx.copied.tolist()
         parts = zip(weight.main_grad, grad.split(sizes), rows.split(sizes), strict=True)
         for main_grad, of_outputs, of_inputs in parts:
             if len(of_inputs):
                 add_weight_gradient(main_grad, of_outputs, of_inputs)
-        return grad_rows, announced_gradient(weight), None, None
+        return grad_rows, announced_gradient(weight), None, None, None
 
 
 class MoELayer(moe_layer.MoELayer):
