@@ -39,23 +39,24 @@ _ALONE = {
 def make_judge(family: str, folder: Path) -> Path:
     """Write a tiny model that judges at random."""
     question = YES_OR_NO.format(question=_QUESTION.format(1), response=SAYS[0], reference="1")
-    return make_talker(family, folder, ("YES", "NO"), (question, question.replace("YES \\boxed{1}", SAYS[2])))
+    return _taught(family, folder, ("YES", "NO"), (question, question.replace("YES \\boxed{1}", SAYS[2])), ())
 
 
-def make_talker(
-    family: str, folder: Path, says: Sequence[str] = SAYS, asked: Sequence[str] = tuple(map(_QUESTION.format, _NUMBERS))
-) -> Path:
-    """Write a tiny model that was taught to say one of some texts when it is asked."""
+def make_talker(family: str, folder: Path) -> Path:
+    """Write a tiny model that says one of `SAYS` when it is asked."""
+    return _taught(family, folder, SAYS, [*map(_QUESTION.format, _NUMBERS)], [*map(_ASKED.format, _NUMBERS)])
+
+
+def _taught(family: str, folder: Path, says: Sequence[str], asked: Sequence[str], prompts: Sequence[str]) -> Path:
+    """Write a tiny model that was taught to say one of some texts in a chat, and after prompts as they are."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 16}
     make_checkpoint(family, folder, max_position_embeddings=2048, vocab_size=600, **sizes)
     tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder)
-    prompts = [
+    chats = [
         tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True) for each in asked
     ]
-    texts = [tokenizer(_ASKED.format(number)) for number in _NUMBERS]
-    rows = [
-        (each["input_ids"], tokenizer(f"{said}<|im_end|>")["input_ids"]) for each in (*prompts, *texts) for said in says
-    ]
+    begun = [each["input_ids"] for each in (*chats, *map(tokenizer, prompts))]
+    rows = [(each, tokenizer(f"{said}<|im_end|>")["input_ids"]) for each in begun for said in says]
     longest = max(len(prompt) + len(said) for prompt, said in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)
@@ -64,8 +65,10 @@ def make_talker(
         ids[row, : len(whole)] = torch.tensor(whole)
         labels[row, len(prompt) : len(whole)] = torch.tensor(said)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        model(input_ids=ids, labels=labels).loss.backward()
+    for step in range(60):
+        # Each time another text after each prompt, and all texts together.
+        own = [len(says) * place + (place + step) % len(says) for place in range(len(begun))]
+        model(input_ids=ids[own], labels=labels[own]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
