@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
+from torch.distributed import TCPStore
 
+from megatune.errors import ExitCode, MegatuneError
+from megatune.rl import transport
 from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender, break_off, choose_route, merged
 
 
@@ -24,10 +27,11 @@ def test_the_way_follows_from_where_the_processes_are() -> None:
     assert chosen([0, 1], [0, 2], on_gpus=False) == Route("file", (0,), (), seconds=60.0)
     assert chosen([0, 1], [0, 8], on_gpus=False) == Route("device", (0,), (0, 1), seconds=60.0)
     # GPUs: each engine reads the buffer on its own GPU; from others NCCL brings it, and no GPU is in a group twice.
-    assert chosen([0, 1, 2, 3], [0, 1, 2, 3], on_gpus=True) == Route("device", (0, 1, 2, 3), (), seconds=60.0)
-    assert chosen([0, 1], [2, 3], on_gpus=True) == Route("device", (0,), (0, 1), seconds=60.0)
-    assert chosen([0, 1], [1, 2, 9], on_gpus=True) == Route("device", (0, 1), (1, 2), seconds=60.0)
-    assert chosen([8, 9], [9], on_gpus=True) == Route("device", (1,), (), seconds=60.0)
+    ranks = (0, 1, 2, 3)
+    assert chosen([*ranks], [*ranks], on_gpus=True) == Route("device", ranks, (), ranks, seconds=60.0)
+    assert chosen([0, 1], [2, 3], on_gpus=True) == Route("device", (0,), (0, 1), (), seconds=60.0)
+    assert chosen([0, 1], [1, 2, 9], on_gpus=True) == Route("device", (0, 1), (1, 2), (1,), seconds=60.0)
+    assert chosen([8, 9], [9], on_gpus=True) == Route("device", (1,), (), (1,), seconds=60.0)
 
 
 def buckets(device: str = "cpu") -> list[dict[str, torch.Tensor]]:
@@ -121,9 +125,31 @@ def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
         pass
 
 
+def test_versions_of_nccl_that_do_not_connect_are_named() -> None:
+    sender = Sender(Route("device", (0,), (0,), seconds=60.0), torch.device("cpu"))
+    route = sender.open("127.0.0.1")
+    TCPStore(route.address, route.port, None, wait_for_workers=False).set("here1", "2.29.3")  # as a listener does
+    with pytest.raises(MegatuneError, match=r"a rollout engine 2\.29\.3[^?]*py_executable") as caught:
+        sender.join()
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+
+
+def test_only_a_rank_whose_gpu_an_engine_shares_gives_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees no memory of which a handle was given that nobody has opened."""
+    ensure, cpu = transport._Memory.ensure, torch.device("cpu")
+    monkeypatch.setattr(transport._Memory, "ensure", lambda self, nbytes, device: ensure(self, nbytes, cpu))
+    monkeypatch.setattr(transport, "_uuid", lambda: "gpu")
+    monkeypatch.setattr(transport, "_handle", lambda buffer: len(buffer))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    route = chosen([0, 1], [1, 2], on_gpus=True)
+    first, second = (Sender(route, torch.device("cuda"), rank).pack(buckets()[0]) for rank in route.senders)
+    assert not first.handles
+    assert second.handles == {"gpu": second.nbytes}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_that_both_use() -> None:
-    sent = check(Route("device", (0,), ()), 1, "cuda")
+    sent = check(Route("device", (0,), (), (0,)), 1, "cuda")
     assert all(len(each.handles) == 1 for each in sent)
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, TCPStore
 
+from megatune.errors import ExitCode, Finding, MegatuneError
+
 _ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 WAITING_BUCKETS = 2
 _HERE, _BROKEN = "here", "broken"  # keys of the store: of each process that has come, and where one has gone
@@ -43,6 +45,7 @@ class Route:
     Attributes:
         senders: ranks of the trainer that pack buckets; the first one also broadcasts.
         listeners: receivers that get the broadcast.
+        neighbors: ranks whose GPU is a receiver's, too, which opens their buffer.
         address, port: where the first sender and the listeners meet.
         seconds: that they wait for each other in a broadcast at most.
     """
@@ -50,6 +53,7 @@ class Route:
     kind: Literal["file", "device"]
     senders: tuple[int, ...] = (0,)
     listeners: tuple[int, ...] = ()
+    neighbors: tuple[int, ...] = ()
     address: str = ""
     port: int = 0
     seconds: float = 1800.0
@@ -71,7 +75,7 @@ def choose_route(
     ranks = {rank for rank, device in enumerate(trainer) if device in shared}
     listeners = tuple(place for place, device in enumerate(engines) if device not in shared)
     senders = tuple(sorted(ranks | {0} if listeners else ranks))
-    return Route("device", senders, listeners, seconds=seconds)
+    return Route("device", senders, listeners, tuple(sorted(ranks)), seconds=seconds)
 
 
 class Content(NamedTuple):
@@ -131,10 +135,12 @@ class Sender:
 
     Args:
         device: of the tensors.
+        rank: of this process in the trainer.
     """
 
-    def __init__(self, route: Route, device: torch.device) -> None:
+    def __init__(self, route: Route, device: torch.device, rank: int = 0) -> None:
         self._route, self._device = route, device
+        self._has_neighbor = rank in route.neighbors
         self._buffers: list[_Memory] = [_Memory(), _Memory()]
         self._count = 0
         self._store: TCPStore | None = None
@@ -154,7 +160,11 @@ class Sender:
         return self._route
 
     def join(self) -> None:
-        """Meet the listeners, which come at the same time."""
+        """Meet the listeners, which come at the same time.
+
+        Raises:
+            MegatuneError: UNAVAILABLE, where NCCL would refuse to connect them.
+        """
         if self._store is not None:
             self._group = _group(self._store, 0, self._route, self._device)
 
@@ -171,7 +181,7 @@ class Sender:
         parcel = Parcel(tuple(contents), end, memory.path)
         for name, place in parcel.tensors(memory.buffer).items():
             place.copy_(bucket[name])
-        if memory.buffer.is_cuda:
+        if self._has_neighbor:  # torch keeps memory for ever whose handle nobody opens
             torch.cuda.synchronize()
             return replace(parcel, handles={_uuid(): _handle(memory.buffer[:end])})
         return parcel
@@ -269,15 +279,25 @@ def break_off(route: Route) -> None:
 
 def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> Any:
     """Join the group of the first sender and the listeners, beside whatever groups a process has of its own; None where
-    one of them does not come."""
+    one of them does not come.
+
+    Raises:
+        MegatuneError: see `Sender.join`.
+    """
     size = 1 + len(route.listeners)
+    everyone = [f"{_HERE}{each}" for each in range(size)]
     try:
-        store.set(f"{_HERE}{rank}", "")
+        store.set(everyone[rank], ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "gloo")
         until = time.monotonic() + _MEETING.total_seconds()
-        while not store.check([f"{_HERE}{each}" for each in range(size)]):
+        while not store.check(everyone):
             if store.check([_BROKEN]) or time.monotonic() > until:
                 return None
             time.sleep(_LOOK_SECONDS)
+        own, *others = [store.get(each).decode() for each in everyone]
+        if other := next((each for each in others if each != own), None):
+            if rank == 0:
+                raise _versions_differ(own, other)
+            return None
         if device.type == "cuda":
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=route.seconds)
@@ -287,6 +307,12 @@ def _group(store: TCPStore, rank: int, route: Route, device: torch.device) -> An
         return None
     group.set_timeout(timedelta(seconds=route.seconds))
     return group
+
+
+def _versions_differ(own: str, other: str) -> MegatuneError:
+    what, why = f"the trainer has NCCL {own}, and a rollout engine {other}", "NCCL connects processes of one version"
+    fix = "install the trainer's version of torch, for the same CUDA, into the environment that py_executable names"
+    return MegatuneError(Finding(what, "actor_infer", why, fix), ExitCode.UNAVAILABLE)
 
 
 def _broadcast(group: Any, buffer: Tensor) -> Any:

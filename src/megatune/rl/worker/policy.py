@@ -103,8 +103,9 @@ class PolicyWorker(TrainedWorker):
 
     def open_route(self, route: Route) -> Route:
         """Prepare to send weights, where this rank does; the first sender opens the place where listeners meet it."""
-        self._sender = Sender(route, device.current()) if self.context.rank in route.senders else None
-        if self._sender is not None and self.context.rank == route.senders[0]:
+        rank = self.context.rank
+        self._sender = Sender(route, device.current(), rank) if rank in route.senders else None
+        if self._sender is not None and rank == route.senders[0]:
             route = self._sender.open(self.context.master_addr)
         self._route = route
         return route
