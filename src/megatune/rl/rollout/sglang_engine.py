@@ -64,6 +64,7 @@ class SglangEngine(RolloutEngine):
         self._engine, self._seeds, self._num_layers = engine, seeds, num_layers
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._asleep: list[str] = []
+        self._is_updating = False
         self._receiver: Receiver
 
     @classmethod
@@ -171,12 +172,22 @@ class SglangEngine(RolloutEngine):
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self._receiver = Receiver(route, first, device)
 
+    def begin_update(self, version: int, num_tensors: int) -> None:
+        """Expect weights; see `RolloutEngine.begin_update`. SGLang still expects those of an update that broke off."""
+        super().begin_update(version, num_tensors)
+        if not self._is_updating:
+            self._check(self._engine.begin_weight_update(), "does not begin an update of its weights")
+            self._is_updating = True
+
     def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
         with self._receiver.opened(parcel) as tensors:
-            good = [(name, tensors[name]) for name in names]
+            # Copies, which SGLang's processes open: what this one has opened itself cannot be handed on.
+            good = [(name, tensors[name].clone()) for name in names]
             self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
 
     def _finish(self, version: int, *, whole: bool) -> None:
+        self._is_updating = False
+        self._check(self._engine.end_weight_update(), "does not end an update of its weights")
         flushed = self._engine.flush_cache()
         self._check((flushed.success, flushed.message), "keeps keys and values of older weights")
 
