@@ -67,7 +67,7 @@ class VllmEngine(RolloutEngine):
         self._adapter = adapter
         self._lora: Any = None  # vLLM's LoRARequest of the last update
         self._folder = tempfile.TemporaryDirectory(prefix="megatune-adapter-")
-        vllm.call("megatune_scale_logits", 1.0 / temperature)
+        assert 1 in vllm.call("megatune_scale_logits", 1.0 / temperature), "no output layer"
 
     @classmethod
     def load(cls, role: InferRole, *, seed: int, max_running: int, context: int) -> VllmEngine:

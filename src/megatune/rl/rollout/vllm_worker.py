@@ -39,13 +39,16 @@ class WeightUpdates:
     _receiver: Receiver
     _adapter: dict[str, torch.Tensor]
 
-    def megatune_scale_logits(self, factor: float) -> None:
-        """Multiply the logits: log-probabilities are those at temperature 1 / factor then."""
+    def megatune_scale_logits(self, factor: float) -> int:
+        """Multiply the logits: log-probabilities are those at temperature 1 / factor then. Return the number of output
+        layers: only the last stage of a pipeline is sure to have one."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         found = [each for each in self.model_runner.model.modules() if isinstance(each, LogitsProcessor)]
-        assert len(found) == 1, f"{len(found)} output layers"
-        found[0].scale *= factor
+        assert len(found) <= 1, f"{len(found)} output layers"
+        for each in found:
+            each.scale *= factor
+        return len(found)
 
     def megatune_begin(self) -> None:
         """Let the layers take weights again, which have been packed for their kernels since they were loaded."""
