@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -163,7 +164,9 @@ def test_updates(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> N
     )
     weights = load_file(other / "model.safetensors")
     engine, requests = load(folder), some_requests(3)
-    engine.sleep(2)
+    with mock.patch("torch.cuda.empty_cache") as given_back:
+        engine.sleep(2)
+    given_back.assert_called_once()  # a GPU's memory, to the trainer's processes
     with pytest.raises(MegatuneError, match="it sleeps"):
         engine.submit(requests)
     engine.wake("weights")

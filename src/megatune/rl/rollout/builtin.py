@@ -286,6 +286,7 @@ class BuiltinEngine(RolloutEngine):
         self._clear()
         if level > 1:
             self._model.to("meta")
+        torch.cuda.empty_cache()  # it is for other processes
 
     def wake(self, *parts: Memory) -> None:
         """Take memory again; see `RolloutEngine.wake`. Weights come with the next update, the cache with requests."""
