@@ -25,6 +25,7 @@ import ray as module  # before any session: it has no token yet
 from ray._raylet import AuthenticationMode, get_authentication_mode
 
 from megatune.errors import ExitCode, MegatuneError
+from megatune.launch.world import RankEnv
 from megatune.rl.cluster import session
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.cluster.machine import Machine
@@ -88,6 +89,18 @@ def test_calls_and_one_that_fails(ray: None, tmp_path: Path) -> None:
         assert "in fail" in (tmp_path / "logs" / "actor_train-1.log").read_text()
     assert ended(pids)
     assert "=== actor_infer 0, process" in (tmp_path / "logs" / "actor_infer-0.log").read_text()
+
+
+def test_only_ranks_launch_kernels_in_order(tmp_path: Path) -> None:
+    """Megatron-Core's overlaps count on it; an engine of another project would copy tokens after the next step."""
+    cluster = SimpleNamespace(_folder=tmp_path, _gpus={0: "0"}, _joined=False)
+    placement, env = ActorPlacement(0, 0, (0,), 0, 1), RankEnv(0, 0, 1, 1, "127.0.0.1", 1, 0)
+    variables = [
+        Cluster._environment(cluster, RoleSpec(name, WORKER, devices=(0,), rendezvous=meets), placement, env)  # type: ignore[arg-type]
+        for name, meets in (("actor_train", True), ("actor_infer", False))
+    ]
+    assert [each.get("CUDA_DEVICE_MAX_CONNECTIONS") for each in variables] == ["1", None]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in variables] == ["0", "0"]
 
 
 class Loaded(NamedTuple):

@@ -197,6 +197,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Return the variables of an actor's process, beside those of the machine."""
         threads = rank_environment({}, placement.local_world_size)
         variables = {name: os.environ.get(name, value) for name, value in threads.items()}
+        if not spec.rendezvous:  # for ranks of Megatron-Core; an engine copies while it computes
+            del variables["CUDA_DEVICE_MAX_CONNECTIONS"]
         if spec.py_executable:
             variables["PYTHONPATH"] = session.package_path(self._folder)
         elif "PYTHONPATH" in os.environ:
