@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from megatune.config.settings import ParallelSettings, Settings
 from megatune.families import FAMILIES, read_architecture
 from megatune.plan.catalogue.models import model_config
 from megatune.rehearse.model import RealModel, shrink
+from megatune.rehearse.run import _surroundings
 from megatune.rehearse.settings import MOST_PROCESSES, other_layout, rehearsed_world, smaller
 
 REAL = {
@@ -227,3 +230,12 @@ def test_another_layout_trains_the_same_rows(family: str) -> None:
     assert changed.parallel.sizes(world) != parallel.sizes(4)
     replicas = world // changed.parallel.model_parallel_size
     assert changed.batch.gradient_accumulation_steps * replicas == 4
+
+
+def test_ranks_are_processes_of_the_cpu_also_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with _surroundings(tmp_path):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

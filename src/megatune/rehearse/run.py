@@ -200,8 +200,10 @@ class Rehearsal:
 
 @contextlib.contextmanager
 def _surroundings(folder: Path) -> Iterator[None]:
-    """Give ranks one thread each, and prepared rows a folder that goes with the rehearsal."""
+    """Give ranks one thread each and no GPUs, of which there may be fewer than ranks, and prepared rows a folder that
+    goes with the rehearsal."""
     own = {"MEGATUNE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    own["CUDA_VISIBLE_DEVICES"] = ""
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:
