@@ -287,8 +287,11 @@ def set_environment(*, on_gpu: bool | None = None, more: Mapping[str, str] | Non
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    on_cpu = {} if on_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    for name, value in (chosen | on_cpu | dict(more or {})).items():
+    if on_gpu:  # who has asked torch for GPUs cannot fork processes that use them
+        chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    else:
+        chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    for name, value in (chosen | dict(more or {})).items():
         os.environ.setdefault(name, value)
 
 
