@@ -65,7 +65,9 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         attention_dropout=0.0,
         masked_softmax_fusion=False,
     )
-    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # `put_delta_nets` puts them there; from 0.19 on the list refuses them
+    layers = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False)
     if delta is not None:
         put_delta_nets(layers, delta)
     return GPTModel(
@@ -106,8 +108,9 @@ def put_delta_nets(layers: Any, delta: DeltaNet) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
+    common: Any = getattr(gated_delta_net, "common", gated_delta_net)  # a folder from 0.19 on
+    common.HAVE_FLA = True
+    common.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, keepdim=True) + eps)
     parts = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
     first = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)
     for index, is_delta in enumerate(delta.layers):

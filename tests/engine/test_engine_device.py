@@ -174,6 +174,18 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, waits, expe
     assert left == expected
 
 
+def test_a_gpu_computes_the_same_bits_only_where_it_is_asked_to(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for has_gpu, wanted, expected in ((False, True, False), (True, False, False), (True, True, True)):
+        monkeypatch.setattr(device, "HAS_GPU", has_gpu)
+        try:
+            device.be_deterministic(wanted)
+            assert torch.are_deterministic_algorithms_enabled() is expected
+            assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is expected
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def test_every_copy_of_a_micro_batch_is_sent(monkeypatch):
     """From page-locked memory, without waiting: also what is computed on the host, of context-parallel parts."""
     monkeypatch.setattr(sequences.parallel_state, "get_context_parallel_rank", lambda: 1)

@@ -1,4 +1,5 @@
-"""The host asks the device once for what recomputation finds again."""
+"""What an operator asks of a GPU: the host waits for it once, also for what recomputation finds again, and it has a
+kernel that adds in one order."""
 
 from __future__ import annotations
 
@@ -149,6 +150,41 @@ def waits_of_a_step(model, settings) -> tuple[list[str], list[str]]:
             run()
         found.append(waits.found)
     return found[0], found[1]
+
+
+class Refused(TorchDispatchMode):
+    """Operators of which torch has no deterministic kernel for GPUs, by `torch.use_deterministic_algorithms`."""
+
+    names = (
+        *("put_", "histc", "median", "nll_loss", "scatter_reduce", "adaptive_avg_pool", "avg_pool3d", "grid_sampler"),
+        *("upsample_linear", "upsample_bilinear", "upsample_bicubic", "upsample_trilinear", "reflection_pad"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if any(name.startswith(each) for each in self.names) or (name == "cumsum" and args[0].is_floating_point()):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def refused_operators(model, settings) -> list[str]:
+    """On a rank: operators of a step that deterministic_mode would refuse on a GPU."""
+    assembly = assemble(model, settings)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    with Refused() as refused:
+        step.forward_backward(assembly.model, batches, CrossEntropy())
+        optimizer.step(assembly.optimizer, 1e-3)
+    return refused.found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss"])
+def test_every_operator_of_a_step_has_a_deterministic_kernel(pool, model_dir, family):
+    chosen = replace(LAYOUTS["1"], performance={"deterministic_mode": True})
+    assert pool.run(1, refused_operators, model_dir(family), chosen.settings()) == [[]]
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2")])

@@ -164,6 +164,18 @@ def compile_operators(wanted: bool) -> None:
     _compiles = wanted
 
 
+def be_deterministic(wanted: bool) -> None:
+    """Let torch compute the same bits in every run, from here on; on a CPU it does in any case.
+
+    Where torch has no such kernel, an operator raises RuntimeError (`torch.use_deterministic_algorithms`).
+    """
+    if HAS_GPU:
+        if wanted:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read in the first matrix product
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(wanted)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for any shape, on a GPU, where it can be compiled: norms, SwiGLU, rotary embeddings, and parts
     of cross-entropy and of matrices of few bits; and Megatron-Core's fusions. Nothing else asks torch.compile."""

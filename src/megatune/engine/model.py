@@ -251,6 +251,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     Args:
         trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
+    device.be_deterministic(settings.performance.deterministic_mode)  # decides about kernels
     require(settings, architecture)
     fp8.require(settings)
     require_transformer_engine(settings, architecture)

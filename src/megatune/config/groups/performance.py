@@ -64,6 +64,14 @@ class RecomputeSettings(Group):
         return tuple(dict.fromkeys((*modules, *(("moe",) if self.moe_layer_recompute else ()))))
 
 
+_NOT_CUDNN = Needs(
+    "performance.attention_backend",
+    ("auto", "flash", "unfused", "local"),
+    "cuDNN's attention adds gradients in the order in which they arrive",
+    "write `attention_backend: auto`, or remove {name}",
+)
+
+
 class PerformanceSettings(Group):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Which kernel attends.
@@ -108,6 +116,12 @@ class PerformanceSettings(Group):
     How: It takes some seconds in the first steps. Without Triton and a C compiler, and on a CPU, they run operator by
     operator in any case; the banner says so.
     When: Leave it on; turn it off to find out whether a failure is the compiler's."""
+    deterministic_mode: Annotated[bool, _NOT_CUDNN] = False
+    """On GPUs, too, let every run of one layout compute the same bits.
+    How: A CPU does in any case. On a GPU some kernels add numbers in the order in which they arrive, above all flash
+    attention in its backward pass. With this setting torch takes others, which are slower; a run that needs an operator
+    of which torch has no other ends with its name.
+    When: Turn it on to compare two runs, or a resumed run and an uninterrupted one, bit for bit."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients straight into the gradient buffer, without a copy in between.
     How: The matrix product that makes a weight's gradient adds to the buffer, in its dtype. It saves a pass over memory

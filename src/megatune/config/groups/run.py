@@ -74,7 +74,8 @@ class RunSettings(Group):
     """Where the run resumes from: null is the newest whole checkpoint of output_dir if there is one, true insists on
     one, false never resumes, a path names the checkpoint.
     How: Optimizer, schedule, random numbers and the place in the data are restored, and digests are checked while files
-    are read. The layout may differ from the one that saved it; in the same layout the run continues bit for bit.
+    are read. The layout may differ from the one that saved it; in the same layout the run continues bit for bit, on
+    GPUs with deterministic_mode.
     When: null is right for nearly every run. Use true where a start from step 0 would be a mistake, and a path to go
     back to an earlier step."""
     no_load_optim: bool = False
@@ -90,7 +91,7 @@ class RunSettings(Group):
     seed: Annotated[int, Field(ge=0, lt=2**32), Mark.ROWS] = 42
     """Seeds the order of rows, the held-out split, packing and the random numbers of training.
     How: The order of rows is a pure function of the seed and the epoch, in every layout. The same seed in the same
-    layout gives the same run, bit for bit.
+    layout gives the same run, bit for bit; on GPUs with deterministic_mode.
     When: Change it to see how much of a result is chance. Changing it also changes which rows val_size holds out."""
     num_processes: Annotated[Count, "processes"] | None = None
     """Processes of the whole run; one drives one GPU. null takes one for each GPU, and on a CPU as few as the layout

@@ -218,7 +218,8 @@ def _decay_between(decay: Tensor, sees: Tensor) -> Tensor:
         sees: bool [N, C, C + 1].
     """
     later = torch.nn.functional.pad(decay.new_ones(CHUNK, CHUNK).tril(-1), (0, 1), value=1.0)
-    exponents = (decay[..., None] * later).cumsum(-2)
+    # Not cumsum, of which torch has no deterministic kernel for GPUs.
+    exponents = (decay.new_ones(CHUNK, CHUNK).tril() * decay[..., None, :]) @ later
     return exponents.masked_fill(~sees[:, None, None, None], -torch.inf).exp()
 
 
