@@ -81,12 +81,11 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Of two cores three workers use more: tests wait for processes that they have started.
 test: lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --covering
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --covering
 
 test-all: lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: install
 	$(BIN)/pytest -n 2 --dist loadfile tests/faults
