@@ -137,7 +137,7 @@ def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if (key := (family, tied, kind)) not in made:
             sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("vl", "mistral3", "gemma3")) else {}
             model, folder = model_dir(family, tied=tied, **sizes), tmp_path_factory.mktemp("adapter")
-            write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=7)
+            write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=8)
             write_reference(model, samples_of(model), folder / "numbers", adapters=[str(folder)])
             made[key] = model, folder, Numbers(folder / "numbers")
         return made[key]
