@@ -172,8 +172,15 @@ class Refused(TorchDispatchMode):
 
 
 def refused_operators(model, settings) -> list[str]:
-    """On a rank: operators of a step that deterministic_mode would refuse on a GPU."""
-    assembly = assemble(model, settings)
+    """On a rank: operators of a step that deterministic_mode would refuse on a GPU, which is asked to be so."""
+    usual, asked = device.be_deterministic, []
+    device.be_deterministic = asked.append
+    try:
+        assembly = assemble(model, settings)
+    finally:
+        device.be_deterministic = usual
+    assert asked == [True]
+    assert all(chunk.config.deterministic_mode for chunk in assembly.model)  # of Megatron-Core's embedding
     batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
     with Refused() as refused:
         step.forward_backward(assembly.model, batches, CrossEntropy())

@@ -142,11 +142,8 @@ def test_a_chat_is_answered_as_infer_answers(client: openai.OpenAI, generator: G
         model="tiny", messages=[*developer, *HI], n=1, frequency_penalty=0.0, user="me", logprobs=False
     )
     assert again.choices[0].message.content == expected.text
-    said = {
-        **answer.choices[0].message.model_dump(),
-        "annotations": [],
-        "tool_calls": [],
-    }  # as other endpoints' answers
+    # Answers of other endpoints have empty lists.
+    said = {**answer.choices[0].message.model_dump(), "annotations": [], "tool_calls": []}
     history = [*messages, said, *HI]
     turns = [*messages, {"role": "assistant", "content": expected.text}, *HI]
     again = client.chat.completions.create(model="tiny", messages=history)

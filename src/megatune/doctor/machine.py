@@ -70,7 +70,7 @@ _FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap", "temperature.gpu",
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
 )  # fmt: skip
-_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the second: up to driver 530
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # a driver's new name, and the old one
 # Bits of clocks_event_reasons.active that slow a run (NVML's nvmlClocksThrottleReasons): software power cap is not
 # among them, since a GPU under load is at its power limit.
 _THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}

@@ -184,17 +184,14 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
     }
 
 
-_SWITCHES = (
-    *("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "bias_activation_fusion"),
-    "deterministic_mode",
-)
+_FLAGS = ("cross_entropy_loss_fusion", "gradient_accumulation_fusion", "bias_activation_fusion", "deterministic_mode")
 
 
 def _computation(settings: Settings) -> dict[str, Any]:
     performance, dtype = settings.performance, getattr(torch, settings.precision.params_dtype)
     return {
         **_same(settings.precision, ("fp16", "bf16")),
-        **_same(performance, _SWITCHES),
+        **_same(performance, _FLAGS),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "attention_backend": AttnBackend[performance.attention_backend],

@@ -221,12 +221,12 @@ def _build_trainer(
         schedule=schedule,
         state=state,
         learning_rate=LearningRateSchedule.of(settings.optimizer, schedule.total_steps),
-        callbacks=_callbacks(context, settings, state.step, feed, source),
+        bad_steps=BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None),
+        callbacks=_callbacks(context, settings, store.output_dir, state.step, feed, source),
         store=store,
         context=context,
         source=source,
         memory=memory,
-        bad_steps=BadSteps.begin(settings, state, feed.rows, store, source, resumed is not None),
         answerer=answerer,
     )
 
@@ -259,12 +259,13 @@ def _open_rows(
     return feed, loaders, answerer
 
 
-def _callbacks(context: RankContext, settings: Settings, step: int, feed: Feed, source: Path) -> CallbackList:
+def _callbacks(
+    context: RankContext, settings: Settings, output_dir: Path, step: int, feed: Feed, source: Path
+) -> CallbackList:
     """Make the callbacks of rank 0; the others have none."""
-    assert settings.run.output_dir is not None
     if context.rank != 0:
         return CallbackList()
-    output_dir, logs = Path(settings.run.output_dir), context.run_dir / "logs"
+    logs = context.run_dir / "logs"
     return build_callbacks(settings, output_dir, step, feed.quarantine, logs, source, context.stop_requested)
 
 

@@ -155,10 +155,8 @@ def validated(kind: type[_Kind], body: bytes) -> _Kind:
 
 
 _OBJECT = TypeAdapter(dict[str, Any])
-_CODES = {
-    "json_invalid": "invalid_json",
-    "value_error": "unsupported_parameter",
-}  # the latter from a message's `_empty`
+# By pydantic's types of errors; the second is of `Message._empty`.
+_CODES = {"json_invalid": "invalid_json", "value_error": "unsupported_parameter"}
 # Of fields, in places of errors.
 _NAMES = {name for kind in (ChatBody, CompletionBody, Message) for name in kind.model_fields} | {"include_usage"}
 
