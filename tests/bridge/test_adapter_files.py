@@ -31,7 +31,8 @@ from megatune.bridge.assemble import open_checkpoint
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture
-from megatune.families.peft_form import peft_problems, settings_of
+from megatune.families.peft_form import peft_problems
+from megatune.families.peft_reading import settings_of
 from megatune.families.weights import Segment
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -227,6 +228,23 @@ def test_another_models_adapter_is_refused(model_dir: MakeModel, tmp_path: Path)
         assert said in text
     path.write_bytes(path.read_bytes()[:100])
     assert "cannot be read as safetensors" in refusal(open_adapter, tmp_path, load_architecture(model_dir("qwen3")))
+
+
+@pytest.mark.parametrize(
+    ("form", "module"),
+    [("dense", "layers.0.self_attn.q_proj"), ("experts as parameters, with a router", "layers.0.mlp.experts")],
+)
+@pytest.mark.parametrize("shapes", [((), ()), ((0, 64), (96, 0))])
+def test_shapes_that_no_adapter_has_are_refused(
+    form: str, module: str, shapes: tuple[tuple[int, ...], ...], model_dir: MakeModel, tmp_path: Path
+) -> None:
+    family, config = FORMS[form]
+    peft_adapter(model_dir(family), tmp_path, **config)
+    path = tmp_path / "adapter_model.safetensors"
+    prefix = f"base_model.model.model.{module}.lora_"
+    wrong = {f"{prefix}{which}.weight": torch.ones(shape) for which, shape in zip("AB", shapes, strict=True)}
+    save_file(load_file(path) | wrong, path)
+    assert module in refusal(open_adapter, tmp_path, load_architecture(model_dir(family)))
 
 
 def test_a_copy_of_a_tied_embedding_is_refused(model_dir: MakeModel, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from trl import RewardConfig, RewardTrainer
 from megatune.bridge.peft_model import apply_adapter
 from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.families import load_architecture
-from megatune.families.peft_tensors import PREFIX
+from megatune.families.peft_form import PREFIX
 from megatune.verify.checkpoints import write_random_adapter
 
 VOCABULARY = 300  # and a token that pads

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -19,24 +21,12 @@ from megatune.bridge.safetensors_files import SafetensorsFolder, TensorEntry, Te
 from megatune.config.values import shown
 from megatune.engine.groups import RankCoordinates
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES
-from megatune.families.adapters import (
-    ADAPTER_CONFIG,
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    adapter_weights,
-    adapters,
-    alpha_of,
-    scaling,
-)
-from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, alpha_of, scaling
 from megatune.families.peft_config import WEIGHTS_FILE
-from megatune.families.peft_form import adapter_config, is_stacked, stacked_path
-from megatune.families.peft_tensors import PREFIX, Adapter, AdapterTensor, read_adapter, stacked_tensors
+from megatune.families.peft_form import AdapterTensor, adapter_config, trained_tensors
+from megatune.families.peft_reading import Adapter, read_adapter
 from megatune.families.selection import Selection
-from megatune.families.trained import trained_weights
-from megatune.families.weights import Role, Segment, all_shapes, experts_of, hf_shape, hf_shapes, layers_of
+from megatune.families.weights import Segment
 
 ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
 _KEPT = 4  # A and B of gate and up, and of down: experts are often read one after the other
@@ -55,32 +45,20 @@ class AdapterFolder(TensorSource):
         self.folder, self.adapter = folder, adapter
         self.shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
         self._files = SafetensorsFolder(folder, ADAPTER)
-        self._kept: dict[str, Tensor] = {}
+        self._stack = lru_cache(_KEPT)(self._files.whole)  # of B experts have columns far apart
 
     def read(self, segment: Segment) -> Tensor:
-        name = segment.name
-        place = self.adapter.tensors[name]
-        if not place.num_experts:
-            return self._files.read(Segment(place.name, segment.dim, segment.start, segment.stop))
-        return place.part(self._stacked(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
-
-    def _stacked(self, name: str) -> Tensor:
-        """Read a stacked tensor: of B experts have columns far apart."""
-        if name not in self._kept:
-            while len(self._kept) >= _KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[name] = self._files.read(Segment(name, 0, 0, self._files.file_shape(name)[0]))
-        return self._kept[name]
+        place = self.adapter.tensors[segment.name]
+        if not place.stack:
+            return self._files.read(replace(segment, name=place.name))
+        return place.part(self._stack(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
 
     def is_halved(self, name: str) -> bool:
         """Return whether each of the two matrices that a stacked B [out, r · experts] belongs to has ranks of its own:
-        the upper rows have zeros in the second half, the lower ones in the first."""
-        tensor = self._stacked(name)
-        places = [place for place in self.adapter.tensors.values() if place.name == name and place.expert == 0]
-        rank = tensor.shape[1] // places[0].num_experts
-        ranked = tensor.view(tensor.shape[0], rank, -1)
-        rows = max(place.first_row for place in places)
-        return not ranked[:rows, rank // 2 :].any() and not ranked[rows:, : rank // 2].any()
+        all that is outside of theirs is zero."""
+        tensor = self._stack(name)
+        parts = [place.part(tensor) for place in self.adapter.tensors.values() if place.name == name]
+        return bool(sum(part.count_nonzero() for part in parts) == tensor.count_nonzero())
 
 
 def open_adapter(folder: Path, architecture: Architecture, selection: Selection | None = None) -> AdapterFolder:
@@ -101,25 +79,16 @@ def open_adapter(folder: Path, architecture: Architecture, selection: Selection 
 
 def _differences(found: AdapterFolder, architecture: Architecture, selection: Selection) -> Iterator[Finding]:
     """Compare an adapter with what is trained."""
-    expected = all_shapes(adapter_weights(architecture, selection), architecture)
-    whole = {
-        name
-        for weight, layer in trained_weights(architecture, selection)
-        if weight.role is Role.BASE
-        for name in hf_shapes(weight, architecture, layer)
-    }
+    expected = {name: place.shape for name, place in trained_tensors(architecture, selection)}
     where, tensors = str(found.folder), found.adapter.tensors
     why = "training continues with the modules, ranks and alpha of the adapter"
-    for names, what, fix in (
-        (expected.keys() - tensors.keys(), "it lacks {} that are to be trained", "write its own lora_target"),
-        (
-            tensors.keys() - expected.keys() - whole,
-            "it has {} that would not be trained",
-            "write its own lora_target and additional_target",
-        ),
-    ):
-        if names:
-            yield Finding(what.format(f"{len(names)} tensors, such as {min(names)},"), where, why, fix)
+    # Of a module that is trained whole the base has a matrix, too.
+    if lacking := [name for name in expected.keys() - tensors.keys() if ".lora_" in name]:
+        what = f"it lacks {len(lacking)} tensors, such as {min(lacking)}, that are to be trained"
+        yield Finding(what, where, why, "write its own lora_target")
+    if others := tensors.keys() - expected.keys():
+        what = f"it has {len(others)} tensors, such as {min(others)}, that would not be trained"
+        yield Finding(what, where, why, "write its own lora_target and additional_target")
     other = [name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
     if other:
         shapes = f"{list(tensors[other[0]].shape)} instead of {list(expected[other[0]])}"
@@ -136,18 +105,14 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
 def _scaled_otherwise(found: AdapterFolder, selection: Selection) -> Iterator[Finding]:
     """Say what makes the factor of an adapter's products another than this run's."""
     config, where = found.adapter.config, str(found.folder / ADAPTER_CONFIG)
-    alpha = alpha_of(selection)
-    why, changed = "it scales what adapters add to the base", False
-    for name, was, now in (
-        ("lora_alpha", config.alpha, alpha),
-        ("use_rslora", config.use_rslora, selection.use_rslora),
-    ):
-        if was != now:
-            changed = True
-            yield Finding(
-                f"{name} was {shown(was)}, and is {shown(now)} in this run", where, why, f"write {name}: {shown(was)}"
-            )
-    if not changed:
+    why = "it scales what adapters add to the base"
+    before = {"lora_alpha": config.alpha, "use_rslora": config.use_rslora}
+    now = {"lora_alpha": alpha_of(selection), "use_rslora": selection.use_rslora}
+    for name, was in before.items():
+        if was != now[name]:
+            what = f"{name} was {shown(was)}, and is {shown(now[name])} in this run"
+            yield Finding(what, where, why, f"write {name}: {shown(was)}")
+    if before == now:
         fix = "merge it into the model (create_new_adapter: true) and train a new one"
         yield Finding("alpha_pattern gives modules other alphas than lora_alpha", where, why, fix)
 
@@ -183,53 +148,26 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
     Args:
         source: has what is trained, under the base's names, experts one by one.
     """
-    entries: list[tuple[TensorEntry, list[tuple[str, AdapterTensor]]]] = []
-    for name, shape, parts in _tensors(architecture, selection):
-        dtype = torch.float32 if ".lora_" in name else source.read(Segment(parts[0][0], 0, 0, 1)).dtype
-        entries.append((TensorEntry(name, shape, dtype), parts))
-    entries.sort(key=lambda one: one[0].name)
-    tensors = (_made_of(source, *one) for one in entries)
-    TensorFile(path.name, [entry for entry, _ in entries], tensors).write(path.parent)
-
-
-def _tensors(
-    architecture: Architecture, selection: Selection
-) -> Iterator[tuple[str, tuple[int, ...], list[tuple[str, AdapterTensor]]]]:
-    """Yield names and shapes of the tensors in the file, and the tensors of the base's names that each is made of."""
-    family, stacked = FAMILIES[architecture.model_type], is_stacked(architecture, selection)
-    weights = {weight.engine: weight for weight in family.weight_map(architecture)}
-    for weight, layer in trained_weights(architecture, selection):
-        if weight.per_expert and stacked:
-            continue
-        for name, shape in hf_shapes(weight, architecture, layer).items():
-            written = [PREFIX + (name if weight.per_expert else family.in_modules(name))]
-            if weight.engine == EMBEDDING.engine and architecture.tie_word_embeddings:
-                written.append(PREFIX + OUTPUT_LAYER.hf[0].name)  # peft looks for it under both names
-            yield from ((each, shape, [(name, AdapterTensor(each, shape))]) for each in written)
-    for engine, beside in adapters(architecture, selection).items() if stacked else ():
-        weight = weights[engine]
-        for layer in layers_of(weight, architecture) if weight.per_expert else ():
-            path, rank = stacked_path(beside.a, architecture, selection, layer), len(weight.hf) * selection.lora_rank
-            names = f"{PREFIX}{path}.{LORA_A}", f"{PREFIX}{path}.{LORA_B}"
-            found = list(stacked_tensors(weight, architecture, layer, names, rank, halve=True))
-            shapes = [hf_shape(one, architecture) for one in weight.hf]
-            ranks, rows = rank * len(experts_of(weight, architecture)), sum(shape[0] for shape in shapes)
-            yield names[0], (ranks, shapes[0][1]), [one for one in found if one[1].is_a]
-            yield names[1], (rows, ranks), [one for one in found if not one[1].is_a]
+    parts: dict[str, list[tuple[str, AdapterTensor]]] = {}
+    for name, place in trained_tensors(architecture, selection):
+        parts.setdefault(place.name, []).append((name, place))
+    entries = []
+    for name, ((own, place), *_) in sorted(parts.items()):
+        dtype = torch.float32 if ".lora_" in name else source.read(Segment(own, 0, 0, 1)).dtype
+        entries.append(TensorEntry(name, place.stack or place.shape, dtype))
+    tensors = (_made_of(source, entry, parts[entry.name]) for entry in entries)
+    TensorFile(path.name, entries, tensors).write(path.parent)
 
 
 def _made_of(source: TensorSource, entry: TensorEntry, parts: Sequence[tuple[str, AdapterTensor]]) -> Tensor:
     """Read a tensor of the file; of two matrices that are one to Transformers, B is theirs on the diagonal."""
-
-    def read(name: str, place: AdapterTensor) -> Tensor:
-        return source.read(Segment(name, 0, 0, place.shape[0])).to(entry.dtype)
-
-    if not parts[0][1].num_experts:
-        return read(*parts[0])
-    stacked = torch.zeros(entry.shape, dtype=entry.dtype)
-    for name, place in parts:
-        place.part(stacked).copy_(read(name, place))
-    return stacked
+    tensors = (source.read(Segment(name, 0, 0, place.shape[0])).to(entry.dtype) for name, place in parts)
+    if not parts[0][1].stack:
+        return next(tensors)
+    stack = torch.zeros(entry.shape, dtype=entry.dtype)
+    for (_, place), tensor in zip(parts, tensors, strict=True):
+        place.part(stack).copy_(tensor)
+    return stack
 
 
 def write_adapter_config(
@@ -273,8 +211,7 @@ class MergedFolder(TensorSource):
             return self._base.read(segment)
         if segment.dim == 1 and any(adapter.has(_beside(segment.name, MAGNITUDE)) for adapter in self._adapters):
             # The norms are of whole rows.
-            rows = Segment(segment.name, 0, 0, self.shape(segment.name)[0])
-            return self._merged(rows)[:, segment.start : segment.stop]
+            return self.whole(segment.name)[:, segment.start : segment.stop]
         return self._merged(segment)
 
     def _merged(self, segment: Segment) -> Tensor:
@@ -292,25 +229,21 @@ class MergedFolder(TensorSource):
 
 def _apply(adapter: AdapterFolder, segment: Segment, weight: Tensor) -> Tensor:
     """Add an adapter's product to rows or columns of a matrix, fp32 and contiguous or not."""
-    a, b = (_part(adapter, _beside(segment.name, end), segment, cut) for end, cut in ((LORA_A, 1), (LORA_B, 0)))
-    factor = adapter.adapter.scalings[_beside(segment.name, "").removesuffix(".")]
-    lengths: Tensor | None = None
-    if adapter.has(magnitude := _beside(segment.name, MAGNITUDE)):
-        lengths = adapter.read(Segment(magnitude, 0, segment.start, segment.stop)).float()
-    return merge_product(weight, a, b, factor, lengths)
+
+    def read(end: str, cut: int) -> Tensor:
+        """Read what the slice needs: rows of the product are B's, columns are A's."""
+        name = _beside(segment.name, end)
+        return (adapter.read(replace(segment, name=name)) if segment.dim == cut else adapter.whole(name)).float()
+
+    factor = adapter.adapter.scalings[segment.name.removesuffix(f".{_WEIGHT}")]
+    lengths = read(MAGNITUDE, 0) if adapter.has(_beside(segment.name, MAGNITUDE)) else None
+    return merge_product(weight, read(LORA_A, 1), read(LORA_B, 0), factor, lengths)
 
 
 def merge_product(weight: Tensor, a: Tensor, b: Tensor, factor: float, lengths: Tensor | None = None) -> Tensor:
     """Return W + s · B · A; with weight decomposition whole rows, scaled to their lengths. All fp32."""
     merged = torch.addmm(weight, b, a, alpha=factor)
     return merged if lengths is None else merged * (lengths / merged.norm(dim=1))[:, None]
-
-
-def _part(adapter: AdapterFolder, name: str, segment: Segment, cut: int) -> Tensor:
-    """Read what of A or B a slice of their product needs, fp32: rows of the product are B's, columns are A's."""
-    if segment.dim == cut:
-        return adapter.read(Segment(name, cut, segment.start, segment.stop)).float()
-    return adapter.read(Segment(name, 0, 0, adapter.shape(name)[0])).float()
 
 
 def _beside(name: str, end: str) -> str:

@@ -16,7 +16,7 @@ from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
 from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_weights, adapters, scaling
-from megatune.families.peft_tensors import PREFIX
+from megatune.families.peft_form import PREFIX
 from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Role, Slice, Stack, Weight, by_expert, hf_shapes, layers_of
 

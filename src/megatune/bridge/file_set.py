@@ -23,7 +23,7 @@ from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.table import rows_of
-from megatune.families.weights import Segment, TensorLayout, hf_shapes
+from megatune.families.weights import TensorLayout, hf_shapes
 
 # Hugging Face's own limit of a weight file, and the size below which a file is not cut for more ranks to write.
 MAX_FILE_BYTES = 5 * 10**9
@@ -64,7 +64,7 @@ class CarriedTensors:
         if (folder := self.folder) is None or not self.names:
             return None
         entries = [folder.entry(each) for each in self.names]
-        return TensorFile(name, entries, (folder.read(Segment(each.name, 0, 0, each.shape[0])) for each in entries))
+        return TensorFile(name, entries, (folder.whole(each.name) for each in entries))
 
 
 NOTHING_CARRIED = CarriedTensors()

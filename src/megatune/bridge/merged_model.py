@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 
@@ -128,22 +129,16 @@ class MergedModel:
 
     def _parts(self, entry: TensorEntry) -> Iterator[Tensor]:
         """Yield a tensor of the files, a number of rows at a time, or of stacked experts one at a time."""
-        if entry.name not in self._names:  # what the model has no place for is copied
-            for segment in _segments(entry.name, entry.shape):
-                yield self._folder.read(segment).to(entry.dtype)
-            return
-        parts = self._names[entry.name]
-        if parts[0][1].expert is None:
-            for segment in _segments(parts[0][0], entry.shape):
+        # What the model has no place for is copied.
+        parts = self._names.get(entry.name, [(entry.name, FileTensor(entry.name))])
+        (first, place), *_ = parts
+        if place.expert is None:
+            for segment in _segments(first, entry.shape):
                 yield self._merged.read(segment).to(entry.dtype)
             return
-        matrices: list[Tensor] = []
-        for index, (name, place) in enumerate(parts):
-            matrices.append(self._merged.read(Segment(name, 0, 0, place.rows)).to(entry.dtype))
-            if index + 1 == len(parts) or parts[index + 1][1].expert != place.expert:
-                matrix = torch.cat(matrices)
-                yield (matrix.T if place.transposed else matrix)[None]
-                matrices = []
+        for _, matrices in groupby(parts, key=lambda part: part[1].expert):
+            matrix = torch.cat([self._merged.whole(name).to(entry.dtype) for name, _ in matrices])
+            yield (matrix.T if place.transposed else matrix)[None]
 
 
 def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:

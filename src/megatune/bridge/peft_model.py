@@ -3,17 +3,14 @@
 peft 0.21 says nothing, or warns, where an adapter does not fit the model, and of experts it finds not all of their
 adapters in every model. So what an adapter's config names is compared with its tensors and with the model here, and
 each tensor is put into its place by name; peft makes the layers and computes.
-
-Legend: E experts of a layer; n matrices of an expert that share a parameter, r their adapters' rank.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,17 +22,26 @@ from transformers import PreTrainedModel
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.peft_form import stacked_matrices
-from megatune.families.peft_tensors import PREFIX, read_adapter
+from megatune.families import FAMILIES, read_architecture
+from megatune.families.adapters import module_path
+from megatune.families.peft_form import (
+    PREFIX,
+    expert_names,
+    expert_weights,
+    leaf,
+    names_of,
+    patterns_of,
+    stacked_pair,
+    stacked_parameter,
+    stacked_tensors,
+)
+from megatune.families.peft_reading import read_adapter
 from megatune.families.weight_index import some
+from megatune.families.weights import Weight, experts_of, layers_of
 
 _NAME = "default"  # of the one adapter, in peft's layers
-# One expert's matrix in an adapter: the layer, the expert, the matrix, A or B.
-_OF_EXPERT = re.compile(r"(.*\.layers\.\d+\.).*\.experts\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
-# Transformers' parameter of all experts of a layer, and the matrices that it stacks, by the names that they have.
-_STACKS = stacked_matrices()
-# Linear layers of these names: where a model has experts peft takes them for experts'.
-_LIKE_EXPERTS = tuple(f".{name}" for kinds in _STACKS.values() for names in kinds for name in names)
+# One expert's A or B in an adapter: which matrix's.
+_OF_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\.(\w+)\.lora_[AB]\.weight")
 
 # A parameter, and what a tensor has of it, given the parameter or its gradient: a view.
 Place = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
@@ -58,21 +64,15 @@ class AppliedAdapter:
         """The Transformers model, with the adapter's layers in it."""
         return self.peft.get_base_model()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the adapter's gradients by its tensors' names in its file, without peft's prefix."""
-        return {
-            name: part(parameter.grad).contiguous()
-            for name, (parameter, part) in self.places.items()
-            if parameter.grad is not None
-        }
-
     def gradients_of(self, architecture: Architecture) -> dict[str, Tensor]:
         """Return the adapter's gradients by the names of its tensors beside those of the family's weight map, those of
         experts one by one."""
-        found = self.gradients()
-        tensors = read_adapter(self.folder, architecture, halve=True).tensors
-        places = {name: (place.name.removeprefix(PREFIX), place) for name, place in tensors.items()}
-        return {name: place.part(found[own]).contiguous() for name, (own, place) in places.items() if own in found}
+        found = {}
+        for name, place in read_adapter(self.folder, architecture, halve=True).tensors.items():
+            parameter, part = self.places[place.name.removeprefix(PREFIX)]
+            if parameter.grad is not None:
+                found[name] = place.part(part(parameter.grad)).contiguous()
+        return found
 
 
 def merge_adapters(model: PreTrainedModel, folders: Sequence[Path]) -> PreTrainedModel:
@@ -124,24 +124,26 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
     except Exception as error:  # whatever a damaged file makes JSON, safetensors, torch and peft raise
         raise _unfit(folder, Finding(f"cannot be read: {error}")) from error
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
-    absent: list[str] = []
+    architecture, absent = _with_experts(model), list[str]()
     config.inference_mode = not trained
-    if stacks and not config.target_parameters:
+    if architecture is not None and not config.target_parameters:
         absent = sorted(_named_by(config, model) - {_module_of(name) for name in tensors})
-        _target_all(config, tensors, stacks, folder)
+        _target_all(config, tensors, architecture, folder)
     try:
         applied = AppliedAdapter(PeftModel(model, config, _NAME), folder)
     except ValueError as error:  # modules that the model has not, or options that don't go together
         raise _unfit(folder, Finding(str(error))) from error
-    applied.places = dict(_places(applied.peft, tensors))
+    applied.places = _places(applied.peft, tensors, architecture)
     _fill(applied, tensors, absent, folder)
     return applied
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module holds the matrices of all experts of a layer in one parameter."""
-    return any(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in _STACKS)
+def _with_experts(model: PreTrainedModel) -> Architecture | None:
+    """Return the architecture of a model with experts, of a family that is known here; None of any other."""
+    config = model.config.to_dict()
+    is_sparse = any(parameter.dim() == 3 and ".experts." in name for name, parameter in model.named_parameters())
+    known = is_sparse and config["model_type"] in FAMILIES
+    return read_architecture(config, str(model.config._name_or_path)) if known else None
 
 
 def _module_of(name: str) -> str:
@@ -156,100 +158,72 @@ def _named_by(config: Any, model: nn.Module) -> set[str]:
     return {name for name in linear if check_target_module_exists(config, name)}
 
 
-def _target_all(config: Any, tensors: dict[str, Tensor], stacks: dict[str, nn.Module], folder: Path) -> None:
+def _target_all(config: Any, tensors: Collection[str], architecture: Architecture, folder: Path) -> None:
     """Let a config target what its adapter has tensors of, in a model with experts.
 
     Adapters of experts one by one become those of the parameters that stack them, of n times the rank; linear layers
     that are called as experts' matrices are become targets by their weights.
     """
-    single = [match for name in tensors if (match := _OF_EXPERT.fullmatch(name))]
-    layers = {_module_of(name) for name in tensors if not _OF_EXPERT.fullmatch(name) and ".lora_" in name}
-    config.target_modules = sorted(name for name in layers if not name.endswith(_LIKE_EXPERTS))
-    parameters = {f"{name}.weight" for name in layers if name.endswith(_LIKE_EXPERTS)}
-    if single and config.target_parameters:  # with patterns for them
-        config.target_parameters = {*parameters, *config.target_parameters}
-        return
-    if single and (config.rank_pattern or config.alpha_pattern):
+    layers = {_module_of(name) for name in tensors if ".lora_" in name and not _OF_EXPERT.fullmatch(name)}
+    like_experts = {name for name in layers if leaf(name) in expert_names(architecture)}
+    experts = [weight for weight, _ in _one_by_one(tensors, architecture)]
+    if experts and (config.rank_pattern or config.alpha_pattern):
         what = "rank_pattern and alpha_pattern are not read where experts have adapters one by one"
         raise _unfit(folder, Finding(what))
-    found = {match[3] for match in single}
-    for parameter, kinds in _STACKS.items():
-        count = sum(not found.isdisjoint(names) for names in kinds)
-        if not count:
-            continue
-        parameters |= {f"{name}.{parameter}" for name in stacks}
-        pattern = rf".*\.experts\.{parameter}"
-        config.rank_pattern[pattern] = count * config.r
-        # As large a factor: alpha / rank, or alpha / √rank.
-        config.alpha_pattern[pattern] = config.lora_alpha * (math.sqrt(count) if config.use_rslora else count)
-    config.target_parameters = parameters
+    config.target_modules = sorted(layers - like_experts)
+    config.target_parameters = {f"{name}.weight" for name in like_experts}
+    config.target_parameters |= {stacked_parameter(weight, architecture) for weight in experts}
+    rank, alpha, use_rslora = config.r, config.lora_alpha, config.use_rslora
+    ranks, alphas = patterns_of(experts, architecture, rank, alpha, use_rslora=use_rslora)
+    config.rank_pattern |= ranks
+    config.alpha_pattern |= alphas
 
 
-def _places(peft: Any, tensors: Iterable[str]) -> Iterator[tuple[str, Place]]:
-    """Yield the names of the adapter's tensors in files, and where they belong.
+def _one_by_one(tensors: Collection[str], architecture: Architecture) -> Iterator[tuple[Weight, set[str]]]:
+    """Yield the weights of experts that an adapter has one by one, and the last names of those of their matrices."""
+    found = {match[1] for name in tensors if (match := _OF_EXPERT.fullmatch(name))}
+    for weight in expert_weights(architecture):
+        if names := found & {leaf(module_path(tensor)) for tensor in weight.hf}:
+            yield weight, names
+
+
+def _places(peft: Any, tensors: Collection[str], architecture: Architecture | None) -> dict[str, Place]:
+    """Return where the adapter's tensors belong, by their names in files.
 
     Args:
         tensors: names in files; experts are one by one where some of these are.
     """
-    from peft.tuners.lora.layer import ParamWrapper
+    parameters = {_in_files(path): each for path, each in peft.named_parameters() if f".{_NAME}" in path}
+    of_experts = dict(_places_of_experts(parameters, tensors, architecture)) if architecture is not None else {}
+    stacks = {parameter for parameter, _ in of_experts.values()}
+    return {name: (each, _whole) for name, each in parameters.items() if each not in stacks} | of_experts
 
-    names = {
-        (match[1], match[3]): _module_of(name).replace(f".experts.{match[2]}.", ".experts.{expert}.")
-        for name in tensors
-        if (match := _OF_EXPERT.fullmatch(name))
-    }
-    of_experts: list[nn.Parameter] = []
-    for path, module in peft.named_modules() if names else ():
-        if isinstance(module, ParamWrapper) and module.parameter_name in _STACKS:
-            a, b = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
-            of_experts += [a, b]
-            yield from _places_of_experts(path.removeprefix(PREFIX), module, a, b, names)
-    stacked = set(map(id, of_experts))
-    for path, parameter in peft.named_parameters():
-        if f".{_NAME}" in path and id(parameter) not in stacked:
-            name = path.removeprefix(PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
-            yield name.removesuffix(".weight") if "lora_magnitude" in name else name, (parameter, _whole)
+
+def _places_of_experts(
+    parameters: Mapping[str, nn.Parameter], tensors: Collection[str], architecture: Architecture
+) -> Iterator[tuple[str, Place]]:
+    """Yield where those are that files have of experts one by one."""
+    for weight, names in _one_by_one(tensors, architecture):
+        for layer in layers_of(weight, architecture):
+            inside, outside = (stacked_pair(weight, architecture, layer, both=both) for both in (True, False))
+            pair = inside if inside[0] in parameters else outside
+            if pair[0] not in parameters:  # its config targets other parameters
+                continue
+            rank = len(parameters[pair[0]]) // len(experts_of(weight, architecture))
+            for name, place in stacked_tensors(weight, architecture, layer, pair, rank, halve=True):
+                if leaf(_module_of(name)) in names:
+                    own = next((each for each in names_of(name, architecture) if each in tensors), name)
+                    yield own, (parameters[place.name], place.part)
+
+
+def _in_files(path: str) -> str:
+    """Return what files call a parameter of the adapter."""
+    name = path.removeprefix(PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
+    return name.removesuffix(".weight") if "lora_magnitude" in name else name
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _places_of_experts(
-    path: str, module: Any, a: nn.Parameter, b: nn.Parameter, names: dict[tuple[str, str], str]
-) -> Iterator[tuple[str, Place]]:
-    """Yield where the adapters of experts are, one by one, in that of their parameter.
-
-    Args:
-        path: of the layer of all experts.
-        a: [E · n · r, in].
-        b: [out, n · r · E], of which each matrix has its own rows, and is zero in the others.
-        names: by layer and matrix, with {expert}.
-    """
-    layer, found = _layer_of(path), {matrix for _, matrix in names}
-    # An adapter may be that of the parameter.
-    parameter = module.parameter_name
-    kinds = ((parameter,),) if parameter in found else _STACKS[parameter]
-    present = [next((name for name in of_kind if name in found), None) for of_kind in kinds]
-    count, experts, rows = len(present) - present.count(None), module.num_experts, len(b) // len(kinds)
-    for matrix in filter(None, present):
-        row, slot = present.index(matrix) * rows, [each for each in present if each].index(matrix)
-        name = names.get((layer, matrix), f"{path.removesuffix('.base_layer')}.{{expert}}.{matrix}")
-        for expert in range(experts):
-
-            def of_a(tensor: Tensor, expert: int = expert, slot: int = slot) -> Tensor:
-                return tensor.view(experts, count, -1, a.shape[1])[expert, slot]
-
-            def of_b(tensor: Tensor, expert: int = expert, slot: int = slot, row: int = row) -> Tensor:
-                return tensor.view(len(b), count, -1, experts)[row : row + rows, slot, :, expert]
-
-            yield f"{name.format(expert=expert)}.lora_A.weight", (a, of_a)
-            yield f"{name.format(expert=expert)}.lora_B.weight", (b, of_b)
-
-
-def _layer_of(path: str) -> str:
-    match = re.match(r".*\.layers\.\d+\.", path)
-    return match[0] if match else path
 
 
 @torch.no_grad()
@@ -273,9 +247,8 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
         findings.append(Finding(what, str(folder), f"the model's layer takes {list(shapes[one])}", fix))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-    for parameter, part in places.values():
-        if part is not _whole:
-            parameter.zero_()
+    for parameter in {parameter for parameter, _ in places.values()}:
+        parameter.zero_()  # what no matrix of an expert has of a stack
     for name, (parameter, part) in places.items():
         part(parameter.data).copy_(tensors[name])
 

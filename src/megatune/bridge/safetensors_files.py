@@ -64,6 +64,10 @@ class TensorSource(ABC):
     def read(self, segment: Segment) -> Tensor:
         """Return the rows or columns that the segment names, on the CPU."""
 
+    def whole(self, name: str) -> Tensor:
+        """Return all of a tensor, on the CPU."""
+        return self.read(Segment(name, 0, 0, self.shape(name)[0]))
+
     def read_box(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, [rows, columns], on the CPU."""
         whole = whole_box(self.shape(name))

@@ -134,7 +134,7 @@ def fill_quantized(
         if not parts:
             continue
         # From the dtype that is computed with.
-        values = source.read(Segment(name, 0, 0, shape[0])).to(device.current()).to(target.dtype)
+        values = source.whole(name).to(device.current()).to(target.dtype)
         whole = quantize(values, target.form)
         for segment in parts:
             cut, every = slice(segment.start, segment.stop), slice(0, shape[1 - segment.dim])

@@ -19,8 +19,7 @@ from megatune.config.settings import Settings, setting_value
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, adapter_weights
-from megatune.families.peft_form import settings_of
-from megatune.families.peft_tensors import read_adapter
+from megatune.families.peft_reading import read_adapter, settings_of
 from megatune.families.weights import Weight, layers_of
 
 CONFIG = "config.json"

@@ -89,12 +89,6 @@ def module_path(tensor: HFTensor) -> str:
     return tensor.name.removesuffix(".weight")
 
 
-def expert_parameter(weight: Weight) -> str:
-    """Return the parameter in which Transformers has a matrix, or several, of all experts, by its entry or that of an
-    adapter beside it."""
-    return "gate_up_proj" if re.search(r"\.experts\.(weight|adapter)1", weight.engine) else "down_proj"
-
-
 def is_target(target: str, weight: Weight, tensor: HFTensor, architecture: Architecture) -> bool:
     """Return whether a name of `lora_target` is that of a matrix's linear layer.
 

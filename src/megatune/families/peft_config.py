@@ -62,7 +62,6 @@ class PeftConfig:
 
     rank: int
     alpha: float
-    dropout: float = 0.0
     use_rslora: bool = False
     use_dora: bool = False
     rank_pattern: Mapping[str, int]
@@ -120,7 +119,6 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return PeftConfig(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        dropout=float(config.get("lora_dropout") or 0),
         use_rslora=bool(config.get("use_rslora")),
         use_dora=bool(config.get("use_dora")),
         rank_pattern=config.get("rank_pattern") or {},

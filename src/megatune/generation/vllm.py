@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import queue
 import threading
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families.adapters import ADAPTER_CONFIG
+from megatune.families.peft_config import read_peft_config
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply
 
@@ -154,8 +153,7 @@ class VllmBackend:
         """Load a model and at most one adapter; `arguments` are vLLM's own."""
         given = dict(arguments)
         if adapters:
-            config = json.loads((adapters[0] / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-            given |= lora_arguments(int(config["r"]))
+            given |= lora_arguments(read_peft_config(adapters[0]).rank)
         set_environment()
         return cls(Vllm(folder, given), *adapters)
 

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.families.weights import Segment
 
 
 def write_loss(folder: Path, loss: float) -> None:
@@ -68,7 +67,7 @@ class Trace:
 
     def output(self, sample: int, place: str) -> Tensor:
         """Return what was computed of one sample in a place, [s, ...]."""
-        return _whole(self._file_of[f"{sample}/{place}"], f"{sample}/{place}")
+        return self._file_of[f"{sample}/{place}"].whole(f"{sample}/{place}")
 
 
 class Numbers:
@@ -91,15 +90,11 @@ class Numbers:
 
     def logits(self, sample: int) -> Tensor:
         """[s, vocabulary] of one sample."""
-        return _whole(self._logits, str(sample))
+        return self._logits.whole(str(sample))
 
     def gradient(self, name: str) -> Tensor:
         """Return the gradient of one parameter, in its Hugging Face shape."""
-        return _whole(self._gradients, f"grad/{name}")
-
-
-def _whole(folder: SafetensorsFolder, name: str) -> Tensor:
-    return folder.read(Segment(name, 0, 0, folder.shape(name)[0]))
+        return self._gradients.whole(f"grad/{name}")
 
 
 # fp32: another order of the same sums. A gap of orders of magnitude is a bug.

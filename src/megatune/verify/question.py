@@ -200,7 +200,7 @@ def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architect
         return type(finetuning)(freeze_vision_tower=False, freeze_multi_modal_projector=False)
     own: dict[str, Any] = {"finetuning_type": "lora", "adapter_name_or_path": [str(folder) for folder in adapters]}
     if adapters and not finetuning.create_new_adapter:
-        from megatune.families.peft_form import settings_of
+        from megatune.families.peft_reading import settings_of
 
         if findings := list(_own_of(adapters[-1], loaded)):
             raise MegatuneError(findings, ExitCode.SETTINGS)

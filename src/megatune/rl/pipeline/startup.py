@@ -11,11 +11,9 @@ from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
 from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import FAMILIES, load_architecture
-from megatune.families.adapters import adapter_weights, is_plain
-from megatune.families.peft_form import adapter_config
-from megatune.families.peft_tensors import PREFIX
-from megatune.families.weights import all_shapes
+from megatune.families import load_architecture
+from megatune.families.adapters import is_plain
+from megatune.families.peft_form import adapter_config, trained_tensors
 from megatune.generation.vllm import lora_arguments
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
@@ -103,9 +101,7 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
     selection = as_adapter(selection, architecture)
     if not is_plain(architecture, selection) or role.model_name_or_path != str(source):
         return settings
-    family = FAMILIES[architecture.model_type]
-    own = all_shapes(adapter_weights(architecture, selection), architecture)
-    shapes = {PREFIX + family.in_modules(name): tuple(shape) for name, shape in own.items()}
+    shapes = {place.name: place.shape for _, place in trained_tensors(architecture, selection)}
     adapter = SentAdapter(adapter_config(architecture, selection, str(source)), shapes)
     config = {**role.config, "load_format": "auto", **lora_arguments(selection.lora_rank)}
     return replace(settings, actor_infer=role.model_copy(update={"adapter": adapter, "config": config}))
