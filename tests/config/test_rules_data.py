@@ -30,6 +30,7 @@ VALID = [
     [*STREAMED, "eval_dataset=e", "eval_strategy=steps", TWO, "mix_strategy=interleave_over", "interleave_probs=.5,.5"],
     ["tokenized_path=rows", "on_bad_row=quarantine", "template=null"],
     ["mask_history=true", "preserve_thinking=true", "truncation_strategy=left"],
+    ["preserve_thinking=true"],
     [*STREAMED, "buffer_size=128"],
     ["stage=dpo"],
     ["stage=dpo", "packing=true", "preserve_thinking=true"],
@@ -109,12 +110,6 @@ WRONG = [
         ["buffer_size=128"],
         "buffer_size: 128 without streaming\n    why: prepared rows are shuffled all together\n"
         "    fix: write streaming: true, or remove buffer_size",
-    ),
-    (
-        ["preserve_thinking=true"],
-        "preserve_thinking: true without mask_history\n"
-        "    why: the reasoning of answers that are trained is always kept\n"
-        "    fix: write mask_history: true, or remove preserve_thinking",
     ),
     (
         [TWO, "mix_strategy=interleave_over", "interleave_probs=0.5"],

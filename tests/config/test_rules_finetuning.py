@@ -234,6 +234,7 @@ def test_settings_that_change_nothing_are_noted() -> None:
             "report_to=none",
             "moe_z_loss_coeff=0.1",
             "eval_generate_tokens=9",
+            "preserve_thinking=true",
         ]
     )
     assert unused(loaded.settings, loaded.written, QWEN) == {
@@ -242,6 +243,7 @@ def test_settings_that_change_nothing_are_noted() -> None:
         "with report_to: [none]": ["wandb_project"],
         "with eval_strategy: no": ["eval_steps"],
         "without eval_generate_steps": ["eval_generate_tokens"],
+        "with mask_history: false": ["preserve_thinking"],
     }
 
 

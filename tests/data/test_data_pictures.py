@@ -242,8 +242,9 @@ def test_bad_pictures_are_bad_rows(model: Model, data: Path) -> None:
     for reason, count in report.dropped.items():
         codes[report.codes[reason]] = codes.get(report.codes[reason], 0) + count
     assert codes == CODES
-    note = "note: bad.jsonl: 1 row has images or videos without a tag; tags are added in front of the first message"
-    assert note in list(found.report.lines())
+    note = "bad.jsonl: 1 row has images or videos without a tag; tags are added in front of the first message"
+    assert f"note: {note}" in list(found.report.lines())
+    assert note in found.report.warnings()
     assert report.trained == 3
     kept = [json.loads(line) for line in (found.directory / "bad_rows.jsonl").read_text().splitlines()]
     assert [int(row["where"].rpartition(":")[2]) for row in kept] == [2, *range(4, 12)]

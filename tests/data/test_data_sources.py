@@ -334,6 +334,22 @@ def test_refusals_name_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["alpaca", "rows.jsonl", "x/y.json"])
+def test_users_of_ms_swift_are_told_of_no_dataset_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Unless they wrote one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MegatuneError) as caught:
+        resolve_datasets([name], "data", "sft", swift_version=4)
+    assert str(caught.value) == (
+        f"dataset: no such file or folder: {name}\n"
+        "    fix: name a file or a folder, from the current folder, or a data set on a hub: OWNER/NAME"
+    )
+    with pytest.raises(MegatuneError, match="dataset_dir"):
+        resolve_datasets([name], "rows", "sft", swift_version=4)
+
+
 def test_missing_files_are_another_exit_code(tmp_path: Path) -> None:
     folder = info(tmp_path, gone={"file_name": "gone.json"})
     assert refused("gone", folder) == (

@@ -251,8 +251,8 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """Return what a user should see before the first step, a line each."""
-        lines = (*(each.dropped_warning() for each in self.datasets), *self.notes, self.cut_warning())
-        return [line for line in lines if line]
+        found = (line for each in self.datasets for line in (each.dropped_warning(), each.tags_note()))
+        return [line for line in (*found, *self.notes, self.cut_warning()) if line]
 
     def raw(self) -> dict[str, Any]:
         """Return the report as a JSON object."""

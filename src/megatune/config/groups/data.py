@@ -45,8 +45,7 @@ _BY_SWIFT = Needs(_RULES, _SWIFT)
 _ANSWERS = Needs(_STAGE, ("sft", "pt"), "only the answers are trained", "remove `{name}`", otherwise=_BY_SWIFT)
 _ONE_TURN = Needs("data.train_on_prompt", (False,), "one trains on every turn, the other on the last answer only")
 _PREFERENCE = Needs(_STAGE, ("dpo", "kto", "rm"), otherwise=_BY_SWIFT)
-_KEPT = "the reasoning of answers that are trained is always kept"
-_EARLIER = Needs("data.mask_history", (True,), _KEPT, of=(True,), otherwise=_PREFERENCE)
+_EARLIER = Needs("data.mask_history", (True,), off=(None,), otherwise=_PREFERENCE)
 _PROCESSES = Limit(1024, "each is a process; no more are started than the machine has cores and memory for")
 _BLOCK = Limit(10**8, "a block of samples is on disk, and its order in memory, as a whole")
 

@@ -187,7 +187,7 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
         if (path := directory.path(reference.name)) is not None:
             return told.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
-            raise _unknown(reference.name, directory)
+            raise _unknown(reference.name, directory, is_swift=bool(told.swift_version))
         if not hubs:
             return None
         try:
@@ -204,7 +204,12 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
     return told.source(text, reference, files, fetched=True)
 
 
-def _unknown(name: str, directory: _DatasetDir) -> MegatuneError:
+def _unknown(name: str, directory: _DatasetDir, *, is_swift: bool) -> MegatuneError:
+    """Say what is wrong with a name; in words of ms-swift, which has no dataset_dir, where nobody wrote one."""
+    is_default = directory.folder == Path(DataSettings.model_fields["dataset_dir"].default)
+    if is_swift and is_default and not directory.info:
+        fix = "name a file or a folder, from the current folder, or a data set on a hub: OWNER/NAME"
+        return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     if data_suffix(Path(name)) or "/" in name:
         fix = "correct the path, which begins at the current folder or at dataset_dir"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
