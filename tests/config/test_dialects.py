@@ -235,18 +235,23 @@ def test_run_yaml_is_in_our_own_keys_and_is_read_again(tmp_path):
 
 def test_checks_name_flags_and_facts_that_there_are() -> None:
     """A misspelt flag in a condition would never be written, and its check never apply."""
-    facts = {"version", "verb", "stage", "on_cpu", "has_shared_experts"}
+    facts = {"version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs"}
+    facts |= {"is_megatron", "has_rows", "evaluates", "drops"}  # of the functions that check
+    known = {*table("swift"), *(each.now for each in table("swift").values()), *setting_paths()}
+    parts = {each.of for each in table("swift").values()}
     for rows in read_part("swift", "checks").values():
         for row in rows:
-            named = {row["flag"], *(key.removeprefix("given ") for key in row.get("if", {}))} - facts
-            known = {*table("swift"), *(each.now for each in table("swift").values()), *setting_paths()}
-            assert named <= known, row
-            assert len({"ignored", "unsupported", "becomes", "default"} & row.keys()) == 1, row
-            assert ("unsupported" in row) == ("fix" in row), row
+            flags = [row["flag"]] if isinstance(row.get("flag"), str) else row.get("flag", [])
+            named = {*flags, *row.get("sets", ()), *(key.removeprefix("given ") for key in row.get("if", {}))}
+            assert named - facts <= known, row
+            assert {*row.get("of", ())} <= parts, row
+            assert len({"ignored", "unsupported", "becomes", "default", "sets", "what"} & row.keys()) == 1, row
+            assert ("fix" in row) == bool({"unsupported", "what"} & row.keys()), row
 
 
 def test_checks_of_roll_say_what_is_wrong_and_what_helps() -> None:
     for rows in read_part("roll", "checks").values():
         for row in rows:
-            assert ("ignored" in row) != ({"what", "fix"} <= row.keys()), row
-            assert row.keys() <= {"if", "at", "what", "why", "fix", "ignored"}, row
+            assert len({"ignored", "what", "line"} & row.keys()) == 1, row
+            assert ("fix" in row) == ("what" in row), row
+            assert row.keys() <= {"if", "at", "what", "why", "fix", "ignored", "line"}, row

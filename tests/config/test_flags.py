@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatune.config.entry import FlagWords, flags_with_words, meant_by, value_of_words
+from megatune.config.words import FlagWords, flags_with_words, meant_by, value_of_words
 
 
 def test_words_belong_to_the_flag_before_them() -> None:

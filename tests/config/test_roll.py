@@ -22,6 +22,9 @@ JUDGED = (
     "rewards.math.model_args.model_name_or_path=J",
     "rewards.math.strategy_args.strategy_name=hf_infer",
 )
+SAMPLER = "actor_infer.strategy_args.strategy_config"
+SGLANG = ("actor_infer.strategy_args.strategy_name=sglang", f"{SAMPLER}.mem_fraction_static=0.8")
+VLLM = "actor_infer.strategy_args.strategy_name=vllm"
 PACKED = "actor_train.sequence_packing_args.max_packed_sequence_length_train"
 CORRECTION = "train_infer_correction"
 FILTER = "rewards.math.query_filter_config={{type: mean_filter, filter_args: {}}}"
@@ -210,6 +213,17 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("sequence_length=32",), "leaves no token"),
         (("~response_length",), "response_length is missing"),
         (("val_prompt_length=9",), "val_prompt_length without val_sequence_length"),
+        (("val_prompt_length=9", "val_sequence_length=9"), "write val_sequence_length: 18"),
+        (("difficulty_mask=true", "difficulty_low_threshold=0.9", "difficulty_high_threshold=0.5"), "0.9 is not below"),
+        ((f"{STRATEGY}.expert_model_parallel_size=3",), "the 3 that one copy of the experts takes"),
+        (("actor_train.worker_cls=MyWorker",), "actor_train.worker_cls is MyWorker"),
+        (("~rewards.math.worker_cls",), "rewards.math has no worker_cls"),
+        ((*SGLANG, f"{SAMPLER}.mem_fraction_static=null"), "ROLL requires it of sglang"),
+        ((*SGLANG, f"{SAMPLER}.grpc_mode=true"), "grpc_mode is true"),
+        ((*SGLANG, f"{SAMPLER}.data_parallel_size=2"), "the number of engines follows from device_mapping"),
+        ((*SGLANG, f"{SAMPLER}.tensor_parallel_size=2"), "actor_infer has 1 devices, and one engine takes 2"),
+        ((*SGLANG, f"{SAMPLER}.context_length=32"), "write context_length: 96"),
+        ((VLLM, f"{SAMPLER}.max_model_len=32"), "write max_model_len: 96"),
         (("actor_infer.generating_args.temperature=0",), "takes the likeliest tokens"),
         (("actor_infer.generating_args.repetition_penalty=1.1",), "know of no penalty"),
         (("actor_infer.generating_args.num_beams=2",), "searched"),
@@ -244,6 +258,25 @@ def test_what_is_wrong_is_named_with_what_helps(read, words, part):
     found = read(SMALL, *words)
     assert part in "\n".join(map(str, found.findings))
     assert all(finding.where or finding.fix for finding in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("sequence_length=80",), "response_length 64 has no effect with sequence_length 80: 48 tokens are left"),
+        (("norm_mean_type=batch",), "norm_mean_type batch is group with adv_estimator grpo, as in ROLL"),
+        (("norm_std_type=batch",), "norm_std_type batch is group with adv_estimator grpo, as in ROLL"),
+        (("actor_infer.generating_args.max_new_tokens=9",), "max_new_tokens 9: 64, which sequence_length leaves"),
+        (("actor_infer.num_gpus_per_worker=2",), "an engine of builtin takes 1 device"),
+        ((VLLM, f"{SAMPLER}.max_model_len=40"), "max_model_len 40 is less than sequence_length 96"),
+        ((*SGLANG, f"{SAMPLER}.context_length=40"), "context_length 40 is less than sequence_length 96"),
+        ((f"{SAMPLER}.enforce_eager=true",), f"{SAMPLER}.enforce_eager: strategy_name is builtin"),
+    ],
+)
+def test_what_counts_otherwise_is_said(read, words, line):
+    found = read(SMALL, *words)
+    assert found.findings == ()
+    assert line in "\n".join(found.lines)
 
 
 def test_adapters_are_of_layers_that_the_model_has(read):

@@ -343,6 +343,7 @@ REFUSED = [
     ("--log_interval 5 --hidden_size 8", "--hidden_size"),
     ("--optimizer dist_muon --muon_num_ns_steps 6", "--muon_num_ns_steps"),
     ("--do_train=false", "--do_train"),
+    ("--tuner_type lora --target_modules all-embedding", "--target_modules"),
     ("--output_dir out --mcore_model " + 300 * "a", "--mcore_model"),
     ("--save_hf_model=false", "--save_hf_model"),
     ("--add_version true", "--add_version"),  # on two machines

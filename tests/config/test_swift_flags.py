@@ -123,3 +123,30 @@ def test_what_makes_no_sense_is_a_finding(flags, config):
         loaded = run.loaded.for_world(1)
         loaded.check(world_size=1)
         assert swift_lines(run, loaded)
+
+
+IGNORED = [
+    ("sft", "--data_seed 42", "seed is that of rows, too"),
+    ("sft", "--seed 7 --data_seed 7", "seed is that of rows, too"),
+    ("sft", "--lora_rank 4", "it is of tuner_type lora"),
+    ("sft", "--beta 1", "it is of rlhf"),
+    ("sft", "--val_dataset v --eval_iters 0", "eval_iters is 0"),
+    ("sft", "--eval_steps 5", "there is nothing to evaluate on"),
+    ("sft", "--add_version false", "output_dir is as it is written"),
+    ("sft", "--save_safetensors true", "checkpoints are Hugging Face models"),
+    ("sft", "--num_train_epochs 2 --save_safetensors true", "num_train_epochs decides, since version 3.12"),
+    ("sft", "--lr_decay_iters 5", "it is train_iters"),
+    ("sft", "--train_dataloader_shuffle true", "rows are shuffled once"),
+    ("sft", "--train_dataloader_shuffle false", "dataset_shuffle still is on"),
+    ("sft", "--finetune true", "a run starts with the weights alone, at step 0"),
+    ("sft", "--finetune false", "a Hugging Face model has weights alone"),
+    ("pt", "--log_interval 1 --loss_scale default", "version 3 trains every token of a text"),
+    ("rlhf", "--rlhf_type grpo --rpo_alpha 1", "it is of the preference stages"),
+]
+
+
+@pytest.mark.parametrize(("verb", "flags", "why"), IGNORED)
+def test_what_changes_nothing_beside_others_is_said_with_its_reason(verb: str, flags: str, why: str) -> None:
+    run = read_swift(verb, f"--model m --dataset d --train_iters 5 {flags}".split(), env={})
+    assert run.loaded.check() == []
+    assert why in run.command.ignored.values()

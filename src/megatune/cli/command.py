@@ -11,22 +11,11 @@ from pathlib import Path
 from typing import Generic
 
 from megatune.cli.pages import Help, write_page
-from megatune.config.entry import (
-    SETTINGS_FILES,
-    Arguments,
-    Builder,
-    FlagWords,
-    SettingEntry,
-    flags_with_words,
-    is_key,
-    meant_by,
-    read_file,
-    read_overrides,
-    takes_text,
-)
+from megatune.config.entry import SETTINGS_FILES, Builder, SettingEntry, read_file
 from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
+from megatune.config.words import Arguments, FlagWords, flags_with_words, is_key, meant_by, read_overrides, takes_text
 from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 _FILE_FLAGS = ("config", "config_file", "yaml")

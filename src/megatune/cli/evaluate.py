@@ -61,6 +61,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     from megatune.generation.asked import checked, model_dir
     from megatune.generation.inputs import find_model
+    from megatune.plan.pages.words import columns
 
     given = COMMAND.read(words)
     options = given.options
@@ -88,7 +89,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         table = [("score", "value"), *((name, f"{value:.4f}") for name, value in scores.items())]
         if not scores:
             print("nothing is scored: no row has an answer of its own", file=sys.stderr)
-    _print(table)
+    print("\n".join(columns(table, left=range(len(table[0])))))
     _write(options.output, asked.name, {"model": asked.name, "adapters": [*map(str, asked.adapted.adapters)], **found})
     return ExitCode.DONE
 
@@ -105,13 +106,6 @@ def _findings(given: Given[EvaluateOptions]) -> Iterator[Finding]:
     for name in dict.fromkeys(name for group in groups for name in group.model_fields):
         if given.origin(name) is not None and name != "max_batch_size":
             yield Finding("has no effect", f"--{name}", why, "leave it out")
-
-
-def _print(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their longest text; numbers of all but the first rows begin where their heading does."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _write(output: str | None, model: str, found: Mapping[str, Any]) -> None:

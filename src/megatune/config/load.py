@@ -12,12 +12,13 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import ACCUMULATION, LLAMAFACTORY, Dialect, foreign_keys
-from megatune.config.entry import Builder, SettingEntry, Written, read_file, read_flags, read_overrides
+from megatune.config.entry import Builder, SettingEntry, Written, read_file
 from megatune.config.rules import RULES, check
 from megatune.config.rules.rule import Rule, either, multiples_around
 from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
 from megatune.config.values import Value, coerce, is_long_name, quoted, shown
+from megatune.config.words import read_flags, read_overrides
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
-from megatune.config.entry import Arguments, Builder, FlagWords, SettingEntry, Written, value_of_words
+from megatune.config.entry import Builder, SettingEntry, Written
 from megatune.config.setting import G, Group, SettingInfo, describe
 from megatune.config.values import TRUTH, Value, coerce, parse, shown
+from megatune.config.words import Arguments, FlagWords, value_of_words
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:

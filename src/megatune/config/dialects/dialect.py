@@ -1,8 +1,5 @@
 """Tables of other systems' keys, one YAML file a system, one row a key; and dialects: tables as users write them.
 
-What keys say together is in `checks`: rows of conditions, `if`, which have values of keys, lists of those that will do,
-`set` or `missing`, or bounds; and what follows.
-
 Reasons that several keys share are YAML anchors. Blocks of other names hold them and are not read. A row is
 "group.name" of the setting that the key sets, or a mapping of these columns:
 
@@ -32,7 +29,7 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -175,34 +172,6 @@ class Row:
 def same(value: Any, other: Any) -> bool:
     """Compare, keeping 1 and true apart."""
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
-
-
-def _fits(wanted: Any, value: Any) -> bool:
-    """Tell whether a value is what a check asks for."""
-    if isinstance(wanted, dict):
-        return all(_COMPARISONS[name](value, other) for name, other in wanted.items())
-    if isinstance(wanted, list):
-        return any(_fits(each, value) for each in wanted)
-    return bool(value) is (wanted == "set") if wanted in ("set", "missing") else same(value, wanted)
-
-
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "above": lambda value, other: isinstance(value, int | float) and value > other,
-    "below": lambda value, other: isinstance(value, int | float) and value < other,
-    "not": lambda value, other: not _fits(other, value),
-}
-
-
-def checks(system: str, kind: str, value_of: Callable[[str], Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the checks of a system that apply, each where those before it have been answered.
-
-    Args:
-        kind: the part of its table's `checks`.
-        value_of: returns what a key of their conditions is.
-    """
-    for row in read_part(system, "checks")[kind]:
-        if all(_fits(wanted, value_of(key)) for key, wanted in row.get("if", {}).items()):
-            yield row
 
 
 @cache

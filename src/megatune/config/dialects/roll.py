@@ -12,22 +12,21 @@ from typing import Any
 from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_reader import ROLE, TOP, Part, part_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
-from megatune.config.dialects.roll_roles import ModelOf, Roles, infer_role, model_role, sampling_of
+from megatune.config.dialects.roll_roles import ModelOf, Roles, model_role
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
+from megatune.config.dialects.roll_samplers import infer_role, sampling_of
+from megatune.config.dialects.roll_together import check_roles
 from megatune.config.dialects.roll_tree import Reading, read_tree
 from megatune.config.entry import RL_ROLES
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, Validation
 from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
-from megatune.config.rules.rule import either, multiples_around
 from megatune.config.settings import with_settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
 _ORIGIN_COLUMN = 64
 _SECRET = re.compile(r"(_|^)(key|token|password|secret)$", re.IGNORECASE)  # api_key, HF_TOKEN; not max_new_tokens
-_BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
-_UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +147,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     who = "student" if asked.is_pure_opd else "actor"
     trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
     for part in (trained, sampled):
-        if not part.at:
-            fix = f"write {part.name}: with device_mapping and strategy_args"
-            part.find(f"the role {part.name} is missing", fix=fix)
+        part.check("needed", at=part.at)
     rewards = read_rewards(roles)
     if asked.is_pure_opd and not top.mapping("rewards"):
         rewards = {UNSCORED: RewardRole(UNSCORED, UNSCORED)}
@@ -200,22 +197,10 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
 def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_adapters: bool) -> ModelRole | None:
     """Make the reference, and leave it out where nothing needs it."""
     part, needed = top.parts["reference"], algorithm.enable_reference
-    if not part.at:
-        if needed and not has_adapters:
-            uses = [name for name in ("use_kl_loss", "add_token_level_kl") if getattr(algorithm, name)]
-            name = (*uses, "enable_reference")[0]
-            what, why = f"{name} without the role reference", "the divergence is from it"
-            top.find(what, name, why=why, fix="add the role reference")
-        return None
-    role = model_role(roles, part, "reference", roles.run.pretrain, trains=False)
-    if has_adapters:
-        top.reader.lines.append("reference is not loaded: it is the model without its adapters, as in ROLL")
-        return None
-    if not needed:
-        why = "neither use_kl_loss nor add_token_level_kl is on; enable_reference: true runs it for its metric"
-        top.reader.lines.append(f"reference is not loaded: {why}")
-        return None
-    return role
+    role = model_role(roles, part, "reference", roles.run.pretrain, trains=False) if part.at else None
+    uses = [name for name in ("use_kl_loss", "add_token_level_kl", "enable_reference") if getattr(algorithm, name)]
+    top.check("reference", at=part.at, needed=needed, has_adapters=has_adapters, uses=uses)
+    return role if needed and not has_adapters else None
 
 
 def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
@@ -281,143 +266,3 @@ def _lines(reading: Reading, data: Mapping[str, Any], above: tuple[str, ...]) ->
 
 def _line(text: str, origin: str) -> str:
     return f"{text:<{_ORIGIN_COLUMN}}  # {' '.join(origin.split())}"
-
-
-def check_roles(settings: RLSettings, trained: Part, sampled: Part, roles: Roles) -> None:
-    """Report everything that is wrong between roles, and say how responses are sampled."""
-    rollout, algorithm = settings.rollout, settings.algorithm
-    spare = rollout.is_use_additional_prompts and rollout.max_additional_running_prompts > 0
-    more = {"has_spare_prompts": spare, "domains": settings.rewards, "policy_variant": settings.actor_train.pg_variant}
-    roles.top.check("steps", **{**dict(algorithm), **more})
-    playing = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
-    trained.check("trained", data_args=settings.data, playing=playing)
-    actor, infer = settings.actor_train, settings.actor_infer
-    sampled.check(
-        "sampled",
-        generating_args=infer.generating_args,
-        responses=rollout.num_return_sequences_in_group,
-        model=infer.model_name_or_path,
-        trained_model=actor.settings.model.model_name_or_path,
-        is_trained=infer.model_name_or_path == actor.settings.model.model_name_or_path,
-        replays_with=infer.engine if actor.replays_routing else None,
-        pipeline=infer.config.get("pipeline_parallel_size", 1),
-        caches_prefixes=infer.config.get("enable_prefix_caching", True),
-    )
-    if settings.validation:
-        roles.top.parts["validation"].check("validation")
-    _batches(settings, roles.top)
-    _devices(settings, roles)
-    _domains(settings, roles.top, trained)
-    _sampling(settings, sampled)
-
-
-def _batches(settings: RLSettings, top: Part) -> None:
-    """Updates are of whole mini-batches, and every replica has as many samples."""
-    refused = top.reader.refused
-    if not refused.isdisjoint(_BATCH):
-        return
-    samples = settings.samples_per_step
-    said = (
-        f"rollout_batch_size {settings.rollout.rollout_batch_size} × num_return_sequences_in_group "
-        f"{settings.rollout.num_return_sequences_in_group} is {samples} samples"
-    )
-    for role in (settings.actor_train, settings.critic, settings.reference, *settings.teachers.values()):
-        if role is None or not role.devices:
-            continue
-        if role.training and not refused.isdisjoint(f"{role.name}.training_args.{key}" for key in _UPDATE):
-            continue
-        size, parts = _whole(role)
-        group = settings.rollout.num_return_sequences_in_group
-        if samples % size:
-            fix = f"write rollout_batch_size: {either(_prompts(samples, size, group))}"
-            if role.training:
-                fix += ", or another gradient_accumulation_steps"
-            top.find(f"{said}, not a multiple of {size}", *_BATCH, why=f"{role.name} takes {parts}", fix=fix)
-
-
-def _whole(role: ModelRole) -> tuple[int, str]:
-    """Return the number that samples of a step must be a multiple of, and why."""
-    batch, parallel = role.settings.batch, role.settings.parallel
-    replicas = max(1, len(role.devices) // parallel.model_parallel_size)
-    if not role.training:
-        return replicas, f"{replicas} replicas, with as many samples each"
-    micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-    why = f"per_device_train_batch_size {micro} × gradient_accumulation_steps {steps} × {replicas} replicas an update"
-    return micro * steps * replicas, why
-
-
-def _prompts(samples: int, size: int, group: int) -> list[int]:
-    """Return the numbers of prompts next to those asked for whose samples are a multiple."""
-    step = next(count for count in range(1, size + 1) if count * group % size == 0)
-    return list(multiples_around(samples // group, step))
-
-
-def _devices(settings: RLSettings, roles: Roles) -> None:
-    """Roles that work at the same time have devices of their own."""
-    infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
-    ahead = settings.rollout.async_generation_ratio > 0
-    others = {role.name: role.devices for role in (settings.actor_train, settings.reference, settings.critic) if role}
-    for name, devices in others.items():
-        if ahead and (shared := infer & set(devices)):
-            why = f"{_numbers(shared)}: what runs at the same time cannot take turns on a device"
-            fix = f"write {ratio}: 0, or a device_mapping of actor_infer of its own"
-            roles.top.find(f"{ratio} above 0, and actor_infer shares devices with {name}", ratio, why=why, fix=fix)
-    judges = [role.judge for role in settings.rewards.values()]
-    for judge in filter(None, (*judges, settings.reward_model)):
-        own, part = f"a device_mapping of {judge.name} of its own", roles.parts[judge.name]
-        if shared := infer & set(judge.devices):
-            what = f"{judge.name} shares devices with actor_infer"
-            why = f"{_numbers(shared)}: responses are judged while others are still sampled"
-            part.find(what, "device_mapping", why=why, fix=f"write {own}")
-        for name, devices in others.items():
-            if ahead and (shared := {*judge.devices} & {*devices}):
-                what = f"{ratio} above 0, and {judge.name} shares devices with {name}"
-                why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
-                part.find(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
-
-
-def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
-    """Every domain that is trained has a reward, files and a share."""
-    key = "data_args.domain_interleave_probs"
-    shares, dotted = settings.data.domain_interleave_probs, trained.key(key)
-    if not shares and len(settings.rewards) > 1:
-        equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
-        why, fix = "it says which rewards are trained on, and how much", f"write domain_interleave_probs: {{{equal}}}"
-        trained.find(f"{dotted} is missing", key, "data_args", why=why, fix=fix)
-    for domain, share in shares.items():
-        if domain not in settings.rewards and settings.rewards:
-            fix = f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}"
-            trained.find(f"domain_interleave_probs has {domain}, and rewards has not", key, "data_args", fix=fix)
-        if share < 0:
-            what = f"the share of {domain} is {share:g}"
-            trained.find(what, key, "data_args", why="expected a number from 0 to 1")
-    prompts = settings.rollout.rollout_batch_size
-    counts = settings.data.prompts_of_domains(prompts) if shares and min(shares.values()) >= 0 else {}
-    if empty := [domain for domain, count in counts.items() if count < 1]:
-        what = f"domain_interleave_probs: {', '.join(empty)} would get no prompt of rollout_batch_size"
-        why = f"of {prompts} prompts a step each share is rounded down, and {[*shares][-1]} takes the rest"
-        fix = "raise its share or rollout_batch_size, or leave the domain out"
-        trained.find(what, key, "data_args", why=why, fix=fix)
-    if settings.validation and UNSCORED in settings.rewards:
-        what, why = "validation without rewards", "nothing scores its responses"
-        top.parts["validation"].find(what, why=why, fix="add rewards, or remove validation")
-
-
-def _sampling(settings: RLSettings, sampled: Part) -> None:
-    """Say which limit of tokens counts."""
-    generating, keys = settings.actor_infer.generating_args, "generating_args"
-    if not generating.do_sample and settings.rollout.num_return_sequences_in_group > 1:
-        return
-    tokens = sampled.of(RoleSettings).generating_args.max_new_tokens
-    if tokens is not None and tokens != generating.max_new_tokens:
-        left = f"{generating.max_new_tokens}, which sequence_length leaves, as in ROLL"
-        sampled.reader.lines.append(f"{sampled.key(keys)}.max_new_tokens {tokens}: {left}")
-
-
-def _numbers(devices: set[int]) -> str:
-    listed = sorted(devices)
-    if len(listed) > 4 and listed[-1] - listed[0] == len(listed) - 1:
-        return f"devices {listed[0]} to {listed[-1]}"
-    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:8]))}" + (
-        ", ..." if len(listed) > 8 else ""
-    )

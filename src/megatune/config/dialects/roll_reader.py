@@ -6,11 +6,11 @@ import ast
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import add, attrgetter, floordiv, mul, sub
-from types import SimpleNamespace
+from operator import add, floordiv, mul, sub
 from typing import Any
 
-from megatune.config.dialects.dialect import Row, checks, rows_below, table
+from megatune.config.dialects.checks import checks
+from megatune.config.dialects.dialect import Row, rows_below, table
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.entry import SettingEntry, Written
 from megatune.config.rl.algorithm import AlgorithmSettings
@@ -22,7 +22,6 @@ from megatune.config.setting import G, Group, SettingInfo
 from megatune.config.values import coerce, quoted
 from megatune.errors import Finding, closest
 
-_TEXTS = {"what", "why", "fix", "ignored"}
 _MOST_DEVICES = 1_000_000
 _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
@@ -48,34 +47,32 @@ class Section:
 
     @cached_property
     def infos(self) -> dict[str, SettingInfo]:
+        """Its keys that have a value."""
         return {name: info for group in self.groups for name, info in keys_of(group).items()}
 
     @cached_property
-    def inner(self) -> dict[str, Section]:
-        """Mappings that are fields of its groups."""
-        parts = {"strategy_args": {"strategy_config": None}}
-        return {
-            name: Section((kind,), tuple(f"{above}.{name}".strip(".") for above in self.above), parts.get(name, {}))
-            for group in self.groups
-            for name, kind in mappings_of(group).items()
-        }
-
-    @cached_property
-    def lists(self) -> dict[str, type[Group]]:
-        return {name: kind for group in self.groups for name, kind in lists_of(group).items()}
+    def below(self) -> dict[str, Section | type[Group]]:
+        """Its mappings, and the groups of its lists of mappings, that are read with it."""
+        found: dict[str, Section | type[Group]] = {}
+        for group in self.groups:
+            found |= lists_of(group)
+            for name, kind in mappings_of(group).items():
+                above = tuple(f"{each}.{name}".strip(".") for each in self.above)
+                found[name] = Section((kind,), above, {"strategy_config": None} if name == "strategy_args" else {})
+        return found
 
     @cached_property
     def rows(self) -> dict[str, Row]:
         """Keys that do nothing, or that are not supported, or some values of them."""
         found = {name: row for above in self.above for name, row in rows_below(above).items()}
-        known = {*self.infos, *self.settings, *self.inner, *self.parts, *self.lists}
+        known = {*self.infos, *self.settings, *self.below, *self.parts}
         found |= {name: Row(ignored=why) for name, why in self.others.items()}
         return {name: row for name, row in found.items() if row.unsupported or (row.ignored and name not in known)}
 
     @property
     def names(self) -> list[str]:
         """Every key that is known here."""
-        return [*self.infos, *self.settings, *self.inner, *self.parts, *self.lists, *self.rows]
+        return [*self.infos, *self.settings, *self.below, *self.parts, *self.rows]
 
 
 _ENGINE = ("model_args", "training_args")
@@ -144,25 +141,24 @@ class Part:
         self.reader.find(what, next((self.place(key) for key in keys if self.has(key)), self.at), why, fix)
 
     def check(self, kind: str, /, **more: Any) -> None:
-        """Note what is wrong with keys together, or changes nothing, by the table of checks.
+        """Answer what the table says of keys together.
 
         Args:
             kind: the part of the table.
             more: further values, and those that count in place of what was written.
         """
         values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
-        valued = SimpleNamespace(**values)
-        for row in checks("roll", kind, lambda key: attrgetter(key)(valued)):
-            wanted = row["if"]
-            if any(self.key(key) in self.reader.refused for key in wanted):
+        for row in checks("roll", kind, values):
+            if any(self.key(key) in self.reader.refused for key in row["if"]):
                 continue  # nothing follows from the default of what is not valid
-            keys = row.get("at", wanted)
-            text = {part: str(row[part]).format_map(values) for part in _TEXTS & row.keys()}
-            if why := text.pop("ignored", None):
+            keys = [key.format_map(values) for key in row.get("at", row["if"])]
+            if "line" in row:
+                self.reader.lines.append(row["line"])
+            elif "ignored" in row:
                 for key in filter(self.has, keys):
-                    self.ignore(key, why)
+                    self.ignore(key, row["ignored"])
             else:
-                self.find(text.pop("what"), *keys, **text)
+                self.find(row["what"], *keys, why=row.get("why", ""), fix=row["fix"])
 
     def ignore(self, key: str, why: str) -> None:
         self.reader.ignored.setdefault(why, []).append(self.key(key))
@@ -189,24 +185,25 @@ class Part:
         for key, data in tree.items():
             place, dotted = above + key, self.key(above + key)
             entry = self.reader.entry(dotted, data)
+            info, below = section.infos.get(key), section.below.get(key)
             if not self.reader.passes(entry, section.rows.get(key), data, dotted):
                 continue
-            value: Any = None
-            info = section.infos.get(key)
-            if key in section.inner or key in section.parts:
-                if isinstance(data, dict) and key in section.inner:
-                    (value,) = self.read(data, section.inner[key], f"{place}.").values()
-                elif not isinstance(data, dict) and data is not None:
-                    fix = f"write the keys below {key}:"
-                    self.reader.find(f"{dotted} is {quoted(data)}", entry.where, "expected a mapping", fix)
-            elif key in section.lists:
-                value = self._items(section.lists[key], data, place)
-            elif data is not None and info is not None:
-                value = coerce(entry.value, info) if key != "device_mapping" else self._devices(entry)
-            elif data is not None and key in section.settings:
-                self.entries.append(replace(entry, key=key))
-            elif key not in section.names:
+            if key not in section.names:
                 self.unknown(key, section.names, above)
+            if data is None:
+                continue
+            value: Any = None
+            if info is not None:
+                value = coerce(entry.value, info) if key != "device_mapping" else self._devices(entry)
+            elif key in section.settings:
+                self.entries.append(replace(entry, key=key))
+            elif isinstance(below, type):
+                value = self._items(below, data, place)
+            elif (below is not None or key in section.parts) and not isinstance(data, dict):
+                what, fix = f"{dotted} is {quoted(data)}", f"write the keys below {key}:"
+                self.reader.find(what, entry.where, "expected a mapping", fix)
+            elif below is not None:
+                (value,) = self.read(data, below, f"{place}.").values()
             if value is not None:
                 written[key] = Written(entry, value, info, dotted)
         return {
@@ -227,9 +224,7 @@ class Part:
         """Read a list of mappings, each by the same group."""
         if isinstance(data, list) and all(isinstance(item, dict) for item in data):
             return [self.read(item, Section((group,)), f"{place}.")[group] for item in data]
-        if data is not None:
-            what = f"{self.key(place)} is {quoted(data)}"
-            self.reader.find(what, self.place(place), "expected a list of mappings")
+        self.reader.find(f"{self.key(place)} is {quoted(data)}", self.place(place), "expected a list of mappings")
         return []
 
 

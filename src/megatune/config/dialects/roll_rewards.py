@@ -8,7 +8,8 @@ from typing import Any
 
 from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_reader import REWARD, Part, part_of
-from megatune.config.dialects.roll_roles import Roles, infer_role, sampling_of
+from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_samplers import infer_role, sampling_of
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import ENVIRONMENTS, Generating, GroupFilter, RewardSettings
 from megatune.config.rl.settings import InferRole, RewardRole
@@ -73,22 +74,17 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
 def _kind(part: Part) -> tuple[str, str | None]:
     """Return which reward a class is, or the user's function."""
     path, kinds = part.of(RoleSettings).worker_cls, read_part("roll", "classes")
-    if path is None and part.of(RewardSettings).environment:
-        return "environment", None
+    name = (path or "").rpartition(".")[2]
     if path is None:
-        fix = f"write worker_cls: one of {', '.join(kinds)}, or package.module.function of your own"
-        part.find(f"{part.name} has no worker_cls", why="it says what scores", fix=fix)
-        return "math_rule", None
-    name = path.rpartition(".")[2]
-    if path in read_part("roll", "rewards"):
-        return path, None
-    if name in kinds and (path == name or path.startswith("roll.")):
-        return kinds[name], None
-    if path.startswith("roll.") or path == name:
-        fix = f"one of {', '.join(kinds)}, or a function of your own"
-        part.find(f"{part.name}.worker_cls {name} is not supported", "worker_cls", fix=fix)
-        return "math_rule", None
-    return "python", _own_path(part, "worker_cls", path, "function", "write worker_cls: package.module.function")
+        kind = "environment" if part.of(RewardSettings).environment else None
+    elif path in read_part("roll", "rewards"):
+        kind = path
+    elif path == name or path.startswith("roll."):
+        kind = kinds.get(name)
+    else:
+        return "python", _own_path(part, "worker_cls", path, "function", "write worker_cls: package.module.function")
+    part.check("worker", kind=kind, worker=name, kinds=", ".join(kinds))
+    return kind or "math_rule", None
 
 
 def _own_path(part: Part, key: str, path: str, what: str, fix: str) -> str:

@@ -1,25 +1,25 @@
-"""Roles with a model: those that compute with our engine, as settings of a run and with how their samples become
-micro-batches, and those that sample responses."""
+"""Roles with a model, and those that compute with our engine: as settings of a run, and with how their samples become
+micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.config.derived import of_model
-from megatune.config.dialects.dialect import Dialect, read_part, rows_below, table
-from megatune.config.dialects.roll_reader import SAMPLER, Part, Section, part_of
+from megatune.config.dialects.dialect import Dialect, rows_below, table
+from megatune.config.dialects.roll_reader import Part, Section, part_of
 from megatune.config.dialects.roll_run import environment, profiled, reported
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rl.algorithm import AlgorithmSettings
-from megatune.config.rl.role import RoleSettings, SamplerSettings
-from megatune.config.rl.rollout import Generating, RolloutSettings
+from megatune.config.rl.role import RoleSettings
+from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.rl.settings import InferRole, ModelRole
+from megatune.config.rl.settings import ModelRole
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.settings import Settings, all_settings, with_settings
 from megatune.config.values import Value
@@ -69,13 +69,17 @@ class Roles:
             The strategy; None, and a finding, where it is none of the valid ones.
         """
         keys, self.parts[name] = part.of(RoleSettings), part
-        strategy, path = keys.strategy_args.strategy_name, keys.worker_cls
-        does = "trains" if valid == ("megatron_train",) else "does not train"
-        more = {"role": name, "valid": valid, "expected": " or ".join(valid), "does": does}
-        part.check("role", is_valid=strategy in valid, samples="vllm" in valid, **more)
-        if path and not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS:
-            what, fix = f"{part.name}.worker_cls is {path}", "remove worker_cls"
-            part.find(what, "worker_cls", why="roles are built in", fix=fix)
+        strategy, path = keys.strategy_args.strategy_name, keys.worker_cls or ""
+        part.check(
+            "role",
+            role=name,
+            valid=valid,
+            is_valid=strategy in valid,
+            samples="vllm" in valid,
+            expected=" or ".join(valid),
+            does="trains" if valid == ("megatron_train",) else "does not train",
+            is_own=not part.name.startswith("rewards.") and path.rpartition(".")[2] not in _ACTORS,
+        )
         return strategy if strategy in valid else None
 
     def environment_of(self, part: Part) -> dict[str, str]:
@@ -127,8 +131,7 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
             if why:
                 part.ignore(f"{section}.{entry.key}", why)
             else:
-                is_all = entry is target and entry.value.text == "all-linear"
-                found.append(replace(entry, value=Value("all", "all")) if is_all else entry)
+                found.append(entry)
     if target is not None:
         found.append(replace(target, key="finetuning_type", value=Value("lora", "lora")))
     defaults = {"expert_tensor_parallel_size": Value(1, "1")}
@@ -171,8 +174,16 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
         part.reader.lines += lines
     settings, found = loaded.settings, loaded.check_rules(architecture, len(devices), rules=RULES)
     part.reader.findings += [each for each in found if each not in part.reader.findings]
-    _positions(roles, architecture)
-    _world(settings, part, devices)
+    longest, parallel = roles.lengths.longest_sequence, settings.parallel
+    if architecture is not None:
+        roles.top.check("positions", longest=longest, positions=architecture.max_position_embeddings)
+    part.check(
+        "layout",
+        devices=len(devices),
+        model_size=parallel.model_parallel_size,
+        expert_size=parallel.expert_parallel_size,
+        smallest=parallel.smallest_world,
+    )
     role = ModelRole(
         **{
             **dict(keys),
@@ -231,38 +242,6 @@ def _with_encoder(loaded: Loaded, architecture: Architecture) -> Loaded:
     return replace(loaded, settings=with_settings(loaded.settings, dict.fromkeys(frozen, False)))
 
 
-def _positions(roles: Roles, architecture: Architecture | None) -> None:
-    """Positions beyond those the model was made for mean nothing to it."""
-    longest = roles.lengths.longest_sequence
-    if architecture is not None and longest > architecture.max_position_embeddings:
-        positions = architecture.max_position_embeddings
-        what = f"sequence_length {longest} is more than the {positions} positions of the model"
-        why = "the rotary embeddings of its config.json were made for no more"
-        fix = f"write a prompt_length and a response_length of {positions} or less together"
-        roles.top.find(what, "sequence_length", "response_length", "val_sequence_length", why=why, fix=fix)
-
-
-def _world(settings: Settings, part: Part, devices: tuple[int, ...]) -> None:
-    parallel = settings.parallel
-    for size, what, why in (
-        (
-            parallel.model_parallel_size,
-            "one copy of the model",
-            "tensor_model_parallel_size × pipeline_model_parallel_size × context_parallel_size",
-        ),
-        (
-            parallel.expert_parallel_size,
-            "one copy of the experts",
-            "expert_tensor_parallel_size × expert_model_parallel_size × pipeline_model_parallel_size",
-        ),
-    ):
-        if devices and len(devices) % size:
-            text = f"{part.name} has {len(devices)} devices, not a multiple of the {size} that {what} takes"
-            fix = f"write a device_mapping of a multiple of {parallel.smallest_world} devices, or another layout"
-            part.find(text, "device_mapping", why=f"{why} is {size}", fix=fix)
-            return
-
-
 def _micro_batches(longest: int, role: ModelRole, part: Part) -> dict[str, int | None]:
     """Return how samples of a role become micro-batches.
 
@@ -300,102 +279,3 @@ def _variant(part: Part, name: str, longest: int) -> str | None:
     variant = (keys.pg_variant or "vanilla") if is_pg else None
     part.check("engine", role=name, is_pg=is_pg, policy_variant=variant, room=2 * longest)
     return variant
-
-
-def infer_role(
-    roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
-) -> InferRole | None:
-    """Make a role that samples; None where its strategy is none that does."""
-    strategy = roles.begin(part, name, ("vllm", "sglang", "hf_infer", "builtin"))
-    if strategy is None:
-        return None
-    for key in part.mapping("training_args"):
-        part.ignore(f"training_args.{key}", f"{part.name} does not train")
-    settings, keys = read_engine(part, samples=True).settings, part.of(RoleSettings)
-    devices, model = keys.devices, settings.model.model_name_or_path or default_model
-    if model is None:
-        no_model(part, name)
-    tree = part.mapping("strategy_args", "strategy_config")
-    ours = {key: node for key, node in tree.items() if key in SAMPLER.names}
-    sampler = part_of(part.reader, ours, SAMPLER, part.key(STRATEGY)).of(SamplerSettings)
-    config = {key: node for key, node in tree.items() if key not in SAMPLER.names}
-    engine = cast(Literal["builtin", "vllm", "sglang"], strategy.replace("hf_infer", "builtin"))
-    if engine == "builtin":
-        _unused(part, strategy)
-        config = {}
-    each = 1 if engine == "builtin" else _per_engine(engine, config, part)
-    if devices and len(devices) % each:
-        what = f"{name} has {len(devices)} devices, and one engine takes {each}"
-        fix = f"write a device_mapping of a multiple of {each} devices, or engines of fewer devices"
-        part.find(what, "device_mapping", why="engines are all alike", fix=fix)
-    if keys.num_gpus_per_worker != each and part.has("num_gpus_per_worker"):
-        part.ignore("num_gpus_per_worker", f"an engine of {engine} takes {each} device{'s' if each > 1 else ''}")
-    _lengths(roles.lengths, engine, config, part)
-    own = {"system_envs": roles.environment_of(part), "generating_args": generating}
-    return InferRole(
-        **{**dict(keys), **dict(sampler), **own},
-        name=name,
-        model_name_or_path=model or "",
-        engine=engine,
-        dtype="fp16" if settings.precision.fp16 else "bf16" if settings.precision.bf16 else "fp32",
-        devices_per_engine=each,
-        config=config,
-    )
-
-
-def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
-    """Return how responses are sampled, with what counts in place of its keys."""
-    return generating.model_copy(
-        update={
-            "top_k": max(0, generating.top_k),
-            "max_new_tokens": max_new_tokens,
-            "num_return_sequences": responses or generating.num_return_sequences,
-            "do_sample": generating.do_sample and generating.temperature > 0,
-        }
-    )
-
-
-def _per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
-    """Return the devices of one engine."""
-    if config.get("data_parallel_size", 1) not in (1, None):
-        what, why = f"{part.name}: data_parallel_size above 1", "the number of engines follows from device_mapping"
-        part.find(what, f"{STRATEGY}.data_parallel_size", why=why, fix="remove data_parallel_size")
-    tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
-    devices = 1
-    for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
-        size = config.get(key, default)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            what, why = f"{part.name}: {key} is {size}", "expected a whole number"
-            part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
-            size = 1
-        devices *= size
-    if engine == "sglang":
-        if "mem_fraction_static" not in config:
-            fix = "write mem_fraction_static: 0.8 in strategy_config"
-            part.find(f"{part.name} has no mem_fraction_static", why="ROLL requires it of sglang", fix=fix)
-        if config.pop("grpc_mode", None):
-            what, key = f"{part.name}: grpc_mode is true", f"{STRATEGY}.grpc_mode"
-            part.find(what, key, why="ROLL refuses it, too", fix="remove grpc_mode")
-    return devices
-
-
-def _unused(part: Part, strategy: str) -> None:
-    known = read_part("roll", "engines")
-    for key in part.mapping(*STRATEGY.split(".")):
-        if key in SAMPLER.names or key in known:
-            part.ignore(f"{STRATEGY}.{key}", f"strategy_name is {strategy}")
-        else:
-            part.unknown(key, sorted(known), f"{STRATEGY}.")
-
-
-def _lengths(lengths: RolloutSettings, engine: str, config: dict[str, Any], part: Part) -> None:
-    key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
-    if part.name not in ("actor_infer", "student_infer") or not isinstance(config.get(key), int):
-        return
-    longest, prompt = lengths.longest_sequence, lengths.prompt_length
-    if config[key] <= prompt:
-        what = f"{part.name}: {key} {config[key]} leaves no token after prompt_length {prompt}"
-        part.find(what, f"{STRATEGY}.{key}", why="responses would be empty", fix=f"write {key}: {longest}")
-    elif config[key] < longest:
-        said = f"{part.name}: {key} {config[key]} is less than sequence_length {longest}"
-        part.reader.lines.append(f"{said}: longer responses are cut there")

@@ -37,27 +37,14 @@ def environment(part: Part) -> dict[str, str]:
 def rollout_settings(top: Part) -> RolloutSettings:
     """Return the keys of rollouts, with lengths that leave tokens for a response."""
     asked = top.of(RolloutSettings)
-    prompt, response, whole = asked.prompt_length, asked.response_length, asked.sequence_length
-    longest, val_prompt, val_whole = asked.max_sequence_length, asked.val_prompt_length, asked.val_sequence_length
-    if response is not None and whole is not None and whole != prompt + response:
-        top.reader.lines.append(
-            f"response_length {response} has no effect with sequence_length {whole}: {whole - prompt} tokens are left"
-        )
-    if longest <= prompt:
-        what = f"sequence_length {longest} leaves no token for a response after prompt_length {prompt}"
-        fix = f"write sequence_length: {2 * prompt}, or response_length: {prompt}"
-        top.find(what, "sequence_length", "prompt_length", fix=fix)
-        longest = 2 * prompt
-    if (val_prompt is None) != (val_whole is None):
-        names = ("val_prompt_length", "val_sequence_length")
-        written, other = names if val_whole is None else names[::-1]
-        why, fix = "ROLL takes both or neither", f"write {other}, too"
-        top.find(f"{written} without {other}", written, why=why, fix=fix)
+    prompt, longest = asked.prompt_length, asked.max_sequence_length
+    val_prompt, val_whole = asked.val_prompt_length, asked.val_sequence_length
+    whole = prompt + (asked.response_length or 0)
+    twice = {"twice": 2 * prompt, "val_twice": 2 * (val_prompt or 0)}
+    top.check("lengths", longest=longest, whole=whole, left=longest - prompt, **twice)
+    if val_prompt is None or val_whole is None or val_whole <= val_prompt:
         val_prompt = val_whole = None
-    if val_prompt is not None and val_whole is not None and val_whole <= val_prompt:
-        what = f"val_sequence_length {val_whole} leaves no token after val_prompt_length {val_prompt}"
-        top.find(what, "val_sequence_length", fix=f"write val_sequence_length: {2 * val_prompt}")
-        val_prompt = val_whole = None
+    longest = longest if longest > prompt else 2 * prompt
     lengths = {"sequence_length": longest, "val_prompt_length": val_prompt, "val_sequence_length": val_whole}
     return asked.model_copy(update=lengths)
 
@@ -74,17 +61,9 @@ def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
         changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}
         changes["add_token_level_kl"] = False
     elif asked.adv_estimator == "grpo":
-        for name in ("norm_mean_type", "norm_std_type"):
-            if getattr(asked, name) not in (None, "group"):
-                top.reader.lines.append(f"{name} {getattr(asked, name)} is group with adv_estimator grpo, as in ROLL")
-            changes[name] = "group"
+        changes |= {"norm_mean_type": "group", "norm_std_type": "group"}
     if not asked.use_pg_clip_range:
         changes |= {"pg_clip_low": asked.pg_clip, "pg_clip_high": asked.pg_clip}
-    low, high = asked.difficulty_low_threshold, asked.difficulty_high_threshold
-    if asked.difficulty_mask and low >= high:
-        what = f"difficulty_low_threshold {low:g} is not below difficulty_high_threshold {high:g}"
-        keys, why = ("difficulty_low_threshold", "difficulty_high_threshold"), "every group would be left out"
-        top.find(what, *keys, why=why, fix="write 0.1 and 0.95")
     settings = asked.model_copy(update=changes)
     needs_reference = settings.use_kl_loss or settings.rewards_kl or settings.enable_reference
     recomputes = _recomputes(settings, top, updates)
@@ -101,13 +80,11 @@ def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
         "use_opd": settings.use_opd,
         "is_pure_opd": settings.is_pure_opd,
     }
-    needing, switch = [name for name, needed in needs.items() if needed], "force_disable_old_logprobs_recompute"
-    if not settings.force_disable_old_logprobs_recompute:
-        return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
-    if needing:
-        why = "it is computed from the trainer's log-probabilities before its updates"
-        top.find(f"{switch} with {needing[0]}", switch, why=why, fix=f"remove {switch}, or {needing[0]}")
-    return False
+    needing = [name for name, needed in needs.items() if needed]
+    top.check("algorithm", needing=needing)
+    if settings.force_disable_old_logprobs_recompute:
+        return False
+    return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
 
 
 def reported(run: RLRunSettings) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
-from megatune.config.entry import Builder, SettingEntry, place_of, read_mapping, yaml_finding
+from megatune.config.entry import Builder, SettingEntry, read_mapping, yaml_finding
 from megatune.config.values import Value, as_read, compose, short, shown, value_of
+from megatune.config.words import place_of
 from megatune.errors import Finding
 
 if TYPE_CHECKING:

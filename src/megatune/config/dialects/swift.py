@@ -68,7 +68,7 @@ def read_swift(
     _set_processes(command)
     _check_kinds(command)
     for meaning in MEANINGS:
-        meaning(command)
+        command.check(meaning) if isinstance(meaning, str) else meaning(command)
     if verb != "rlhf":
         command.default("stage", command.verb)
     for name, entry in list(command.flags.items()):

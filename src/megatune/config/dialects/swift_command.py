@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megatune.config.dialects.dialect import Row, checks, table
-from megatune.config.entry import SETTINGS_FILES, SettingEntry, flags_with_words, meant_by, read_file, value_of_words
+from megatune.config.dialects.checks import checks
+from megatune.config.dialects.dialect import Row, table
+from megatune.config.entry import SETTINGS_FILES, SettingEntry, read_file
 from megatune.config.settings import setting_paths
 from megatune.config.values import Value, as_read, is_number, is_variable, shown
+from megatune.config.words import flags_with_words, meant_by, value_of_words
 from megatune.errors import Finding, did_you_mean
 
 # Attributes that conditions of checks name.
-_FACTS = ("version", "verb", "stage", "on_cpu", "has_shared_experts")
+_FACTS = ("version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs")
 # Keys of config.json that count them, or say how wide they are.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_EXPERTS = (
@@ -52,6 +54,7 @@ class Command:
         variables: environment variables that the command line asks for.
         ignored: by the place of a flag: why it changes nothing.
         rollouts: flags of grpo, which `swift_rl` reads.
+        facts: what checks name beside flags.
     """
 
     verb: str
@@ -67,6 +70,7 @@ class Command:
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     rollouts: dict[str, SettingEntry] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def read(self, words: Sequence[str]) -> None:
         """Read the words behind the verb.
@@ -119,6 +123,11 @@ class Command:
     def generation(self) -> int:
         """Whose names of flags: 3 or 4."""
         return int(self.version)
+
+    @property
+    def epochs(self) -> str:
+        """The flag that says how many epochs are trained."""
+        return "max_epochs" if self.generation == 3 else "num_train_epochs"
 
     @property
     def default_origin(self) -> str:
@@ -191,24 +200,45 @@ class Command:
             self.ignored[entry.where] = why
         self.defaults.pop(name, None)
 
-    def check(self, kind: str) -> None:
-        """Answer what the table says of flags together; `kind` is the part of it."""
-        for row in checks("swift", kind, self._asked):
-            flag, why = row["flag"], row.get("why", "")
-            if "ignored" in row:
-                self.ignore(flag, row["ignored"])
-            elif "unsupported" in row:
-                self.refuse(flag, row["unsupported"], row["fix"])
-            elif "becomes" in row:
-                self.becomes(flag, row["becomes"], why)
-            elif not self.given(flag):
-                self.default(flag, row["default"], why)
+    def check(self, kind: str, **facts: Any) -> None:
+        """Answer what the table says of flags together.
 
-    def _asked(self, key: str) -> Any:
-        """Return what a condition is about: a fact of the command line, or a flag."""
+        Args:
+            kind: the part of it.
+            facts: what conditions and texts name beside flags.
+        """
+        self.facts |= facts
+        for row in checks("swift", kind, self):
+            if "what" in row:
+                self.findings.append(Finding(row["what"], why=row["why"], fix=row["fix"]))
+            named = row.get("flag", [])
+            of_parts = [name for name, each in table("swift").items() if each.of in row.get("of", ())]
+            for flag in [*([named] if isinstance(named, str) else named), *of_parts]:
+                self._answer(flag, row)
+
+    def __getitem__(self, key: str) -> Any:
+        """Return what a check asks about: a fact, a flag, or with "given " before it whether it was written."""
         if key.startswith("given "):
             return self.given(key.removeprefix("given "))
-        return getattr(self, key) if key in _FACTS else self.value(key)
+        if key in _FACTS:
+            return getattr(self, key)
+        return self.facts[key] if key in self.facts else self.value(key)
+
+    def _answer(self, flag: str, row: Mapping[str, Any]) -> None:
+        """Do to a flag what a row of the table says."""
+        why = row.get("why", "")
+        if "ignored" in row:
+            self.ignore(flag, row["ignored"])
+        elif "unsupported" in row:
+            self.refuse(flag, row["unsupported"], row["fix"])
+        elif "becomes" in row:
+            self.becomes(flag, row["becomes"], why)
+        elif "sets" in row:
+            for key, value in row["sets"].items():
+                self.sets(flag, key, value, why)
+            self.flags.pop(flag, None)
+        elif not self.given(flag):
+            self.default(flag, row["default"], why)
 
     def refuse(self, name: str, why: str, fix: str) -> None:
         """Refuse what a flag asks for."""

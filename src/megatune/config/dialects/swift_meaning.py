@@ -16,7 +16,6 @@ from megatune.config.dialects.dialect import read_part, table
 from megatune.config.dialects.swift_command import Command
 from megatune.config.entry import SettingEntry
 from megatune.config.values import TooLarge, parse, read_text
-from megatune.errors import Finding
 from megatune.families.rope import rope_parameters
 from megatune.hub.megatron import is_torch_dist
 
@@ -41,25 +40,14 @@ def model(command: Command) -> None:
             command.ignore("model", f"the weights are those of --{entry.key}")
         command.flags["model"] = replace(entry, key="model")
         command.whys.setdefault(entry.where, "a Hugging Face model")
-    _start(command, is_megatron=is_megatron)
-
-
-def _start(command: Command, *, is_megatron: bool) -> None:
-    """Whether more than weights is read: of a checkpoint of this program, and of no other."""
-    model, starts_anew = command.value("model"), command.value("finetune", command.generation == 4)
-    if not starts_anew and command.given("finetune"):
-        if isinstance(model, str) and os.path.isfile(os.path.join(model, _OURS)):
-            command.sets("finetune", "resume_from_checkpoint", model, "a checkpoint of this program")
-            command.flags.pop("finetune")
-        elif is_megatron:
-            why = "optimizer and step of a checkpoint of Megatron-Core are not read, and its weights are"
-            command.refuse("finetune", why, "write --finetune true")
-        else:
-            command.ignore("finetune", "a Hugging Face model has weights alone")
-    elif not starts_anew and is_megatron:
+    if is_megatron and command.generation == 3 and not command.given("finetune"):
         command.whys["finetune"] = "the weights are read, and training begins at step 0, as with --finetune true"
-    command.ignore("finetune", "a run starts with the weights alone, at step 0")
-    command.check("start")
+    model = command.value("model")
+    is_own = isinstance(model, str) and os.path.isfile(os.path.join(model, _OURS))
+    if command.value("finetune") is False and is_own:
+        command.sets("finetune", "resume_from_checkpoint", model, "a checkpoint of this program")
+        command.flags.pop("finetune")
+    command.check("start", is_megatron=is_megatron)
 
 
 def output(command: Command) -> None:
@@ -71,19 +59,7 @@ def output(command: Command) -> None:
         _add_version(command)
     elif not command.given("add_version"):
         command.whys["add_version"] = "off: --add_version true adds vN-DATE-TIME to output_dir"
-    else:
-        command.ignore("add_version", "output_dir is as it is written")
-    wants_wandb = command.generation == 3 and command.value("wandb_exp_name") and not command.given("report_to")
-    if wants_wandb:
-        command.default("report_to", ["tensorboard", "wandb"], "wandb_exp_name is given")
-    for tracker in ("wandb", "swanlab"):
-        if tracker in command.value("report_to", ()) and not command.given(f"{tracker}_project"):
-            command.default(f"{tracker}_project", "megatron-swift")
-    if command.value("save_safetensors", True):
-        command.ignore("save_safetensors", "checkpoints are Hugging Face models")
-    else:
-        command.sets("save_safetensors", "save_format", "torch_dist", "beside the Hugging Face model")
-        command.flags.pop("save_safetensors")
+    command.check("output")
 
 
 def _add_version(command: Command) -> None:
@@ -165,25 +141,14 @@ def evaluation(command: Command) -> None:
     """An evaluation set turns evaluation on; all of it is evaluated, every so often."""
     command.check("evaluation")
     has_rows = command.given("val_dataset") or command.number("split_dataset_ratio") > 0
-    if not has_rows or command.value("eval_iters") == 0:
-        why = "eval_iters is 0" if has_rows else "there is nothing to evaluate on"
-        for name in ("val_dataset", "eval_steps", "split_dataset_ratio"):
-            command.ignore(name, why)
-    else:
-        strategy = "epoch" if command.value("save_strategy") == "epoch" else "steps"
-        command.default("eval_strategy", strategy, "there is an evaluation set")
-        if not command.given("eval_steps"):
-            command.default("eval_steps", command.value("save_steps", 500) or 500, "it is save_steps")
-    command.ignore("eval_iters", "an evaluation takes the whole set")
+    evaluates = has_rows and command.value("eval_iters") != 0
+    command.check("evaluated", has_rows=has_rows, evaluates=evaluates)
+    if evaluates and not command.given("eval_steps"):
+        command.default("eval_steps", command.value("save_steps", 500) or 500, "it is save_steps")
 
 
 def rows(command: Command) -> None:
     """How rows are shuffled, mixed and cut."""
-    if command.value("train_dataloader_shuffle") is False and command.value("dataset_shuffle") is False:
-        command.sets("train_dataloader_shuffle", "disable_shuffling", True)
-        command.flags.pop("train_dataloader_shuffle")
-    why = "rows are shuffled once" if command.value("train_dataloader_shuffle") else "dataset_shuffle still is on"
-    command.ignore("train_dataloader_shuffle", why)
     system = command.value("system")
     if isinstance(system, str) and system.endswith(".txt"):
         try:
@@ -209,9 +174,7 @@ def parallel(command: Command) -> None:
         else:
             command.whys[command.flags["num_layers_per_virtual_pipeline_stage"].where] = "a stage has one part"
         command.flags.pop("num_layers_per_virtual_pipeline_stage")
-    why = "it does not divide the layers of a stage"
-    fix = "write --virtual_pipeline_model_parallel_size 2"
-    command.refuse("num_layers_per_virtual_pipeline_stage", why, fix)
+    command.check("stages")
 
 
 def shape(command: Command) -> None:
@@ -238,21 +201,6 @@ def experts(command: Command) -> None:
 _OF_RUN = (model, hub, output, precision, length, rope, evaluation, rows, parallel, shape, experts)
 
 
-def steps(command: Command) -> None:
-    """How long it trains: since version 3.12 epochs win over steps; 3.4 ends at whichever comes first."""
-    epochs = "max_epochs" if command.generation == 3 else "num_train_epochs"
-    if not command.given("train_iters") and not command.given("num_train_epochs"):
-        if not command.given("max_steps"):
-            fix = f"write --train_iters 1000, or --{epochs} 1"
-            command.findings.append(Finding("train_iters is missing", why="nothing says when training ends", fix=fix))
-    elif command.given("train_iters") and command.given("num_train_epochs"):
-        if command.version > 3 and not command.value("streaming"):
-            command.ignore("train_iters", f"{epochs} decides, since version 3.12")
-        else:
-            why = f"with both, training ends at whichever comes first: a run here has {epochs} or train_iters"
-            command.refuse("num_train_epochs", why, f"keep --train_iters, or --{epochs}")
-
-
 def learning_rate(command: Command) -> None:
     """lr depends on what is trained; the schedule's arguments are on several flags."""
     command.check("rates")
@@ -266,8 +214,6 @@ def learning_rate(command: Command) -> None:
     elif lowest:
         fix = "write --min_lr 0, or --lr_decay_style cosine"
         command.refuse("min_lr", f"with lr_decay_style {style} the rate has no floor here", fix)
-    if command.given("lr_decay_iters") and command.value("lr_decay_iters") == command.value("train_iters"):
-        command.ignore("lr_decay_iters", "it is train_iters")
     command.check("whole_rates")
 
 
@@ -295,19 +241,9 @@ def tuner(command: Command) -> None:
     if command.given("adapters") and command.value("tuner_type") == "full":
         command.default("tuner_type", "lora", "adapters are given")
         command.flags.pop("tuner_type", None)
-    if command.value("tuner_type") != "lora":
-        for name in _flags_of("lora"):
-            command.ignore(name, "it is of tuner_type lora")
-        return
     modules = command.value("target_modules")
     of_attention = isinstance(modules, list) and {*modules} <= {"linear_qkv", "linear_proj"}
-    drops = (0.0, "adapters of experts drop nothing") if command.has_experts and not of_attention else (0.05,)
-    if not command.given("adapters") and not command.given("lora_dropout"):
-        command.default("lora_dropout", *drops)
-    command.check("adapters")
-    if isinstance(modules, list) and "all-embedding" in modules:
-        why, fix = "embeddings have no adapters here", "write --modules_to_save embed_tokens, which trains them"
-        command.refuse("target_modules", why, fix)
+    command.check("adapters", drops=not command.has_experts or of_attention)
 
 
 def pictures(command: Command) -> None:
@@ -342,9 +278,7 @@ def losses(command: Command) -> None:
     if not command.given("loss_scale"):
         command.default("loss_scale", _OF_STAGE.get(command.verb, "default"))
     if command.stage == "pt" and command.generation == 3:
-        command.ignore("loss_scale", "version 3 trains every token of a text")
-        command.ignore("use_chat_template", "version 3 trains texts without it")
-        command.default("loss_scale", "all")
+        command.check("texts")
     elif command.stage == "pt" and command.value("use_chat_template") is True:
         command.verb = "sft"  # with every token trained
         command.ignore("use_chat_template", "so it is stage sft, with the loss_scale of pt")
@@ -369,16 +303,10 @@ def losses(command: Command) -> None:
 
 def preferences(command: Command) -> None:
     """rlhf's own flags, of which each loss takes some."""
-    if command.verb != "rlhf":
-        for name in _flags_of("rlhf"):
-            command.ignore(name, "it is of rlhf")
-        return
-    if not command.given("rlhf_type"):
+    if command.verb == "rlhf" and not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
-    if command.stage == "gkd":  # one reason for all of its flags
-        for name in (*_flags_of("rlhf"), *_flags_of("grpo"), *_flags_of("rollouts")):
-            if name != "rlhf_type":
-                command.ignore(name, "it is of gkd")
+    command.check("losses_of_stages")
+    if command.verb != "rlhf" or command.stage == "gkd":
         return
     if command.stage == "grpo":
         _take_rollouts(command)
@@ -396,25 +324,13 @@ def preferences(command: Command) -> None:
 
 def _take_rollouts(command: Command) -> None:
     """Put the flags of grpo aside, for `swift_rl`: the settings of its engine are those of sft."""
-    for name in ("rlhf_type", *_flags_of("grpo"), "loss_type", "beta", "ref_model", "external_plugins"):
+    of_grpo = [name for name, row in table("swift").items() if row.of == "grpo"]
+    for name in ("rlhf_type", *of_grpo, "loss_type", "beta", "ref_model", "external_plugins"):
         if name in command.flags:
             command.rollouts[name] = command.flags.pop(name)
     command.whys[command.rollouts["rlhf_type"].where] = "reinforcement learning, as `megatune rl` does it"
-    for name in _flags_of("rlhf"):
-        command.ignore(name, "it is of the preference stages")
-    command.default("stage", "sft")
+    command.check("rollouts")
 
 
-def seeds(command: Command) -> None:
-    """One seed for everything."""
-    if command.value("data_seed", 42) == command.value("seed", 42):
-        command.ignore("data_seed", "seed is that of rows, too")
-    command.refuse("data_seed", "one seed orders rows and draws weights", "write --seed with that number")
-
-
-def _flags_of(part: str) -> list[str]:
-    """List the flags that say something only of a part: lora, rlhf, rollouts."""
-    return [name for name, row in table("swift").items() if row.of == part]
-
-
-MEANINGS = (steps, tuner, learning_rate, pictures, losses, preferences, seeds, *_OF_RUN)
+# Functions, and parts of the table of checks.
+MEANINGS = ("steps", tuner, learning_rate, pictures, losses, preferences, "seeds", *_OF_RUN)

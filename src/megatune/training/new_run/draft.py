@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from megatune.config.entry import Arguments
 from megatune.config.load import load
 from megatune.config.options import Given
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Count
 from megatune.config.settings import Settings
 from megatune.config.values import counted, shown
+from megatune.config.words import Arguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer

@@ -1,0 +1,195 @@
+"""Command lines: their words as a file of settings, `key=value` overrides, and flags with their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatune.config.entry import SETTINGS_FILES, SettingEntry
+from megatune.config.values import TRUTH, Value, parse, shown
+from megatune.errors import ExitCode, Finding, MegatuneError
+
+_LONGEST_PLACE = 200  # characters
+
+
+class FlagWords(NamedTuple):
+    """A flag with its words.
+
+    Attributes:
+        typed: the word of the flag as it was typed; "" of words that stand before the first flag.
+        behind: the words up to the next flag.
+    """
+
+    typed: str
+    behind: list[str]
+
+    @property
+    def word(self) -> str:
+        """The flag without its value: "--max-length"."""
+        return self.typed.partition("=")[0]
+
+    @property
+    def key(self) -> str:
+        """What the flag sets; a dash is an underscore. "" where it is no flag."""
+        return self.word.removeprefix("--").replace("-", "_")
+
+    @property
+    def text(self) -> str | None:
+        """What stands behind =; None without one."""
+        _, equals, text = self.typed.partition("=")
+        return text if equals else None
+
+    @property
+    def values(self) -> list[str]:
+        """What stands behind =, if anything does, and behind the flag."""
+        return self.behind if self.text is None else [self.text, *self.behind]
+
+
+def is_flag(word: str) -> bool:
+    """Tell a flag from a quoted text that begins like one."""
+    return word.startswith("--") and " " not in word.partition("=")[0]
+
+
+def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[FlagWords]:
+    """Group each flag with the words that follow it; words before the first flag are a group of their own.
+
+    Args:
+        takes_text: tells whether the value of a key may be a quoted text that begins like a flag, "--x=1 is what?".
+    """
+    grouped: list[FlagWords] = []
+    for word in words:
+        is_value = " " in word and bool(grouped) and not grouped[-1].values and takes_text(grouped[-1].key)
+        if is_flag(word) and not is_value:
+            grouped.append(FlagWords(word, []))
+        else:
+            grouped = grouped or [FlagWords("", [])]
+            grouped[-1].behind.append(word)
+    return grouped
+
+
+def meant_by(key: str, names: Iterable[str]) -> list[str]:
+    """Return the flag of this name, or those that begin so: where there is one, its beginning is enough."""
+    known = dict.fromkeys(names)
+    return [key] if key in known else [name for name in known if key and name.startswith(key)]
+
+
+def value_of_words(words: Sequence[str], kind: type | None = None) -> Value | None:
+    """Read the words of a flag as its type, as far as they are of it; None where there should be some.
+
+    Args:
+        kind: bool, list or str; any other is read as YAML. None is not known, and takes no word, one or several.
+    """
+    if not words:
+        return Value(True, None if kind is None else "true") if kind in (None, bool) else None
+    if kind is list:
+        return Value(list(words), items=tuple(Value(word, word) for word in words))
+    if len(words) > 1:  # perhaps one too many: what the setting expects is said where it is read
+        items = tuple(map(parse, words))
+        return Value([item.data for item in items], items=items)
+    (text,) = words
+    if kind is bool and text.lower() in TRUTH:
+        truth = TRUTH[text.lower()]
+        return Value(truth, shown(truth))
+    return Value(text, text) if kind is str else parse(text)
+
+
+@dataclass(slots=True)
+class Arguments:
+    """A command line in its parts: the file if there is one, its key=value overrides, and --key value flags."""
+
+    source: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+
+    def take(self, flag: FlagWords) -> list[str]:
+        """Take a flag with its value: the words up to an override, and of a boolean or a flag that nobody knows up to a
+        settings file. Return the words behind them.
+
+        What holds an = is an override if its key is one of a settings file: `--default_system a=b` is a flag and its
+        value.
+        """
+        count = 0 if flag.text is not None else len(flag.behind)
+        for at, word in enumerate(flag.behind[:count]):
+            key, equals, _ = word.partition("=")
+            if (equals and is_key(key)) or (word.endswith(SETTINGS_FILES) and not takes_text(flag.key)):
+                count = at
+                break
+        self.flags += [flag.typed, *flag.behind[:count]]
+        return flag.behind[count:]
+
+    def place(self, words: Iterable[str]) -> None:
+        """Take words that are no value of a flag.
+
+        Raises:
+            MegatuneError: two of them could be the file (exit 64).
+        """
+        for word in words:
+            key, equals, _ = word.partition("=")
+            if equals and key.isidentifier():
+                self.overrides.append(word)
+            elif self.source is None:
+                self.source = word
+            else:
+                what = f"{word!r} is one word too many: {self.source!r} is the settings file already"
+                finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
+                raise MegatuneError(finding, ExitCode.SETTINGS)
+
+
+def split_arguments(arguments: Sequence[str]) -> Arguments:
+    """Split `FILE.yaml key=value --key value`, in any order.
+
+    Raises:
+        MegatuneError: two words could be the file (exit 64).
+    """
+    found = Arguments()
+    for flag in flags_with_words(arguments, takes_text):
+        found.place(found.take(flag) if flag.typed else flag.behind)
+    return found
+
+
+def is_key(key: str) -> bool:
+    """Tell whether a settings file may have a key."""
+    from megatune.config.dialects.dialect import LLAMAFACTORY  # builds all settings, which --help does without
+
+    return LLAMAFACTORY.knows(key)
+
+
+def takes_text(key: str) -> bool:
+    """Tell whether a key of a settings file has values that are not true or false."""
+    from megatune.config.dialects.dialect import LLAMAFACTORY
+
+    row = LLAMAFACTORY.row_of(key)
+    return row is not None and row.type is not bool
+
+
+def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
+    """Read `key=value` words."""
+    entries: list[SettingEntry] = []
+    findings: list[Finding] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals and key.strip():
+            entries.append(SettingEntry(key.strip(), parse(text), place_of(override), "override"))
+        else:
+            findings.append(Finding(f"{override!r} is not an override", fix="write key=value, without spaces around ="))
+    return entries, findings
+
+
+def place_of(word: str) -> str:
+    """Return what a message says of a word of a command line as its place: the word, cut where it is long."""
+    return word if len(word) <= _LONGEST_PLACE else f"{word[:_LONGEST_PLACE]}..."
+
+
+def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]:
+    """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
+    entries: list[SettingEntry] = []
+    findings: list[Finding] = []
+    for flag in flags_with_words(flags, takes_text):
+        value = value_of_words(flag.values)
+        if not flag.key:
+            what = f"{flag.typed or flag.behind[0]!r} is not a flag"
+            findings.append(Finding(what, fix="write --key value, or --key=value"))
+        elif value is not None:
+            entries.append(SettingEntry(flag.key, value, flag.word, "flag"))
+    return entries, findings
