@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PixtralImageProcessorPil,
     PreTrainedModel,
@@ -19,6 +21,7 @@ from transformers import (
 
 from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
+from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture
 
@@ -197,3 +200,32 @@ def test_numbers_that_make_no_vision_model_are_named(tmp_path: Path) -> None:
     assert fixes("qwen3_vl_moe", moe_ffn_hidden_size=32) == {"--moe_ffn": "--moe_ffn 48"}
     assert fixes("qwen3_vl_moe", moe_ffn_hidden_size=64) == {"--moe_ffn": "--moe_ffn 48"}
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "internvl"])
+def test_processors_find_their_tokens(name: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_checkpoint(name, tmp_path / "m", **SMALL, **TOWER))
+    vision = demo_family(name).vision
+    assert vision is not None
+    assert vision.named_tokens
+    assert len(tokenizer) == SMALL["vocab_size"]  # no token came above those of the model
+    for key, token in vision.named_tokens.items():
+        assert getattr(tokenizer, key) == token
+        assert tokenizer.encode(token, add_special_tokens=False) == [getattr(tokenizer, f"{key}_id")]
+
+
+def test_a_processor_reads_a_chat_with_a_picture(tmp_path: Path) -> None:
+    folder = make_checkpoint("gemma3", tmp_path / "m", **SMALL, **TOWER)
+    processor = AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    inputs = processor(text=text, images=[Image.new("RGB", (40, 30))], return_tensors="pt")
+    assert int((inputs["input_ids"] == processor.image_token_id).sum()) == 1  # the mark in front of the picture
+    assert int((inputs["input_ids"] == processor.tokenizer.image_token_id).sum()) == 16
+
+
+def test_gemma4_shows_a_picture_in_its_turn() -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    tokenizer = make_tokenizer(demo_family("gemma4"), 400)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    assert text == "<bos><|turn>user\n<|image|>What?<turn|>\n"

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -147,7 +147,8 @@ def _write(
         if FAMILIES[family.model_type].computed_as:
             _rewrite(beside / "config.json", model_type=family.model_type)
         tokenizer.save_pretrained(beside)
-        publish_tokenizer_config(beside, family.tokenizer_class)
+        named_tokens = family.vision.named_tokens if family.vision is not None else {}
+        publish_tokenizer_config(beside, family.tokenizer_class, named_tokens)
         if family.vision is not None:
             write_processors(family.vision, beside)
             if family.has_experts and family.vision.deepstack:
@@ -160,12 +161,13 @@ def _write(
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def publish_tokenizer_config(folder: Path, tokenizer_class: str) -> None:
+def publish_tokenizer_config(folder: Path, tokenizer_class: str, named_tokens: Mapping[str, str] | None = None) -> None:
     """Bring tokenizer_config.json to its published form: the family's class, and no token for the unknown.
 
     Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
     """
-    _rewrite(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class, unk_token=None)
+    named = {"extra_special_tokens": dict(named_tokens)} if named_tokens else {}
+    _rewrite(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class, unk_token=None, **named)
 
 
 def _publish_experts(folder: Path) -> None:

@@ -373,7 +373,8 @@ FAMILIES: dict[str, DemoFamily] = {
     "gemma4": replace(
         _GEMMA4,
         model_type="gemma4",
-        added_tokens=_GEMMA4.added_tokens + _special("<|image>", "<|image|>", "<image|>"),
+        added_tokens=_GEMMA4.added_tokens
+        + _special("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
         own={**_GEMMA4.own, "use_bidirectional_attention": "vision"},
         vision=GEMMA4,
     ),
@@ -463,7 +464,7 @@ FAMILIES: dict[str, DemoFamily] = {
         _QWEN3,
         model_type="internvl",
         chat_template="internvl.jinja",
-        added_tokens=(*_QWEN3.added_tokens, *_special("<img>", "</img>", "<IMG_CONTEXT>")),
+        added_tokens=(*_QWEN3.added_tokens, *_special("<img>", "</img>", "<IMG_CONTEXT>", "<video>")),
         tie_word_embeddings=False,
         vision=INTERN_VIT,
     ),

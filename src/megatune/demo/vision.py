@@ -40,6 +40,8 @@ class DemoVision:
         encoder: keys of that encoder's vision_config that sizes do not say.
         root: keys of config.json beside its parts.
         tokens: keys of config.json by the tokens whose ids they are.
+        named_tokens: extra_special_tokens of tokenizer_config.json, by which a processor of Transformers finds its
+            tokens; empty where it knows them itself.
     """
 
     processor: Mapping[str, Any]
@@ -55,6 +57,7 @@ class DemoVision:
     encoder: Mapping[str, Any] = field(default_factory=dict)
     root: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, str] = field(default_factory=lambda: _QWEN_TOKENS)
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 _CLIP = {
@@ -126,6 +129,9 @@ SIGLIP = DemoVision(
         "image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
         "eoi_token_index": "<end_of_image>",
     },
+    named_tokens={
+        "image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+    },
 )  # fmt: skip
 
 # Fewer tokens of an image than published, of 280.
@@ -140,6 +146,10 @@ GEMMA4 = DemoVision(
     encoder={"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 256, "standardize": True},
     root={"vision_soft_tokens_per_image": 70, "audio_config": None},
     tokens={"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+    named_tokens={
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+        "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>",
+    },
 )  # fmt: skip
 
 # Smaller tiles than published, of 448 pixels and 256 tokens.
@@ -154,6 +164,10 @@ INTERN_VIT = DemoVision(
     encoder={"patch_size": 14, "image_size": 112, "attention_bias": True},
     root={"image_seq_length": 16},
     tokens={"image_token_id": "<IMG_CONTEXT>"},
+    named_tokens={
+        "context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>",
+        "video_token": "<video>",
+    },
 )  # fmt: skip
 
 
