@@ -293,13 +293,14 @@ def test_one_step_of_experts_with_the_usual_epsilon(pool, plain_steps, model_dir
     ("family", "optimizer", "num_steps"),
     [
         ("qwen2_moe", "adam, larger epsilon", 3),
-        ("qwen2_moe", "sgd", 3),
+        # After a third step at SGD's rate of 10, Transformers is 1.1e-5 from fp64, on some processors.
+        ("qwen2_moe", "sgd", 2),
         ("mixtral", "adam, larger epsilon", 3),
         ("mixtral", "sgd", 3),
         ("deepseek_v3", "adam, larger epsilon", 3),
-        # Its gradients are as near to fp64's as those of Transformers, 2e-6; at SGD's learning rate of 10 two correct
-        # computations are 3e-5 apart after the third step.
-        ("deepseek_v3", "sgd", 2),
+        # By SGD's rate of 10 the updates of its compressed heads' norms are rounded by 1.3e-5 in the first step, in
+        # Transformers as in the engine; by a larger one a second step multiplies rounding.
+        ("deepseek_v3", "sgd, larger rate", 1),
     ],
 )
 def test_steps_of_other_families_of_experts(pool, plain_steps, model_dir, tmp_path, family, optimizer, num_steps):
