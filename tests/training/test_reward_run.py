@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,13 @@ def test_a_resume_is_exact(
 ) -> None:
     """Over three steps from the middle of an epoch, from a language model: the score is not drawn again."""
     dataset = {"dataset": str(margins / "margins.json")} if "margins" in name else {}
+    # Padding that ends every answer, too, and that only the reward model's config.json names.
+    model = Path(shutil.copytree(models["qwen3"], tmp_path / "model"))
+    for file, token in (("config.json", None), ("tokenizer_config.json", "<|im_end|>")):
+        key = "pad_token" if token else "pad_token_id"
+        (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | {key: token}))
     whole, crashed = (
-        reward(models["qwen3"], data, tmp_path / each, max_steps=5, **RESUMED[name], **dataset)
-        for each in ("whole", "crashed")
+        reward(model, data, tmp_path / each, max_steps=5, **RESUMED[name], **dataset) for each in ("whole", "crashed")
     )
     run(pool, 2, whole, tmp_path)
     leave_as_crashed(tmp_path / "whole", 2, tmp_path / "crashed")

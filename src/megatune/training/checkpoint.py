@@ -34,6 +34,9 @@ from megatune.training.model_files import reward_config, small_files, with_dtype
 from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
 from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
+# Of state.json: the token whose embedding gets no gradient. A reward model's config.json may be the first to name one,
+# and a run that began with a language model without goes on so, as in Transformers.
+_PADDING_TOKEN = "padding_token"
 # Of the model itself, whose adapters are loaded onto it.
 _OF_MODEL = ("config.json", "generation_config.json")
 
@@ -65,8 +68,11 @@ class CheckpointFiles:
             numbers = safetensors.torch.save(device.rng_state())
             self._small.append(SmallFile(f"{TRAINING_FOLDER}{_rng_name(assembly)}", numbers))
         if self._small and assembly.place.rank == 0:
-            parts = {"optimizer": scalars(assembly.optimizer), "layout": layout_of(assembly, settings)}
-            content = {**asdict(state), **parts}
+            content = asdict(state) | {
+                "optimizer": scalars(assembly.optimizer),
+                "layout": layout_of(assembly, settings),
+                _PADDING_TOKEN: assembly.model[0].module.padding_token,
+            }
             own = {STATE_NAME: json.dumps(content, indent=1).encode()}
             self._small += [
                 SmallFile(f"{TRAINING_FOLDER}{name}", data) for name, data in {**(beside or {}), **own}.items()
@@ -178,6 +184,10 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
     training = checkpoint / TRAINING_FOLDER
     content = json.loads((training / STATE_NAME).read_text(encoding="utf-8"))
     counters, layout = content.pop("optimizer"), content.pop("layout")
+    if _PADDING_TOKEN in content:
+        token = content.pop(_PADDING_TOKEN)
+        for chunk in assembly.model:
+            chunk.module.padding_token = token
     state = TrainState(**content)
     if not settings.run.no_load_optim:
         shards = main_shards(assembly.optimizer)
