@@ -51,10 +51,9 @@ def export_weights(
     architecture = loaded.architecture
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
     assert selection is not None or not has_adapters, "weights without their adapters"
-    merges = has_adapters and selection is not None and not adapters_alone
-    beside = _Beside(loaded, selection) if merges and selection is not None else None
     gather_parameters(loaded.model)
-    gathered = _Gathered(loaded, beside, set(range(loaded.place.world_size) if ranks is None else ranks))
+    wanted = set(range(loaded.place.world_size) if ranks is None else ranks)
+    gathered = _Gathered(loaded, selection if has_adapters and not adapters_alone else None, wanted)
     family, stacks = FAMILIES[architecture.model_type], list(Stack)
     weights = family.weight_map(architecture)
     if adapters_alone and selection is not None:
@@ -79,12 +78,14 @@ class _Gathered:
     """The weights of a model, whole of the pieces that ranks hold.
 
     Args:
-        beside: the adapters that are merged into them.
+        merged: what adapters are merged into them; None for none.
         wanted: the ranks that get them.
     """
 
-    def __init__(self, loaded: LoadedModel, beside: _Beside | None, wanted: set[int]) -> None:
-        self._architecture, self._place, self._beside, self._wanted = loaded.architecture, loaded.place, beside, wanted
+    def __init__(self, loaded: LoadedModel, merged: Selection | None, wanted: set[int]) -> None:
+        self._architecture, self._place, self._wanted = loaded.architecture, loaded.place, wanted
+        self._adapters = {} if merged is None else adapters(loaded.architecture, merged)
+        self._factor = 0.0 if merged is None else scaling(merged)
         self._run = _experts_at_once(loaded.architecture, loaded.place.ep_size)
         self._holders = {experts: holders_of(loaded.place, experts=experts) for experts in (False, True)}
         self._pieces: dict[_Key, Piece] = {
@@ -110,13 +111,28 @@ class _Gathered:
             whole = None
             if key in self._pieces:
                 whole = gather_piece(self._pieces[key], holders, 0, self._architecture, device.current())
-                if self._beside is not None:
-                    self._beside.merge(whole, key, self._pieces, holders)
+                self._merge(whole, key, holders)
             owner, dtype = self._owners[key]
             tensors = _sent(hf_shapes(weight, self._architecture, layer, part), whole, dtype, owner, self._wanted)
             del whole
             if self._place.rank in self._wanted:
                 yield part, tensors
+
+    def _merge(self, whole: dict[str, Tensor] | None, key: _Key, holders: Holders) -> None:
+        """Gather the adapter of a weight as the weight itself was gathered, and add it. Collective over the holders.
+
+        Args:
+            whole: the weight's Hugging Face tensors; None on ranks that do not have them.
+        """
+        engine, layer, expert = key
+        found: dict[str, Tensor] = {}
+        for entry in self._adapters[engine].entries if engine in self._adapters else ():
+            piece = self._pieces[entry.engine, layer, expert]
+            found |= gather_piece(piece, holders, 0, self._architecture, device.current()) or {}
+        for name, tensor in (whole or {}).items():
+            a, b, lengths = (found.get(name.removesuffix("weight") + end) for end in (LORA_A, LORA_B, MAGNITUDE))
+            if a is not None and b is not None:
+                tensor.copy_(merge_product(tensor.float(), a, b, self._factor, lengths))
 
 
 def _together(
@@ -143,32 +159,6 @@ def _experts_at_once(architecture: Architecture, ep_size: int) -> int:
     of_rank = architecture.moe.num_experts // ep_size
     fitting = (run for run in range(of_rank, 1, -1) if of_rank % run == 0 and 4 * run * max(sizes) <= _MOST_BYTES)
     return next(fitting, 1)
-
-
-class _Beside:
-    """The adapters of a model, to be merged into whole weights."""
-
-    def __init__(self, loaded: LoadedModel, selection: Selection) -> None:
-        self._architecture, self._factor = loaded.architecture, scaling(selection)
-        self._adapters = adapters(loaded.architecture, selection)
-
-    def merge(self, whole: dict[str, Tensor] | None, key: _Key, pieces: Mapping[_Key, Piece], holders: Holders) -> None:
-        """Gather the adapter of a weight as the weight itself was gathered, and add it. Collective over the holders.
-
-        Args:
-            whole: the weight's Hugging Face tensors; None on ranks that do not have them.
-        """
-        engine, layer, expert = key
-        if engine not in self._adapters:
-            return
-        found: dict[str, Tensor] = {}
-        for entry in self._adapters[engine].entries:
-            piece = pieces[entry.engine, layer, expert]
-            found |= gather_piece(piece, holders, 0, self._architecture, device.current()) or {}
-        for name, tensor in (whole or {}).items():
-            a, b, lengths = (found.get(name.removesuffix("weight") + end) for end in (LORA_A, LORA_B, MAGNITUDE))
-            if a is not None and b is not None:
-                tensor.copy_(merge_product(tensor.float(), a, b, self._factor, lengths))
 
 
 def _sent(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -121,16 +120,8 @@ def engine_layer(weight: Weight) -> str:
 
 @lru_cache(maxsize=256)
 def _adapters(architecture: Architecture, selection: Any) -> dict[str, AdapterWeights]:
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    targets = _targets(weights, architecture, selection)
-    return {weight.engine: _beside(weight, names, selection) for weight, names in targets}
-
-
-def _targets(
-    weights: tuple[Weight, ...], architecture: Architecture, selection: Selection
-) -> Iterator[tuple[Weight, set[str]]]:
-    """Yield weights that have an adapter, and the names of those of their matrices that have one."""
-    for weight in weights:
+    found = {}
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         if not takes_adapter(weight) or is_frozen(weight.stack, selection):
             continue
         names = {
@@ -139,10 +130,12 @@ def _targets(
             if any(is_target(target, weight, tensor, architecture) for target in selection.lora_target)
         }
         if names:
-            yield weight, names
+            found[weight.engine] = _beside(weight, names, selection)
+    return found
 
 
 def _beside(weight: Weight, names: set[str], selection: Selection) -> AdapterWeights:
+    """Return the entries beside a weight of whose matrices those of these names have an adapter."""
     rank, cuts_inputs = selection.lora_rank, weight.layout is TensorLayout.COLUMNS
     head, _, tail = weight.engine.rpartition(".weight")
 
