@@ -237,12 +237,16 @@ def test_the_correction_weighs_and_filters(level: Any) -> None:
     )
     part = PLAIN.model_copy(update={"train_infer_correction": correction})
     old = [a + 0.15 * b for a, b in zip(ragged(0), ragged(5), strict=True)]
-    found = run(part, replace(SAMPLES, old_log_probs=old))
+    turns = [np.array([length - length // 3, length // 3][: 1 + (length > 2)]) for length in LENGTHS]
+    found = run(part, replace(SAMPLES, old_log_probs=old, turns=turns))
     weights, masks = [], []
-    for mine, rollout in zip(old, ragged(0), strict=True):
+    for mine, rollout, (first, *_) in zip(old, ragged(0), turns, strict=True):
         logs = [float(a) - float(b) for a, b in zip(mine, rollout, strict=True)]
         whole = {"sequence": sum(logs), "token": 0.0}.get(level, sum(logs) / len(logs))
         ratios = [math.exp(each if level == "token" else whole) for each in logs]
+        if level == "segment":
+            parts = [turn for turn in (logs[:first], logs[first:]) if turn]
+            ratios = [math.exp(sum(turn) / len(turn)) for turn in parts for _ in turn]
         gaps = [math.exp(a) - math.exp(b) for a, b in zip(mine, rollout, strict=True)]
         weights.append([min(ratio, 1.1) for ratio in ratios])
         masks.append([float(0.9 <= r <= 1.2 and abs(g) <= 0.05) for r, g in zip(ratios, gaps, strict=True)])

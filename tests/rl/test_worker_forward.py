@@ -123,11 +123,13 @@ def of_turns() -> Rollouts:
     sizes = [length - sum(stop - start for start, stop in own) for length, own in spans]
     random = np.random.default_rng(1)
     ones = [np.ones(size, np.float32) for size in sizes]
-    advantages = [random.normal(0, 1, size).astype(np.float32) for size in sizes]
+    advantages, rollout = (
+        [random.normal(mean, width, size).astype(np.float32) for size in sizes] for mean, width in ((0, 1), (-6, 0.5))
+    )
     return Rollouts(
         made.tokens,
         made.prompt_lengths,
-        {"mask": ones, "weights": ones, "advantages": advantages},
+        {"mask": ones, "weights": ones, "advantages": advantages, "rollout_log_probs": rollout},
         observed=observed,
     )
 
@@ -140,14 +142,20 @@ def an_update_of_turns(settings: RLSettings) -> tuple[dict[int, np.ndarray], flo
     return found, worker.train(samples, 0).grad_norm
 
 
-@pytest.mark.parametrize(("layout", "tokens"), [("cp2, packed", 60), ("tp2 sp", None)])
-def test_turns_are_trained_as_transformers_trains_them(pool, model_dir, layout, tokens):
-    """The ratio is 1, so that the gradient is that of -Σ advantage · log-probability / tokens. Observations are read,
-    and have no part in the sum."""
+@pytest.mark.parametrize(
+    ("layout", "tokens", "weight_type"),
+    [("cp2, packed", 60, None), ("tp2 sp", None, None), ("cp2, packed", 60, "segment"), ("tp2 sp", None, "segment")],
+)
+def test_turns_are_trained_as_transformers_trains_them(pool, model_dir, layout, tokens, weight_type):
+    """The ratio is 1, so that the gradient is that of -Σ weight · advantage · log-probability / tokens. Observations
+    are read, and have no part in the sum; the weight is of a turn."""
     from transformers import AutoModelForCausalLM
 
     model, samples = model_dir("qwen3"), of_turns()
-    algorithm = {"enable_old_logprobs_recompute": True, "loss_agg_mode": "token-mean"}
+    algorithm = {"enable_old_logprobs_recompute": weight_type is None, "loss_agg_mode": "token-mean"}
+    if weight_type is not None:
+        weights = {"enabled": True, "weight_type": weight_type, "upper_bound": None}
+        algorithm["train_infer_correction"] = {"is_weight": weights}
     settings = settings_of(model, ALL[layout], batch=(7, 1), packed_tokens=tokens, algorithm=algorithm)
     found = pool.run(2, an_update_of_turns, settings)
     reference, loss, expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), torch.zeros(()), []
@@ -156,7 +164,12 @@ def test_turns_are_trained_as_transformers_trains_them(pool, model_dir, layout, 
         logits = reference(torch.tensor(text)[None]).logits[0] / 0.7
         own = logits[at - 1].log_softmax(-1).gather(1, torch.tensor(text)[at][:, None])[:, 0]
         expected.append(own.detach().numpy())
-        loss = loss - (own * torch.from_numpy(samples.per_token["advantages"][place])).sum()
+        weights = torch.ones(len(own))
+        if weight_type is not None:
+            log_ratio = own.detach() - torch.from_numpy(samples.per_token["rollout_log_probs"][place])
+            turns = log_ratio.tensor_split((at.diff() > 1).nonzero()[:, 0] + 1)
+            weights = torch.cat([turn.mean().exp().expand_as(turn) for turn in turns])
+        loss = loss - (weights * own * torch.from_numpy(samples.per_token["advantages"][place])).sum()
     (loss / sum(map(len, expected))).backward()
     norm = torch.stack([each.grad.norm() for each in reference.parameters() if each.grad is not None]).norm()
     np.testing.assert_allclose(whole([own for own, _ in found], samples), np.concatenate(expected), atol=2e-5)

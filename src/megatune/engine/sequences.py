@@ -250,6 +250,28 @@ def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
     return totals
 
 
+@torch.no_grad()
+def run_totals(values: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
+    """Return at each token the sum over its run of tokens in the mask, fp64 [b, s / cp], and 0 outside of runs;
+    collective over context-parallel ranks, no gradient.
+
+    Args:
+        values: [b, s / cp].
+        mask: bool [b, s / cp]; False at the last token of every document, so that no run is of two.
+    """
+    boundaries, size = sequences.boundaries, parallel_state.get_context_parallel_world_size()
+    masked = torch.where(mask, values.double(), 0.0)
+    whole = whole_rows(torch.stack([masked, mask.double()], -1), boundaries)
+    inside = whole[..., 1].flatten()
+    number = (inside.diff(prepend=inside.new_zeros(1)) > 0).cumsum(0)  # of the run that began last; 0 before any
+    sums = torch.zeros(len(inside) + 1, dtype=torch.float64, device=inside.device)
+    sums.index_add_(0, number, whole[..., 0].flatten())
+    totals = (sums[number] * inside).view_as(whole[..., 0])
+    if size == 1:
+        return totals
+    return totals[:, send(local_tokens(boundaries, parallel_state.get_context_parallel_rank(), size))]
+
+
 class _DocumentTotals(torch.autograd.Function):
     """Sum and spread: a symmetric matrix, which is its own backward pass."""
 

@@ -165,7 +165,6 @@ def num_responses(mask: Tensor, batch: MicroBatch) -> Tensor:
     return (tokens_of_documents(mask > 0, batch) > 0).sum()
 
 
-# "segment" is a stretch of the model's own tokens: a response without tools is one, and so it is "geometric" here.
 LEVELS = ("token", "geometric", "sequence", "segment")
 _NAMES = tuple(f"actor/train_infer_{what}_{level}_mean" for what in ("ratio", "diff") for level in LEVELS)
 
@@ -194,26 +193,37 @@ def correction_metrics(settings: AlgorithmSettings) -> tuple[str, ...]:
 
 @torch.no_grad()
 def correct(
-    old: Tensor, rollout: Tensor, mask: Tensor, totals: Callable[[Tensor], Tensor], settings: AlgorithmSettings
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    totals: Callable[[Tensor], Tensor],
+    segment_totals: Callable[[Tensor], Tensor],
+    settings: AlgorithmSettings,
 ) -> Correction:
     """Compare log-probabilities of the trainer with those of the rollout engine.
 
-    Ratios are π_old / π_rollout of tokens, the geometric mean over a response, or the product; differences are of
-    probabilities, likewise. Weights are ratios cut off at upper_bound (truncated importance sampling).
+    Ratios are π_old / π_rollout of tokens, their geometric mean over a response ("geometric") or over a turn of the
+    model ("segment"), or their product; differences are of probabilities, likewise. Weights are ratios cut off at
+    upper_bound (truncated importance sampling).
 
     Args:
         old, rollout: of tokens, of one shape; any number where the mask is 0.
         mask: 1 at tokens of responses.
         totals: from values of tokens to the sum over its response at each token.
+        segment_totals: the same, over the token's turn.
     """
     counted = mask > 0
+    sizes = totals(counted.to(old.dtype)).clamp(min=1)
+    segment_sizes = segment_totals(counted.to(old.dtype)).clamp(min=1)
+
+    def levels(values: Tensor) -> dict[str, Tensor]:
+        sums = totals(values)
+        of_segments = segment_totals(values) / segment_sizes
+        return {"token": values, "geometric": sums / sizes, "sequence": sums, "segment": of_segments}
+
     log_ratio = torch.where(counted, old - rollout, 0.0)
-    difference = torch.where(counted, old.exp() - rollout.exp(), 0.0)
-    sizes = totals(counted.to(log_ratio.dtype)).clamp(min=1)
-    log_sums, sums = totals(log_ratio), totals(difference)
-    ratios = {"token": log_ratio, "geometric": log_sums / sizes, "sequence": log_sums, "segment": log_sums / sizes}
-    ratios = {level: values.exp() for level, values in ratios.items()}
-    differences = {"token": difference, "geometric": sums / sizes, "sequence": sums, "segment": sums / sizes}
+    ratios = {level: values.exp() for level, values in levels(log_ratio).items()}
+    differences = levels(torch.where(counted, old.exp() - rollout.exp(), 0.0))
     shares = counted / sizes  # add up to 1 in each response
     count, num_tokens = shares.sum(), counted.sum()
     metrics = {"actor/train_infer_log_prob_gap": (log_ratio.abs().sum(), num_tokens)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
 from megatune.engine.layers.cross_entropy import Head
-from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals
+from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals, run_totals
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.policy.losses import (
     Range,
@@ -155,9 +155,10 @@ class PolicyObjective:
         self, old: Tensor, weights: Tensor, of_tokens: Tensor, batch: LocalBatch
     ) -> tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]:
         """Apply the train-infer correction to weights of the policy loss, and of all losses."""
+        is_response = batch.labels >= 0  # not at what an environment wrote, which lies between turns
         totals = partial(document_totals, sequences=batch.sequences)
-        is_response = batch.labels >= 0
-        found = correct(old, batch.extras[ROLLOUT], is_response, totals, self.settings)
+        of_turns = partial(run_totals, mask=is_response, sequences=batch.sequences)
+        found = correct(old, batch.extras[ROLLOUT], is_response, totals, of_turns, self.settings)
         return weights * found.weights.to(weights.dtype), of_tokens * found.keep, found.metrics
 
     @torch.no_grad()

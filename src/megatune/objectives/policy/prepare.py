@@ -8,6 +8,7 @@ correction are of the whole step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,10 +250,13 @@ def _corrected(
         return weights, mask, {}
     old, rollout = (torch.from_numpy(tokens.join(each)) for each in (samples.old_log_probs, samples.rollout_log_probs))
 
-    def totals(values: Tensor) -> Tensor:
-        return torch.from_numpy(tokens.sums(values.numpy())[tokens.sample])
+    turns = tokens if samples.turns is None else Tokens(np.concatenate([np.zeros(0, np.int64), *samples.turns]))
 
-    found = correct(old, rollout, torch.ones_like(old), totals, settings)
+    def totals(values: Tensor, parts: Tokens) -> Tensor:
+        return torch.from_numpy(parts.sums(values.numpy())[parts.sample])
+
+    of_responses, of_turns = partial(totals, parts=tokens), partial(totals, parts=turns)
+    found = correct(old, rollout, torch.ones_like(old), of_responses, of_turns, settings)
     metrics = {name: float(total / max(float(count), 1.0)) for name, (total, count) in found.metrics.items()}
     return weights * found.weights.numpy(), mask * found.keep.numpy(), metrics
 

@@ -20,6 +20,7 @@ class StepSamples:
     Attributes:
         scores: [n], what the rewards say.
         lengths: int [n], tokens of the responses.
+        turns: int of each sample, tokens of each turn of the model, which add up to its length; None: all have one.
         groups: int [n], equal for samples of one prompt.
         domains: of each sample; rewards are normalized and advantages whitened within a domain.
         at_limit: bool [n], whether a response has as many tokens as it may have.
@@ -39,6 +40,7 @@ class StepSamples:
     domains: Sequence[str]
     at_limit: np.ndarray
     failed: np.ndarray | None = None
+    turns: Ragged | None = None
     difficulty: np.ndarray | None = None
     rollout_log_probs: Ragged | None = None
     old_log_probs: Ragged | None = None

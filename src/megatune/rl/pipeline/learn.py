@@ -178,6 +178,7 @@ class Learner:
         step = StepSamples(
             scores=np.array([sample.score for sample in samples], np.float64),
             lengths=np.array([len(sample.response.sampled) for sample in samples], np.int64),
+            turns=[np.array([len(turn) for turn in sample.response.turns]) for sample in samples],
             groups=np.array([sample.group for sample in samples], np.int64),
             domains=[sample.problem.domain for sample in samples],
             failed=np.array([not sample.has_score for sample in samples]),
