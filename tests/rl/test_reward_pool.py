@@ -19,6 +19,8 @@ from kill_kit import settings, write
 from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
+from megatune.rl.pipeline.groups import Group
+from megatune.rl.pipeline.report import tell_failures
 from megatune.rl.reading import read_file
 from megatune.rl.rewards import pool as pool_module
 from megatune.rl.rewards import task
@@ -125,6 +127,21 @@ def test_failures_are_named(scorer: Scorer, module: str, tmp_path: Path) -> None
     assert "in length" in log, "the stack of what took too long"
     child = int(Path("child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_math_that_takes_too_long_is_wrong_and_trained_on(scorer: Scorer, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its process is killed before math-verify itself gives up."""
+    pool = RewardPool({"own": RewardRole("own", "math_rule")}, scorer, limit=4)
+    samples = [sample(rf"\boxed{{{text}}}") for text in ("7", "(1+x)^{100000}", "7")]
+    for each in samples:
+        each.problem.row["ground_truth"] = "7"  # type: ignore[index]
+    good, late, other = scored(pool, samples)
+    assert [each.score for each in (good, late, other)] == [1, 0, 1]
+    assert late.has_score
+    assert pool.counts["own"] == {"timeouts": 1}
+    tell_failures([Group(late.problem, 0, 0, 3, samples=samples)], "are left out")
+    said = "the reward of own took too long for 1 samples, which count as wrong"
+    assert f"{said}; problem {late.problem.id}: the reward took longer than 4 seconds" in capfd.readouterr().out
 
 
 @pytest.mark.extended("stop")

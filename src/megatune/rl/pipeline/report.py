@@ -154,13 +154,16 @@ class Reports:
 
 
 def tell_failures(groups: Sequence[Group], what_becomes: str) -> None:
-    """Say how many samples have no score, and why, for one of each domain."""
-    failed: dict[str, list[Sample]] = defaultdict(list)
-    for sample in (each for group in groups for each in group.samples if not each.has_score):
-        failed[sample.problem.domain].append(sample)
-    for domain, own in failed.items():
-        said = f"the reward of {domain} failed for {len(own)} samples, which {what_becomes}"
-        print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details['error'])}", flush=True)
+    """Say how many samples have no score, or took too long, and why, for one of each domain."""
+    failed: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for sample in (each for group in groups for each in group.samples):
+        for kind in ("error", "late"):
+            if kind in sample.details:
+                failed[sample.problem.domain, kind].append(sample)
+    for (domain, kind), own in failed.items():
+        what, becomes = ("failed", what_becomes) if kind == "error" else ("took too long", "count as wrong")
+        said = f"the reward of {domain} {what} for {len(own)} samples, which {becomes}"
+        print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details[kind])}", flush=True)
 
 
 def sample_metrics(taken: Taken, version: int) -> dict[str, float]:

@@ -34,16 +34,19 @@ class Kind:
         limit: seconds that one sample may take.
         columns: that a row needs.
         library: that must be installed.
+        late_is_wrong: what takes longer is a wrong answer: time depends on the answer alone. Of other kinds it has no
+            score, as a service or a user's program may be slow.
     """
 
     place: str
     limit: float = 10.0
     columns: tuple[str, ...] = ("ground_truth",)
     library: str | None = None
+    late_is_wrong: bool = False
 
 
 KINDS: dict[str, Kind] = {
-    "math_rule": Kind("rules:MathRule", limit=20.0, library="math_verify"),
+    "math_rule": Kind("rules:MathRule", limit=20.0, library="math_verify", late_is_wrong=True),
     "code_sandbox": Kind("code.reward:CodeSandbox", limit=400.0, columns=("test_cases",)),
     "multiple_choice": Kind("rules:MultipleChoice"),
     "crossthinkqa": Kind("rules:CrossThinkQA"),

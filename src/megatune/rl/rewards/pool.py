@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, Unscored
 from megatune.rl.rewards.judge import Ask, Judge
-from megatune.rl.rewards.kinds import KINDS, load_reward
+from megatune.rl.rewards.kinds import ENVIRONMENT, KINDS, load_reward
 from megatune.rl.rewards.task import Job, Scorer, WorkerDiedError, failure_of, reply_of
 from megatune.rl.samples import Sample
 
@@ -33,6 +33,7 @@ class _Domain:
     Attributes:
         workers: places, each of which scores some answers, one after the other.
         most: answers that a place takes at once.
+        late_is_wrong: see `Kind`.
         waiting: with what gets their replies.
         serving: places that are taken.
         counts: of samples without a score since the start of the run: "errors", where the reward raised, its process
@@ -42,6 +43,7 @@ class _Domain:
     score: Callable[[Sequence[Answer]], Awaitable[list[dict[str, Any]]]]
     workers: int
     most: int
+    late_is_wrong: bool
     waiting: deque[tuple[Answer, asyncio.Future[dict[str, Any]]]] = field(default_factory=deque)
     serving: set[asyncio.Task[None]] = field(default_factory=set)
     failures_in_a_row: int = 0
@@ -77,7 +79,8 @@ class RewardPool:
 
     `score` sets `score` and `details` of a sample: `details["correct"]` is 1 or 0 (what accuracies and difficulty masks
     are of; `score` is what is trained on), and `details["error"]` says what went wrong where the reward raised, timed
-    out or its process died twice: the score is 0 then, correct 0, and the pool goes on.
+    out or its process died twice: the score is 0 then, correct 0, and the pool goes on. Where only the answer can be
+    what takes too long, it is `details["late"]`, and the score counts.
 
     Args:
         rewards: domain -> its reward; at most `workers` samples are scored at a time (by those that compute no more
@@ -119,7 +122,8 @@ class RewardPool:
                 own = partial(_unscored, reward)
             computes = not is_judge and role.arguments.get("use_local") is not False
             workers = max(1, min(role.workers, cores) if computes else role.workers)
-            self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE)
+            late_is_wrong = kind.late_is_wrong and ENVIRONMENT not in role.arguments
+            self._domains[name] = _Domain(own, workers, 1 if is_judge else _AT_ONCE, late_is_wrong)
 
     @property
     def counts(self) -> dict[str, Counter[str]]:
@@ -149,9 +153,11 @@ class RewardPool:
             sample.score = reply["score"]
             sample.details = {**reply["details"], "correct": reply["correct"]}
             return
-        sample.score, sample.details = 0.0, {"correct": 0.0, "error": failure}
+        is_late = bool(reply.get("timeout"))
+        what = "late" if is_late and domain.late_is_wrong else "error"
+        sample.score, sample.details = 0.0, {"correct": 0.0, what: failure}
         domain.failures_in_a_row += 1
-        domain.counts["timeouts" if reply.get("timeout") else "errors"] += 1
+        domain.counts["timeouts" if is_late else "errors"] += 1
         if domain.failures_in_a_row >= FAILURES_IN_A_ROW:
             what = f"the reward of {sample.problem.domain} failed for {domain.failures_in_a_row} samples in a row"
             raise MegatuneError(Finding(what, f"problem {sample.problem.id}", failure), ExitCode.UNAVAILABLE)

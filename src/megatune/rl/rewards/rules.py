@@ -68,15 +68,23 @@ def is_equal(truth: str, boxed: str | None, text: str) -> bool:
     Raises:
         TimeoutException: of math-verify, no subclass of Exception.
     """
-    from math_verify import parse
-
     if boxed is not None and _same_text(boxed, truth):
         return True
     # As text only where text is meant: an expression found somewhere in a response is no answer by its words.
     mode = "first_match" if boxed is not None else "no_fallback"
-    golds = parse(_math(truth), parsing_timeout=SECONDS)
-    found = parse(_math(boxed) if boxed is not None else text, fallback_mode=mode, parsing_timeout=SECONDS)
+    golds, found = _parsed(_math(truth)), _parsed(_math(boxed) if boxed is not None else text, mode)
     return any(has_equal_value(gold, each) for gold in golds for each in found)
+
+
+def _parsed(text: str, mode: str = "first_match") -> list[Any]:
+    """Return the expressions that math-verify reads in a text; none where it cannot."""
+    from math_verify import parse
+
+    try:
+        # Otherwise an expression that takes too long is [] as well, and nobody is told.
+        return list(parse(text, fallback_mode=mode, parsing_timeout=SECONDS, raise_on_error=True))
+    except Exception:
+        return []
 
 
 def has_equal_value(gold: Any, found: Any) -> bool:
