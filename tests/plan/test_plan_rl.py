@@ -38,7 +38,7 @@ from megatune.plan.rl.roles import (
     shares,
     training_case,
 )
-from megatune.rl.rollout.builtin import bytes_of_a_token, room_of_cache
+from megatune.rl.rollout.kv_cache import bytes_of_a_token, room_of_cache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -17,9 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
 from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -38,7 +36,8 @@ from megatune.rl.rollout.engine import (
     cannot_sample,
     checkpoint_shapes,
 )
-from megatune.rl.rollout.sampling import Recorder, sample, uniforms
+from megatune.rl.rollout.kv_cache import KVCache, bytes_of_a_token, room_of_cache
+from megatune.rl.rollout.sampling import Recorder, never_sampled, sample, uniforms
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import Parcel, Receiver, Route
 
@@ -117,8 +116,7 @@ class BuiltinEngine(RolloutEngine):
         self._sleeping = False
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
-        self._cache = DynamicCache()
-        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self._device)  # [rows, tokens of the cache]
+        self._cache = KVCache(self._device)  # of self._rows
 
     @classmethod
     def load(cls, role: InferRole, *, max_running: int, context: int) -> BuiltinEngine:
@@ -183,25 +181,16 @@ class BuiltinEngine(RolloutEngine):
         chosen = torch.tensor([number[key] for key in keys], device=self._device)
         self._record(batch, [len(each.ids) for each in batch], chosen.tolist())
         self._rows += batch
-        width = max(mask.shape[1], self._mask.shape[1])
-        self._mask = torch.cat([_widened(self._mask, width, 1), _widened(mask[chosen], width, 1)])
-        for place, new in enumerate(cache.layers):
-            new.batch_select_indices(chosen)
-            if place == len(self._cache.layers):
-                self._cache.layers.append(new)
-            else:
-                old = self._cache.layers[place]
-                old.keys = torch.cat([_widened(old.keys, width, 2), _widened(new.keys, width, 2)])
-                old.values = torch.cat([_widened(old.values, width, 2), _widened(new.values, width, 2)])
+        cache.batch_select_indices(chosen)
+        self._cache.add(cache, mask[chosen])
         return logits[chosen]
 
     def _next_logits(self) -> Tensor:
         """Compute the last token of each row, and return logits [rows, v] of the next."""
-        lengths = self._mask.sum(-1)
-        self._mask = pad(self._mask, (0, 1), value=1)
         shifts = torch.tensor([each.shift for each in self._rows], device=self._device)
         last = torch.tensor([each.tokens[-1:] for each in self._rows], device=self._device)
-        logits = self._forward(last, self._mask, self._cache, position_ids=(lengths + shifts)[:, None])
+        positions = (self._cache.begin_token() + shifts)[:, None]
+        logits = self._forward(last, self._cache.mask, self._cache.past, position_ids=positions)
         self._record(self._rows, [1] * len(self._rows), range(len(self._rows)))
         return logits
 
@@ -232,7 +221,7 @@ class BuiltinEngine(RolloutEngine):
         return "length" if row.num_response_tokens >= request.max_new_tokens else None
 
     def _leave(self, ended: dict[int, Literal["stop", "length"]]) -> None:
-        """Drop rows that have ended, and columns that are padding in all that are left."""
+        """Let rows that have ended leave."""
         if not ended:
             return
         for place, finish in ended.items():
@@ -240,17 +229,7 @@ class BuiltinEngine(RolloutEngine):
             self._finished.append(_response(self._rows[place], finish))
         left = [place for place in range(len(self._rows)) if place not in ended]
         self._rows = [self._rows[place] for place in left]
-        if not left:
-            self._clear()
-            return
-        kept = torch.tensor(left, device=self._device)
-        longest = int(self._mask[kept].sum(-1).max())
-        self._mask = self._mask[kept, -longest:]
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[kept, :, -longest:], layer.values[kept, :, -longest:]
-
-    def _clear(self) -> None:
-        self._cache, self._mask = DynamicCache(), self._mask.new_zeros(0, 0)
+        self._cache.keep(left)
 
     def abort(self) -> list[Response]:
         """End all requests; see `RolloutEngine.abort`."""
@@ -258,7 +237,7 @@ class BuiltinEngine(RolloutEngine):
         self._waiting.clear()
         self._rows = []
         self._sampled.clear()
-        self._clear()
+        self._cache.clear()
         return ended
 
     def connect(self, route: Route, first: int) -> None:
@@ -283,7 +262,7 @@ class BuiltinEngine(RolloutEngine):
 
     def _free(self, level: int) -> None:
         self._sleeping = True
-        self._clear()
+        self._cache.clear()
         if level > 1:
             self._model.to("meta")
         torch.cuda.empty_cache()  # it is for other processes
@@ -300,50 +279,6 @@ class BuiltinEngine(RolloutEngine):
 
 def _response(row: _Row, finish: Literal["stop", "length", "abort"]) -> Response:
     return row.response(finish, experts=np.concatenate(row.routing) if row.routing else None)
-
-
-def _widened(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Put zeros before the values along a dimension, up to a width."""
-    missing = [0, 0] * (tensor.dim() - 1 - dim) + [width - tensor.shape[dim], 0]
-    return pad(tensor, missing)
-
-
-def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Return ids that are not text: padding, placeholders of pictures, and rows of the embedding that the tokenizer
-    does not know."""
-    config = model.config.get_text_config()
-    marks = {config.pad_token_id, *(getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))}
-    unknown = range(0)
-    if tokenizer is not None:
-        marks.add(tokenizer.pad_token_id)
-        unknown = range(len(tokenizer), config.vocab_size)
-    marks -= {None, *stop_ids(model.generation_config)}
-    ids = {*unknown, *(each for each in marks if 0 <= each < config.vocab_size)}
-    return torch.tensor(sorted(ids), dtype=torch.int64)
-
-
-def bytes_of_a_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token in the cache, in all layers, by a pass over one token.
-
-    Raises:
-        MegatuneError: INPUT, where a layer keeps other states than keys and values.
-    """
-    if not all(isinstance(each, DynamicLayer) for each in DynamicCache(config=model.config.get_text_config()).layers):
-        why, fix = f"{model.config.model_type} has layers without keys and values", "take `strategy_name: vllm`"
-        raise MegatuneError(Finding("the built-in engine cannot sample from it", "", why, fix), ExitCode.INPUT)
-    cache, one = DynamicCache(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=one, past_key_values=cache, use_cache=True)
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
-
-
-def room_of_cache(device: torch.device) -> int:
-    """Return bytes that the cache may have: half of what a device has free, a quarter of what a machine has."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.5)
-    import psutil
-
-    return psutil.virtual_memory().available // 4
 
 
 def _check_context(model: PreTrainedModel, context: int, folder: Path, role: InferRole) -> None:

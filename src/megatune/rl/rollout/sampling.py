@@ -1,4 +1,5 @@
-"""What the built-in engine takes of a pass: a token for each response, by a random number of its own, and the experts.
+"""What the built-in engine takes of a pass: a token for each response, by a random number of its own, and the experts;
+and which tokens it never takes.
 
 A response's random numbers are a function of its seed and of the token's index, so that it is the same whatever is
 sampled at the same time, and continues as it would have where it was stopped.
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.generation.stopping import stop_ids
 from megatune.rl.samples import Request
 
 _BELOW_ONE = 1 - 1e-12
@@ -81,6 +83,20 @@ def _cut(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     shares = ranked.softmax(-1)
     ranked[:, 1:].masked_fill_((shares.cumsum(-1) - shares >= limits[:, None])[:, 1:], -torch.inf)
     return torch.empty_like(logits).scatter_(-1, ids, ranked)
+
+
+def never_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Return ids that are not text: padding, placeholders of pictures, and rows of the embedding that the tokenizer
+    does not know."""
+    config = model.config.get_text_config()
+    marks = {config.pad_token_id, *(getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))}
+    unknown = range(0)
+    if tokenizer is not None:
+        marks.add(tokenizer.pad_token_id)
+        unknown = range(len(tokenizer), config.vocab_size)
+    marks -= {None, *stop_ids(model.generation_config)}
+    ids = {*unknown, *(each for each in marks if 0 <= each < config.vocab_size)}
+    return torch.tensor(sorted(ids), dtype=torch.int64)
 
 
 class Recorder:
