@@ -6,22 +6,26 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from layouts import Layout
 from local_roles import LocalGroup
+from worker_kit import settings_of
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.errors import MegatuneError
+from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.pipeline.roles import EngineGroup
+from megatune.rl.pipeline.startup import with_own_weights
 from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
@@ -54,6 +58,21 @@ def test_judgements_are_read_by_the_rule_of_their_prompt(said: str, is_number: b
             read_judgement(said, is_number)
     else:
         assert read_judgement(said, is_number) == score
+
+
+def test_a_reward_model_is_no_judge(tmp_path: Path) -> None:
+    """Its word embedding would serve as output layer: it would write, and nothing that can be read."""
+    model, scores = tmp_path / "model", tmp_path / "scores"
+    for folder in (model, scores):
+        make_checkpoint("qwen3", folder, num_layers=1, hidden_size=32, num_attention_heads=2, num_query_groups=1)
+    config = json.loads((scores / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    (scores / "config.json").write_text(json.dumps(config))
+    role = InferRole(name="reward_model", device_mapping=[1], model_name_or_path=str(scores))
+    settings = replace(settings_of(model, Layout(1, {})), reward_model=role)
+    with pytest.raises(MegatuneError, match="it is a reward model") as caught:
+        with_own_weights(settings, model)
+    assert caught.value.exit_code == ExitCode.INPUT
 
 
 def test_a_model_of_the_run_is_asked() -> None:

@@ -14,6 +14,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import is_plain
 from megatune.families.peft_form import adapter_config, trained_tensors
+from megatune.generation.inputs import check_writes, find_model
 from megatune.generation.vllm import lora_arguments
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
@@ -122,9 +123,15 @@ def _judges(settings: RLSettings) -> dict[str, Any]:
 
 
 def _sampled(role: InferRole) -> InferRole:
-    """Return a role with a folder for its model."""
+    """Return a role with a folder for its model.
+
+    Raises:
+        MegatuneError: INPUT, where it is a reward model, which scores texts and writes none.
+    """
     name = role.model_name_or_path
-    return role.model_copy(update={"model_name_or_path": str(open_model(name).fetch())}) if is_hub_id(name) else role
+    folder = str(open_model(name).fetch()) if is_hub_id(name) else name
+    check_writes(find_model(Path(folder)))
+    return role.model_copy(update={"model_name_or_path": folder})
 
 
 def _judge(role: InferRole) -> InferRole:
