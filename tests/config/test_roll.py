@@ -279,6 +279,27 @@ def test_what_counts_otherwise_is_said(read, words, line):
     assert line in "\n".join(found.lines)
 
 
+def test_judges_on_one_device_take_no_more_than_its_memory(read):
+    """vLLM's share is of the whole device, whoever else is there."""
+    vllm = "rewards.math.strategy_args.strategy_name=vllm"
+    share = "rewards.{}.strategy_args.strategy_config.gpu_memory_utilization={}"
+    of_math = [*JUDGED[:-1], vllm]
+    words = [*of_math, *(word.replace("math", "more") for word in of_math), "rewards.more.tag_included=[more]",
+             "actor_infer.device_mapping=[1]",
+             "actor_train.data_args.domain_interleave_probs={math: 0.5, more: 0.5}"]  # fmt: skip
+    (found,) = read(SMALL, *words).findings
+    assert found.what == "rewards.math and rewards.more share device 0, and take 0.9 + 0.9 of its memory"
+    assert "write gpu_memory_utilization: 0.45 for each of them" in found.fix
+    one = read(SMALL, *words, share.format("math", 0.3))
+    assert "take 0.3 + 0.9 of" in one.findings[0].what
+    both = read(SMALL, *words, share.format("math", 0.3), share.format("more", 0.6))
+    assert both.findings == ()
+    assert [role.judge.memory_share for role in both.settings.rewards.values()] == [0.3, 0.6]
+    assert read(SMALL, *words, "rewards.more.device_mapping=[1, 2]", "actor_infer.device_mapping=[3]").findings == ()
+    (wrong,) = read(SMALL, *words, share.format("more", 90), share.format("math", 0.1)).findings
+    assert (wrong.what, wrong.where) == ("rewards.more: gpu_memory_utilization is 90", share.format("more", 90))
+
+
 def test_adapters_are_of_layers_that_the_model_has(read):
     read(SMALL)
     words = ["actor_train.model_args.lora_target=foo"]
@@ -299,6 +320,16 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.reference is None
     assert adapters.settings.algorithm.enable_reference
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
+
+
+def test_the_base_below_adapters_may_be_quantized(read):
+    adapters, bits = (f"actor_train.model_args.{each}" for each in ("lora_target=all-linear", "quantization_bit=4"))
+    found = read(SMALL, adapters, bits, "actor_train.model_args.quantization_type=fp4")
+    assert (found.findings, found.lines) == ((), ())
+    selection = found.settings.actor_train.settings.finetuning
+    assert (selection.quantization_bit, selection.quantization_type) == (4, "fp4")
+    (alone,) = read(SMALL, bits).findings
+    assert "quantization_bit" in alone.what
 
 
 def test_a_merged_model_is_written_of_adapters_alone(read):

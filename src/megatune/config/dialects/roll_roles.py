@@ -32,6 +32,7 @@ _MODEL, STRATEGY = "model_args", "strategy_args.strategy_config"
 _OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", "optimizer")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
+QUANTIZATION_KEYS = ("quantization_bit", "quantization_type", "double_quantization")
 # What is refused or does nothing is found with its place in the file, before.
 _SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
 ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})

@@ -10,8 +10,8 @@ from megatune.config.dialects.roll_reader import SAMPLER, Part, Section, part_of
 from megatune.config.dialects.roll_roles import STRATEGY, Roles, no_model, read_engine
 from megatune.config.rl.role import RoleSettings, SamplerSettings
 from megatune.config.rl.rollout import Generating
-from megatune.config.rl.settings import InferRole
-from megatune.config.values import counted
+from megatune.config.rl.settings import SHARE_KEYS, USUAL_SHARE, InferRole
+from megatune.config.values import counted, is_number
 
 
 def infer_role(
@@ -90,4 +90,10 @@ def _per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
             part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
             size = 1
         devices *= size
+    key = SHARE_KEYS[engine]
+    share = config.get(key)
+    if share is not None and not (is_number(share) and 0 < share <= 1):
+        what, why = f"{part.name}: {key} is {share}", "expected a part of a device's memory, above 0 and at most 1"
+        part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: {USUAL_SHARE}")
+        del config[key]
     return devices

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from megatune.config.dialects.roll_reader import Part
-from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_roles import STRATEGY, Roles
 from megatune.config.rl.role import RoleSettings
-from megatune.config.rl.settings import UNSCORED, ModelRole, RLSettings
+from megatune.config.rl.settings import SHARE_KEYS, UNSCORED, USUAL_SHARE, InferRole, ModelRole, RLSettings
 from megatune.config.rules.rule import either, multiples_around
 
 _BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
@@ -103,6 +106,25 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
                 what = f"{ratio} above 0, and {judge.name} shares devices with {name}"
                 why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
                 part.find(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
+    _memory_shares([judge for judge in (*judges, settings.reward_model) if judge is not None], roles)
+
+
+def _memory_shares(judges: Sequence[InferRole], roles: Roles) -> None:
+    """Judges answer at the same time: those on one device may not take more than its memory together."""
+    found = set()
+    for device in sorted({device for judge in judges for device in judge.devices}):
+        here = [judge for judge in judges if device in judge.devices and judge.memory_share]
+        names = tuple(judge.name for judge in here)
+        if sum(judge.memory_share for judge in here) <= 1 or names in found:
+            continue
+        found.add(names)
+        part, key = roles.parts[names[-1]], SHARE_KEYS[here[-1].engine]
+        each = " + ".join(f"{judge.memory_share:g}" for judge in here)
+        what = f"{' and '.join(names)} share device {device}, and take {each} of its memory"
+        why = f"judges answer at the same time; {key} is of the whole device, {USUAL_SHARE} where it is not written"
+        equal = math.floor(100 * USUAL_SHARE / len(here)) / 100
+        fix = f"write {key}: {equal:g} for each of them, or device_mappings of their own"
+        part.find(what, f"{STRATEGY}.{key}", "device_mapping", why=why, fix=fix)
 
 
 def _domains(settings: RLSettings, top: Part, trained: Part) -> None:

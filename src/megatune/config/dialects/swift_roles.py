@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatune.config.dialects.dialect import read_part, table
-from megatune.config.dialects.roll_roles import LORA_KEYS
+from megatune.config.dialects.roll_roles import LORA_KEYS, QUANTIZATION_KEYS
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.entry import SettingEntry
@@ -142,8 +142,9 @@ def write_roles(keys: Keys) -> None:
     for role in ("actor_train", *reference):
         _engine(keys, role)
     if is_lora:
-        for name in LORA_KEYS:
-            if value := keys.setting(f"finetuning.{name}"):
+        bits = keys.setting("finetuning.quantization_bit")
+        for name in (*LORA_KEYS, *(QUANTIZATION_KEYS if bits else ())):
+            if (value := keys.setting(f"finetuning.{name}")) or value is False:
                 keys.put(f"actor_train.model_args.{name}", value, f"finetuning.{name}")
         if keys.setting("checkpoint.merge_lora"):
             keys.put("actor_train.strategy_args.strategy_config.save_merged_model", True, "checkpoint.merge_lora")

@@ -19,6 +19,9 @@ from megatune.config.rl.run import RLRunSettings
 from megatune.config.setting import Group, SettingInfo, describe
 from megatune.config.settings import Settings
 
+# The key of strategy_config by which an engine's part of a device's memory is set, and that part where it is not.
+SHARE_KEYS = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
+USUAL_SHARE = 0.9
 UNSCORED = "unscored"  # the kind of a reward that scores nothing, and its domain
 # Headings -> groups by where they stand; ROLE and DOMAIN mean the name of a role and of a domain.
 _GROUPS: dict[str, dict[str, type[Group]]] = {
@@ -106,6 +109,13 @@ class InferRole(RoleSettings, SamplerSettings):
     @property
     def num_engines(self) -> int:
         return len(self.device_mapping) // self.devices_per_engine
+
+    @property
+    def memory_share(self) -> float:
+        """The part of each device's whole memory that the engine may take; 0 of the built-in engine, which takes of
+        what is free."""
+        key = SHARE_KEYS.get(self.engine)
+        return 0.0 if key is None else float(self.config.get(key) or USUAL_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

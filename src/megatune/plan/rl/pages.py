@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.rl.settings import SHARE_KEYS, InferRole, ModelRole, RLSettings
 from megatune.config.values import counted
 from megatune.plan.case import Case
 from megatune.plan.changes import written
@@ -50,7 +50,6 @@ from megatune.plan.rl.roles import (
     training_case,
 )
 
-_SHARES = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 # Changes that are asked for, and that are said; those of the length of samples are not a role's own.
 _TRIED, _SAID, _NOT_A_ROLE_S = 8, 3, ("data.", "optimizer.exp_avg")
 _TRIED_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -312,7 +311,7 @@ def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, An
     more devices, and fewer rows that pass forward together; in words, and as roles by name."""
     infer = settings.actor_infer
 
-    if (key := _SHARES.get(infer.engine)) is not None:
+    if (key := SHARE_KEYS.get(infer.engine)) is not None:
         configs = [(share, {**infer.config, key: share}) for share in _TRIED_SHARES]
         yield [
             (f"actor_infer: {key}: {share}", {"actor_infer": infer.model_copy(update={"config": config})})

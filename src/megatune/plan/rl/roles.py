@@ -43,10 +43,10 @@ _STATE = ("weights", "gradients", "master_weights", "optimizer_state")
 _BUCKETS = 3
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 # vLLM's and SGLang's own defaults.
-_SHARE, _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 0.9, 256, 8192
+_MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
 # Of the memory that is free once its weights are loaded, what the built-in engine's cache may have: of a device, and of
-# a machine without one (rl.rollout.model.room_of_cache).
+# a machine without one (rl.rollout.kv_cache.room_of_cache).
 _GPU_SHARE, _CPU_SHARE = 0.5, 0.25
 # Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
 GRAPHS = 2**30
@@ -266,9 +266,9 @@ def engine_memory(
     if on_cpu:
         cache = int(float(role.system_envs.get(_CPU_CACHE) or _CPU_CACHE_GIB) * 2**30)
     elif role.engine == "vllm":  # all but graphs stays below the share
-        cache = int(float(config.get("gpu_memory_utilization") or _SHARE) * memory) - weights - workspace - process
+        cache = int(role.memory_share * memory) - weights - workspace - process
     else:  # weights and cache do
-        cache = int(float(config.get("mem_fraction_static") or _SHARE) * memory) - weights
+        cache = int(role.memory_share * memory) - weights
     tokens = max(0, cache) // max(of_token, 1)
     has_graphs = not (on_cpu or config.get("enforce_eager") or config.get("disable_cuda_graph"))
     return EngineMemory(

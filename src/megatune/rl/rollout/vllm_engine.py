@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatune.config.rl.settings import InferRole, SentAdapter
+from megatune.config.rl.settings import SHARE_KEYS, InferRole, SentAdapter
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import WEIGHTS_FILE
@@ -88,6 +88,7 @@ class VllmEngine(RolloutEngine):
             "max_model_len": context,
             "max_num_seqs": max_running,
             "load_format": "dummy",
+            SHARE_KEYS["vllm"]: role.memory_share,  # what the plan counts with; vLLM's own default moves
             "enable_sleep_mode": can_sleep,
             **_DEFAULTS,
             **config,
