@@ -20,7 +20,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
 from megatune.plan.search import search
 from megatune.plan.time.estimate import TIME_PARTS

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatune.plan.case import Case
-from megatune.plan.memory.estimate import StageMemory, stage_memory
+from megatune.plan.memory.estimate import stage_memory
 from megatune.plan.memory.parameters import Rules, elements_of
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.run.record import comparable
 from planner.predict import case_of
 from planner.published import ROWS
@@ -129,7 +130,7 @@ def by_formula(row: Row, states_only: bool) -> int:
     stages = stage_memory(case_of(row))
     if not states_only:
         return max(stage.total for stage in stages)
-    return max(stage.weights + stage.gradients + stage.master_weights + stage.optimizer_state for stage in stages)
+    return max(stage.exact for stage in stages)
 
 
 def _sharded(case: Case, stage: StageMemory) -> int:

@@ -24,8 +24,9 @@ from megatune.engine import groups
 from megatune.engine.layers.quantized import QuantizedMatrix, dynamic_table, quantize, table_of
 from megatune.families.quantized import QuantizedForm, is_quantized, quantized_buffers
 from megatune.families.weights import Role
+from megatune.plan.case import PlannedModel
 from megatune.plan.memory.parameters import saved_bytes
-from megatune.plan.memory.tensors import stage_chunks
+from megatune.plan.memory.tensors import held_parameters, stage_chunks
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
 from megatune.verify.numbers import Numbers, compare, judge, write_gradients, write_logits, write_loss
@@ -305,8 +306,10 @@ def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Ten
             }
             held += sum(one.nbytes for one in local.parameter.buffers())
             full += local.parameter.numel() * local.parameter.dtype.itemsize
-    chunks = stage_chunks(settings.parallel, loaded.architecture, settings.finetuning)[place.pp_rank]
-    saved = saved_bytes(loaded.architecture, settings.finetuning, settings.parallel, chunks, 4)
+    parallel, trainable = settings.parallel, settings.finetuning
+    sizes = parallel.tensor_model_parallel_size, parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    planned = held_parameters(PlannedModel(name="x", architecture=loaded.architecture), trainable, *sizes, False)
+    saved = saved_bytes(planned, stage_chunks(parallel, loaded.architecture, trainable)[place.pp_rank], 4)
     base = [local for local in loaded.parameters if local.weight.role is not Role.ADAPTER]
     return dict(export_weights(replace(loaded, parameters=base))), held, full, saved
 

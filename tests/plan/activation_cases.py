@@ -16,7 +16,8 @@ from megatune.config.settings import BatchSettings, DataSettings, Settings
 from megatune.families import read_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.activations import Activations, StageActivations
+from megatune.plan.memory.activations import Activations
+from megatune.plan.memory.stage import StageMemory
 
 
 def machine(generation: str = "cpu") -> Machine:
@@ -27,7 +28,7 @@ def machine(generation: str = "cpu") -> Machine:
     return Machine(device=device, gpus_per_node=8, link=link, network=link)
 
 
-def activation_bytes(case: Case, stage: int) -> StageActivations:
+def activation_bytes(case: Case, stage: int) -> StageMemory:
     return Activations(case).parts(stage)
 
 

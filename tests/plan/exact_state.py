@@ -14,7 +14,7 @@ from megatune.plan.memory.tensors import HeldParameter
 def rank_state(case: Case, rank: int) -> SimpleNamespace:
     """State of one rank, to the byte: every bucket and every shard as Megatron-Core lays them out.
 
-    Beside the attributes of `StageState`, `buffer_padding`: what of weights and gradients only fills up buffers;
+    Beside the attributes of `StageMemory`, `buffer_padding`: what of weights and gradients only fills up buffers;
     `host_state`: optimizer state in the host's memory.
     """
     rules, parallel = Rules.of(case), case.settings.parallel

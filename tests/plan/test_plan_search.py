@@ -32,7 +32,6 @@ from megatune.plan.layouts import (
     selective,
 )
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.memory.parameters import Rules, least_state, stage_state
 from megatune.plan.search import Frontier, _Search, equal_within, num_kinds, rank_key, search
 from megatune.plan.uncertainty import memory_bound
 
@@ -225,16 +224,6 @@ def test_no_way_takes_less_than_the_bounds_of_its_layout_and_batch() -> None:
             for bounds in filter(None, (point, found.closer(point))):
                 assert bounds.shortest * (1 - 1e-9) <= candidate.time.total
                 assert bounds.smallest <= candidate.bytes
-
-
-@pytest.mark.parametrize(("optimizer", "share"), [("adam", 0.99), ("muon", 0.9)])
-def test_no_stage_holds_less_than_its_least_state(optimizer: str, share: float) -> None:
-    space = Space(request(SPARSE, settings=with_settings(request().case.settings, {"optimizer.optimizer": optimizer})))
-    for layout in space.layouts():
-        rules = Rules.of(space.candidate(layout, space.batches(layout)[0], None).case)
-        for stage in range(layout.pp):
-            exact = stage_state(rules, stage).exact
-            assert share * exact <= least_state(rules, stage) <= exact, layout
 
 
 @settings(max_examples=12, deadline=None)

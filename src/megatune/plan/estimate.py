@@ -7,7 +7,8 @@ from functools import cached_property
 
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.plan.case import Case
-from megatune.plan.memory.estimate import FixedMemory, StageMemory, fixed_memory, fullest_bytes, stage_memory
+from megatune.plan.memory.estimate import FixedMemory, fixed_memory, fullest_bytes, stage_memory
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.time import FixedTime, StepTime, step_time
 from megatune.plan.uncertainty import safe_bytes
 

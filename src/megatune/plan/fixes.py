@@ -24,7 +24,7 @@ from megatune.plan.changes import (
 )
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import search
 from megatune.plan.uncertainty import TIGHT, safe_bytes

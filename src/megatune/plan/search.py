@@ -30,7 +30,7 @@ from megatune.plan.layouts import (
     with_free,
 )
 from megatune.plan.memory.estimate import library_bytes, workspace_bytes
-from megatune.plan.memory.parameters import Rules, least_state
+from megatune.plan.memory.parameters import Rules, stage_state
 from megatune.plan.schedule import bubble_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
@@ -209,11 +209,11 @@ class _Search:
                 yield _Point(layout, batch, state + libraries, shortest)
 
     def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
-        """Return the least bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and
-        those of the device's context and libraries."""
+        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and those of
+        the device's context and libraries."""
         case = self.space.candidate(layout, batch, None).case
         rules = Rules.of(case)
-        state = max(least_state(rules, stage) for stage in {0, layout.pp - 1})
+        state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
         return state, workspace_bytes(case, 0).framework + library_bytes(case)
 
     def may_be_better(self, point: _Point) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatune.plan.case import Case
-from megatune.plan.memory.estimate import StageMemory
+from megatune.plan.memory.stage import StageMemory
 
 ModelClass = Literal["dense", "experts", "lora", "vision"]
 
@@ -86,6 +86,5 @@ def least_and_most(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]
     Weights, gradients and optimizer state are exact: a rank never holds less than these.
     """
     factor = 1 + memory_bound(case)
-    exact = max(each.weights + each.gradients + each.master_weights + each.optimizer_state for each in stages)
     total = max(each.total for each in stages)
-    return max(exact, int(total / factor)), int(total * factor)
+    return max(*(each.exact for each in stages), int(total / factor)), int(total * factor)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.plan.memory.estimate import MEMORY_PARTS
+from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.run.record import PLAN_NAME, read_rank_memory
 from megatune.plan.run.trouble import diagnose
 from megatune.plan.time.estimate import TIME_PARTS

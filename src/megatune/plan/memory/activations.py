@@ -9,6 +9,7 @@ from operator import add, mul
 from typing import NamedTuple, TypeVar
 
 from megatune.plan.case import Case
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, stage_chunks
 from megatune.plan.operators.attention import heads_of
 from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
@@ -22,14 +23,6 @@ from megatune.plan.schedule import in_flight
 T = TypeVar("T")
 Contents = tuple[tuple[ChunkContent, ...], ...]  # chunks by stage and virtual stage
 _Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, and how many of them follow each other
-
-
-class StageActivations(NamedTuple):
-    """Bytes of the fullest rank of a stage; see `plan.memory.estimate.StageMemory`."""
-
-    activations: int
-    logits_and_loss: int
-    expert_imbalance: int
 
 
 class _Pictures(NamedTuple):
@@ -60,13 +53,15 @@ class Activations:
     def total(self, stage: int) -> int:
         return round(sum(self._peak(self._shapes, stage)) * self._factor)
 
-    def parts(self, stage: int) -> StageActivations:
+    def parts(self, stage: int) -> StageMemory:
         """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
         peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
         even = self._shapes if self._shapes.imbalance == 1.0 else self._shapes.but(imbalance=1.0)
         bare, loss = self._peak(even, stage)
         activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
-        return StageActivations(activations, both - activations, self.total(stage) - both)
+        return StageMemory(
+            activations=activations, logits_and_loss=both - activations, expert_imbalance=self.total(stage) - both
+        )
 
     def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:
         """Return bytes at the peak, of all but output layer and loss, and what these add."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.activations import Activations, Contents
 from megatune.plan.memory.parameters import Rules, elements_of, stage_state
+from megatune.plan.memory.stage import StageMemory, added
 from megatune.plan.memory.tensors import ChunkContent
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
@@ -32,64 +32,12 @@ _LEAST_BEYOND, _MOST_BEYOND, MOST_FRAGMENTS = 0.5, 2.0, 0.1
 _FILE_BYTES = 5 * 10**9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Bytes of the fullest rank of one pipeline stage at the fullest moment of a step.
-
-    Attributes:
-        stage: from 0.
-        num_layers: of the decoder, over all its virtual stages.
-        weights: parameters in the dtype that the model computes in, and buffers.
-        gradients: the buffers that they are added up in.
-        master_weights: the optimizer's fp32 copy; 0 where the model computes in fp32.
-        optimizer_state: Adam's averages or SGD's momentum, where they are on the device.
-        activations: kept for the backward pass by all micro-batches in flight, and what the pass adds to them.
-        logits_and_loss: the output layer's at their fullest.
-        communication: buffers of exchanges, of the communication library's among them.
-        expert_imbalance: activations of the fullest expert rank beyond those of an even share.
-        framework: the device's context and the libraries; on a CPU the process itself, and what async_save copies.
-        host: of the host's memory, and so of no other part: optimizer state that a rank keeps there.
-    """
-
-    stage: int
-    num_layers: int
-    weights: int
-    gradients: int
-    master_weights: int
-    optimizer_state: int
-    activations: int
-    logits_and_loss: int
-    communication: int
-    expert_imbalance: int
-    framework: int
-    host: int = 0
-
-    @property
-    def total(self) -> int:
-        """All parts, in bytes."""
-        return sum(getattr(self, part) for part in MEMORY_PARTS)
-
-
-class Workspace(NamedTuple):
-    """Bytes of a rank; see `StageMemory`."""
-
-    communication: int
-    framework: int
-
-
-MEMORY_PARTS = tuple(field.name for field in fields(StageMemory) if field.name not in ("stage", "num_layers", "host"))
-
-
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
     rules, kept = Rules.of(case), Activations(case)
-    parts = (
-        (stage_state(rules, stage), kept.parts(stage), workspace_bytes(case, stage))
-        for stage in range(case.settings.parallel.pipeline_model_parallel_size)
-    )
     return tuple(
-        StageMemory(stage=stage, **state._asdict(), **kept._asdict(), **work._asdict())
-        for stage, (state, kept, work) in enumerate(parts)
+        added(stage_state(rules, stage), kept.parts(stage), workspace_bytes(case, stage))
+        for stage in range(case.settings.parallel.pipeline_model_parallel_size)
     )
 
 
@@ -106,7 +54,7 @@ def fixed_memory(case: Case) -> FixedMemory:
     rules = Rules.of(case)
     contents = rules.contents
     held = [stage for stage, chunks in enumerate(contents) if not stage or not _are_within(chunks, contents[stage - 1])]
-    fixed = {stage: stage_state(rules, stage).exact + sum(workspace_bytes(case, stage)) for stage in held}
+    fixed = {stage: stage_state(rules, stage).total + workspace_bytes(case, stage).total for stage in held}
     return FixedMemory(shapes_of(case), contents, fixed)
 
 
@@ -124,11 +72,11 @@ def fullest_bytes(case: Case, fixed: FixedMemory) -> int:
     return max(kept.total(stage) + size for stage, size in fixed.stages.items())
 
 
-def workspace_bytes(case: Case, stage: int) -> Workspace:
-    """Count what no pass keeps."""
+def workspace_bytes(case: Case, stage: int) -> StageMemory:
+    """Count what no pass keeps: communication and framework."""
     on_cpu = case.machine.device.on_cpu
     process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
-    return Workspace(
+    return StageMemory(
         communication=_tensors(case, stage) + library_bytes(case),
         framework=process + case.machine.calibration.framework,
     )

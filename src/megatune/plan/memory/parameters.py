@@ -7,20 +7,16 @@ they lie in further buffers, and have no master weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 from typing import NamedTuple
 
-from megatune.architecture import Architecture, LayerKind
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
-from megatune.families import FAMILIES
-from megatune.families.quantized import form_of, is_quantized, quantized_buffers
-from megatune.families.weights import Slice, Weight, engine_shape, is_in_layer
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.memory.buffers import full_bucket, largest_share, padded_size, shared_buckets
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import (
     ChunkContent,
     HeldParameter,
@@ -31,25 +27,8 @@ from megatune.plan.memory.tensors import (
     whole_model,
 )
 
-_BUFFER_BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}
 _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4  # bytes of an element
-
-
-class StageState(NamedTuple):
-    """Bytes that a rank holds from the first step to the last; see `plan.memory.estimate.StageMemory`."""
-
-    num_layers: int
-    weights: int
-    gradients: int
-    master_weights: int
-    optimizer_state: int
-    host: int
-
-    @property
-    def exact(self) -> int:
-        """Bytes of all parts: a rank never holds less."""
-        return self.weights + self.gradients + self.master_weights + self.optimizer_state
 
 
 class OptimizerRules(NamedTuple):
@@ -226,7 +205,7 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def stage_state(rules: Rules, stage: int) -> StageState:
+def stage_state(rules: Rules, stage: int) -> StageMemory:
     """Return the state of a stage's fullest rank.
 
     All ranks of a stage hold the same weights and gradients. Under the distributed optimizer the fullest is taken to
@@ -235,11 +214,6 @@ def stage_state(rules: Rules, stage: int) -> StageState:
     to one parameter's state more is on the host than the fraction says.
     """
     return sum_parts(rules, stage, _parts(rules, stage))
-
-
-def least_state(rules: Rules, stage: int) -> int:
-    """Return a lower bound of `stage_state(rules, stage).exact`: it without the padding of buffers."""
-    return sum_parts(rules, stage, _parts(rules, stage, padded=False)).exact
 
 
 @lru_cache(maxsize=65536)
@@ -260,13 +234,12 @@ def elements_of(rules: Rules, stage: int) -> StageParameters:
     )
 
 
-def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
+def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageMemory:
     """Return bytes of a rank that holds these parts."""
     chunks, optimizer = rules.contents[stage], rules.optimizer
     sparse = sum([count for chunk in chunks for layer, count in chunk.counts if layer.kind.sparse])
-    saved = saved_bytes(rules.model.architecture, rules.trainable, rules.parallel, chunks, rules.parameter_bytes)
     num_layers = sum(len(chunk.layers) for chunk in chunks)
-    weights = sparse * rules.held.sparse_buffer_bytes - saved
+    weights = sparse * rules.held.sparse_buffer_bytes - saved_bytes(rules.held, chunks, rules.parameter_bytes)
     weights += num_layers * rules.parameter_bytes if rules.model.architecture.layer_scalars else 0
     gradients = master_weights = host = 0
     state = optimizer.scalar_bytes(rules.num_optimizers, rules.is_sharded)
@@ -279,17 +252,17 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageState:
         state += (part.updated - part.on_host) * optimizer.element_bytes
         state -= part.matrices * (optimizer.element_bytes - optimizer.matrix_bytes)
         host += part.on_host * (optimizer.element_bytes + master)
-    return StageState(num_layers, weights, gradients, master_weights, state, host)
+    return StageMemory(stage, num_layers, weights, gradients, master_weights, state, host=host)
 
 
-def _parts(rules: Rules, stage: int, *, padded: bool = True) -> tuple[Part, ...]:
-    return _closed_parts(rules, rules.contents[stage], rules.bucket_size(stage, 0), padded)
+def _parts(rules: Rules, stage: int) -> tuple[Part, ...]:
+    return _closed_parts(rules, rules.contents[stage], rules.bucket_size(stage, 0))
 
 
 @lru_cache(maxsize=65536)  # stages of the same layers share it
-def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | None, padded: bool) -> tuple[Part, ...]:
+def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | None) -> tuple[Part, ...]:
     """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
-    little of `on_host`. Not `padded`, buffers are what is trained, and ranks update equal shares of it: the least.
+    little of `on_host`.
 
     Args:
         first: elements after which a bucket of the first chunk is full.
@@ -303,7 +276,7 @@ def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | N
             size, trained = size + count * of_all, trained + count * of_trained
             others, flops = others + count * of_others, flops + count * of_flops
         buffers, shards = trained, rules.shards[kind.is_expert] if rules.is_sharded else 1
-        if padded and rules.is_sharded:
+        if rules.is_sharded:
             equal = Counter(zip(chunks, full, strict=True)).items()
             buffers = sum([count * _buffer_size(held, *one, kind, shards) for one, count in equal])
         updated = min(trained, buffers // shards)
@@ -312,7 +285,7 @@ def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | N
                 shared_buckets(trained_of(held.of_chunk(chunk), kind), shards, size)
                 for chunk, size in zip(chunks, full, strict=True)
             )
-            others = largest_share(buckets, shards) if padded else others // shards
+            others = largest_share(buckets, shards)
         on_host = int(optimizer.host_fraction * updated)
         parts.append(Part(kind, size, trained, buffers, updated, max(updated - others, 0), on_host, flops))
     return tuple(parts)
@@ -351,52 +324,15 @@ def _buffer_size(held: HeldParameters, chunk: ChunkContent, full: int | None, ki
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 
-def trained_of(parameters: Iterable[HeldParameter], kind: Kind) -> list[HeldParameter]:
-    return [one for one in parameters if one.trained and kind.has(one)]
-
-
-# --- a base in few bits (QLoRA, arXiv:2305.14314) ---------------------------------------------------------------------
-
-
-def saved_bytes(
-    architecture: Architecture,
-    trainable: FinetuningSettings,
-    parallel: ParallelSettings,
-    chunks: Iterable[ChunkContent],
-    itemsize: int,
-) -> int:
-    """Return bytes that the chunks of a rank hold less than they would with every element in `itemsize` bytes."""
-    if form_of(trainable) is None:
+def saved_bytes(held: HeldParameters, chunks: tuple[ChunkContent, ...], itemsize: int) -> int:
+    """Return bytes that quantized matrices take less than they would with every element in `itemsize` bytes."""
+    if not held.is_quantized:
         return 0
-    kinds = Counter(layer.kind for chunk in chunks for layer in chunk.layers)
     return sum(
-        count * _saved_in_layer(architecture, trainable, parallel, itemsize, kind) for kind, count in kinds.items()
+        count * sum(itemsize * one.numel - one.quantized_bytes for one in held.at(place) if one.quantized_bytes)
+        for place, count in _places(chunks)
     )
 
 
-@lru_cache(maxsize=4096)
-def _saved_in_layer(
-    architecture: Architecture,
-    trainable: FinetuningSettings,
-    parallel: ParallelSettings,
-    itemsize: int,
-    kind: LayerKind,
-) -> int:
-    form, saved = form_of(trainable), 0
-    for weight, part in _quantized(architecture, trainable, parallel, kind):
-        assert form is not None
-        buffers = quantized_buffers(weight, architecture, form, part).values()
-        kept = sum(_BUFFER_BYTES[dtype] * prod(shape) for dtype, shape in buffers)
-        saved += prod(engine_shape(weight, architecture, part)) * itemsize - kept
-    return saved
-
-
-def _quantized(
-    architecture: Architecture, trainable: FinetuningSettings, parallel: ParallelSettings, kind: LayerKind
-) -> Iterator[tuple[Weight, Slice]]:
-    """Yield the quantized weights of a layer of the decoder, and what a rank has of them."""
-    dense = Slice(tp_size=parallel.tensor_model_parallel_size)
-    expert = Slice(tp_size=parallel.expert_tensor_size, ep_size=parallel.expert_model_parallel_size)
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if is_in_layer(weight, kind) and is_quantized(weight, trainable):
-            yield weight, expert if weight.per_expert else dense
+def trained_of(parameters: Iterable[HeldParameter], kind: Kind) -> list[HeldParameter]:
+    return [one for one in parameters if one.trained and kind.has(one)]

@@ -17,6 +17,7 @@ from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, GLOBAL_HEADS, output_weight
+from megatune.families.quantized import form_of, is_quantized, quantized_buffers
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
 from megatune.families.weights import (
     Role,
@@ -79,6 +80,7 @@ _ORDER = (
 _OUTPUT_PROJECTION, _AFTER_ATTENTION = "self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"
 # A router's sums of auxiliary losses: three numbers in fp64.
 _ROUTER_SUMS_BYTES = 24
+_BUFFER_BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}  # of quantized matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class HeldParameter:
         is_adapter: it is an adapter's, and so fp32 in a model of whatever dtype.
         trained: it has a gradient and optimizer state.
         is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.
+        quantized_bytes: of matrices in few bits, with their scales; 0 where elements have the model's dtype.
         is_matrix: it is made of matrices that Muon orthogonalizes.
         orthogonal_flops: of one iteration of that, of the whole matrices that this is a slice of.
     """
@@ -102,6 +105,7 @@ class HeldParameter:
     is_adapter: bool = False
     trained: bool = True
     is_shared_embedding: bool = False
+    quantized_bytes: int = 0
     is_matrix: bool = False
     orthogonal_flops: int = 0
 
@@ -156,12 +160,14 @@ class HeldParameters:
         layers: of a layer by its kind and whether it is trained.
         last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
         sparse_buffer_bytes: buffers of a sparse layer.
+        is_quantized: some of them have few bits (QLoRA, arXiv:2305.14314).
     """
 
     first: tuple[HeldParameter, ...]
     layers: Mapping[tuple[LayerKind, bool], tuple[HeldParameter, ...]]
     last: tuple[HeldParameter, ...]
     sparse_buffer_bytes: int
+    is_quantized: bool
 
     def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
         """Yield the parameters of a chunk in the engine's order."""
@@ -259,6 +265,7 @@ def held_parameters(
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
         # both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + 8 * moe.num_experts * (2 if moe.expert_bias else 1) if moe else 0,
+        is_quantized=form_of(trainable) is not None,
     )
 
 
@@ -275,9 +282,19 @@ def _held(
         is_vector=is_vector,
         is_adapter=weight.role is Role.ADAPTER,
         trained=is_trained(weight, layer, architecture, trainable),
+        quantized_bytes=_quantized_bytes(weight, architecture, trainable, part),
         is_matrix=weight.is_matrix,
         orthogonal_flops=_orthogonal_flops(weight, architecture, part) if weight.is_matrix else 0,
     )
+
+
+def _quantized_bytes(weight: Weight, architecture: Architecture, trainable: FinetuningSettings, part: Slice) -> int:
+    if not is_quantized(weight, trainable):
+        return 0
+    form = form_of(trainable)
+    assert form is not None
+    buffers = quantized_buffers(weight, architecture, form, part).values()
+    return sum(_BUFFER_BYTES[dtype] * prod(shape) for dtype, shape in buffers)
 
 
 def _orthogonal_flops(weight: Weight, architecture: Architecture, part: Slice) -> int:

@@ -14,7 +14,8 @@ from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import counted, shown
 from megatune.plan.changes import differences
 from megatune.plan.estimate import Estimate
-from megatune.plan.memory.estimate import MEMORY_PARTS, beyond_tensors
+from megatune.plan.memory.estimate import beyond_tensors
+from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.pages.words import (
     GIB,
     MEMORY_WORDS,

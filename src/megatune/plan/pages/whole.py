@@ -21,11 +21,11 @@ from megatune.plan.memory.estimate import (
     COMMUNICATOR,
     CONTEXT,
     CPU_PROCESS,
-    MEMORY_PARTS,
     MOST_FRAGMENTS,
     beyond_tensors,
     checkpoint_bytes,
 )
+from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.tables import (
     Entry,

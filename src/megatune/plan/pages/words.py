@@ -11,7 +11,7 @@ from megatune.families.trained import adapted_modules, frozen_parts, kind_of_ada
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.machine import Machine
-from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
+from megatune.plan.memory.stage import MEMORY_PARTS, StageMemory
 from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import answers, num_reference_passes

@@ -22,11 +22,11 @@ from megatune.plan.memory.estimate import (
     COMMUNICATOR,
     CONTEXT,
     CPU_PROCESS,
-    StageMemory,
     stage_memory,
     workspace_bytes,
 )
 from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
@@ -148,13 +148,9 @@ def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkCo
         stage=stage,
         num_layers=state.num_layers,
         weights=state.weights,
-        gradients=0,
-        master_weights=0,
-        optimizer_state=0,
         activations=round(factor * bare),
         logits_and_loss=round(factor * logits),
         communication=_forward_communication(case, work.communication),
-        expert_imbalance=0,
         framework=work.framework,
     )
 

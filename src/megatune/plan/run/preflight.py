@@ -260,11 +260,10 @@ def _too_large(planned: Estimate) -> Finding:
     name, held = largest_part(stage)
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
     fixes = savings(planned)
-    state = stage.weights + stage.gradients + stage.master_weights + stage.optimizer_state
     why = f"the largest part is {name}, {size(held)}; all: {parts(stage)}; for rows of"
     why += f" {row_words(planned.case)}"
-    if state > device.memory:
-        why += f"; weights, gradients and optimizer alone take {size(state)}, whatever the batch"
+    if stage.exact > device.memory:
+        why += f"; weights, gradients and optimizer alone take {size(stage.exact)}, whatever the batch"
     head = "one of"
     if not any(fix.after.fits for fix in fixes):
         head = "no one or two changes are enough; what helps most"

@@ -17,7 +17,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.memory.estimate import MEMORY_PARTS, StageMemory
+from megatune.plan.memory.stage import MEMORY_PARTS, StageMemory
 from megatune.plan.pages.words import seconds, size
 from megatune.plan.time.estimate import TIME_PARTS
 

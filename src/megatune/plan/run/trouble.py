@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.fixes import Fix, savings, speedups
-from megatune.plan.memory.estimate import StageMemory
+from megatune.plan.memory.stage import StageMemory
 from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, size
 from megatune.plan.run.record import (
     PLAN_NAME,
