@@ -105,11 +105,13 @@ class LayerKind(NamedTuple):
         delta: it has a gated delta net in the place of attention.
         sparse: it has experts.
         has_global_heads: its attention has the heads that layers without a window have.
+        window: the most tokens that a query sees, its own among them; None for all.
     """
 
     delta: bool = False
     sparse: bool = False
     has_global_heads: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +279,9 @@ class Architecture:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what this layer, counted from 0, is made of."""
-        has_global_heads = self.global_heads is not None and self.windows[layer] is None
-        return LayerKind(self.is_delta_layer(layer), self.is_moe_layer(layer), has_global_heads)
+        window = self.windows[layer] if self.windows else None
+        has_global_heads = self.global_heads is not None and window is None
+        return LayerKind(self.is_delta_layer(layer), self.is_moe_layer(layer), has_global_heads, window)
 
     def of_heads(self, has_global_heads: bool) -> Architecture:
         """Return a model all of whose layers have the heads of those without a window, or of those with one."""

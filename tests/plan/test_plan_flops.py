@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ def test_parameters_are_the_elements_of_the_checkpoint(model_dir, family, tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @EVERY_FAMILY
 def test_operations_are_those_that_transformers_computes(model_dir, monkeypatch, family, tied):
-    folder, length = model_dir(family, tied=tied), 12
+    folder = model_dir(family, tied=tied)
     architecture = load_architecture(folder)
+    length = min((12, *filter(None, architecture.windows)))  # windows cut nothing
     if architecture.delta is not None:
         # It is counted token by token, and Transformers computes whole chunks: left out on both sides.
         module = importlib.import_module(model_class(family).from_pretrained(folder).__module__)
@@ -64,6 +66,17 @@ def test_documents_attend_to_themselves(model_dir):
     apart, together = train_flops(architecture, [8, 8]), train_flops(architecture, [16])
     channels = 4 * (16 + 8) + 4 * 12  # of all heads' queries, and values
     assert together - apart == 3 * 4 * channels * (16**2 - 2 * 8**2)
+
+
+def test_windows_leave_out_what_no_query_sees() -> None:
+    """Every second layer of gpt-oss has one of 128 tokens: twelve, of which two are among the last four."""
+    windowed = find_model("gpt-oss-20b").architecture
+    whole = replace(windowed, windows=())
+    last = FinetuningSettings(finetuning_type="freeze", freeze_trainable_layers=4)
+    unseen = 1000**2 / 2 - (128 * 1000 - 128**2 / 2)  # of the longer document
+    for trainable, passes in ((None, 12 * 3), (last, 10 + 2 * 3)):
+        saved = train_flops(whole, [100, 1000], trainable) - train_flops(windowed, [100, 1000], trainable)
+        assert saved == pytest.approx(passes * 2 * (2 * 64 * 64) * unseen)
 
 
 def test_frozen_parts_save_what_they_do_not_compute() -> None:

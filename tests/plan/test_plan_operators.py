@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from activation_cases import DENSE, LATENT, QWEN3, SHARED, SP, SPARSE, TP2
+from activation_cases import DENSE, GEMMA3, LATENT, QWEN3, SHARED, SP, SPARSE, TP2
 from layouts import Layout
 from test_plan_activation_formulas import LENGTH, make_case
 
+from megatune.architecture import LayerKind
 from megatune.plan.flops import num_matmul_parameters, train_flops
-from megatune.plan.operators.decoder import decoder_layer, head
+from megatune.plan.operators.decoder import decoder_layer, head, mixer_branch
 from megatune.plan.operators.operator import Attention, Moved, Operator, Product
-from megatune.plan.operators.shapes import Shapes, shapes_of
+from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
 
 
 def operators_of(shapes: Shapes) -> list[Operator]:
@@ -67,6 +68,37 @@ def test_fp8_is_of_linear_layers_and_not_of_their_gradients(model):
     assert all(
         one.memory.forward > other.memory.forward for one, other in zip(ours, plain, strict=True) if one in in_8_bits
     )
+
+
+def test_windows_cut_attention_and_are_gathered_for():
+    """On GPUs, in layers that have one; a ring would pass on keys that no query sees."""
+    windowed, whole = GEMMA3.layer_kind(0), GEMMA3.layer_kind(1)
+    assert (windowed.window, whole.window) == (64, None)
+    ring = Layout(2, {"context_parallel_size": 2})
+
+    def attention(length: int, kind: LayerKind, generation: str = "hopper") -> Attention:
+        case = make_case(GEMMA3, ring, length=length, generation=generation)
+        shapes = of_layer(shapes_of(case), kind, True)
+        assert shapes.cp_comm_type == ("p2p" if kind.window is None else "all_gather")
+        return attention_of(shapes)
+
+    long, short = attention(8192, windowed), attention(4096, windowed)
+    # Tokens of a rank see 64 keys each but for the first 64, of all channels of queries and values.
+    assert long.flops == pytest.approx(4096 * 2 * (64 - 64**2 / 2 / 8192) * long.channels)
+    assert long.flops == pytest.approx(2 * short.flops, rel=0.01)
+    assert attention(8192, whole).flops == 4096 * 8192 * long.channels
+    assert attention(8192, windowed, "cpu").flops == attention(8192, whole).flops
+
+
+def test_windows_and_sinks_attend_with_kernels_of_variable_lengths():
+    for model, kernels in ((GEMMA3, ["packed", "rows"]), (replace(GEMMA3, attention_sinks=True), ["packed"] * 2)):
+        shapes = [of_layer(shapes_of(make_case(model)), model.layer_kind(layer), True) for layer in (0, 1)]
+        assert [attention_of(each).kernel for each in shapes] == kernels
+
+
+def attention_of(shapes: Shapes) -> Attention:
+    kernels = (kernel for operator in mixer_branch(shapes) for kernel in operator.forward)
+    return next(kernel for kernel in kernels if isinstance(kernel, Attention))
 
 
 def products(kernels: tuple[object, ...]) -> list[Product]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -62,7 +63,7 @@ def train_flops(
     FLOP.
 
     Counted as the field does for model FLOP/s utilization (arXiv:2204.02311): a multiply and an add are two, nothing
-    recomputed counts, and of causal attention only the half that is not masked.
+    recomputed counts, and of causal attention only what is not masked, by a window either.
 
     Args:
         lengths: tokens of each document, without padding; tokens attend to those of their own one.
@@ -70,15 +71,36 @@ def train_flops(
             everything.
     """
     lengths = list(lengths)
-    tokens, pairs = sum(lengths), sum(length * length for length in lengths)
-    matmuls = 2 * num_matmul_parameters(architecture) * tokens
-    # Scores take 2 · s² · the channels of all heads' queries, their product with the values 2 · s² · those of the
-    # values; half of both is masked.
-    kinds = [architecture.layer_kind(layer) for layer in range(architecture.num_layers)]
-    attention = sum(_channels(architecture, kind) for kind in kinds) * pairs
-    attention += sum(kind.delta for kind in kinds) * _state_flops(architecture) * tokens
-    by_token, by_pair = (0.0, 0.0) if trainable is None else _left_out(architecture, trainable)
-    return float(_PASSES * (matmuls + attention)) - by_token * tokens - by_pair * pairs
+    by_token, by_window = _flops(architecture, trainable or FinetuningSettings())
+    attention = (flops * _pairs(lengths, window) for window, flops in by_window.items())
+    return float(by_token * sum(lengths) + sum(attention))
+
+
+def _pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Return twice the pairs of a query and a key that it sees, in documents of these lengths."""
+    seen = ((length, length if window is None else min(window, length)) for length in lengths)
+    return sum(most * (2 * length - most) for length, most in seen)
+
+
+@lru_cache(maxsize=4096)
+def _flops(architecture: Architecture, trainable: FinetuningSettings) -> tuple[int, dict[int | None, int]]:
+    """Return FLOP of a token in matrices and gated delta nets, and of `_pairs` in attention, by window.
+
+    A matrix is multiplied forward, backward towards what is before it, and towards its weights where they are trained:
+    beside adapters they are not, and those of adapters are not counted. Of scores and of their product with the values
+    a pair takes two FLOP a channel of all heads' queries, and of their values.
+    """
+    of_weights = _PASSES - 1 if trainable.finetuning_type == "lora" else _PASSES
+    matrices = {"weights": of_weights, "through": _PASSES - 1, "none": 1}
+    output = is_trained(output_weight(architecture), 0, architecture, trainable)
+    by_token = 2 * (_PASSES if output else _PASSES - 1) * _output_parameters(architecture)
+    by_window: Counter[int | None] = Counter()
+    for kind, gradient in layer_contents(architecture, trainable):
+        passes = 1 if gradient == "none" else _PASSES
+        by_token += 2 * matrices[gradient] * _layer_matmul_parameters(architecture, kind)
+        by_token += passes * _state_flops(architecture) * kind.delta
+        by_window[kind.window] += passes * _channels(architecture, kind)
+    return by_token, by_window
 
 
 def _channels(architecture: Architecture, kind: LayerKind) -> int:
@@ -110,24 +132,6 @@ def model_flops(case: Case) -> float:
 @lru_cache(maxsize=1024)
 def _document_flops(architecture: Architecture, document: int, trainable: FinetuningSettings) -> float:
     return train_flops(architecture, [document], trainable)
-
-
-@lru_cache(maxsize=4096)
-def _left_out(architecture: Architecture, trainable: FinetuningSettings) -> tuple[float, float]:
-    """Return FLOP that frozen parts save, of a token and of two that attend to each other: a third of a matrix's
-    products makes its gradient, another one that of its input."""
-    # Beside adapters a matrix has no gradient of its own either; those of adapters are not counted.
-    least = trainable.finetuning_type == "lora"
-    by_token = by_pair = 0.0
-    if not is_trained(output_weight(architecture), 0, architecture, trainable):
-        by_token += 2.0 * _output_parameters(architecture)
-    for layer in layer_contents(architecture, trainable):
-        products = 2.0 * _layer_matmul_parameters(architecture, layer.kind)
-        by_token += products * max(least, ("weights", "through", "none").index(layer.gradient))
-        if layer.gradient == "none":
-            by_token += 2.0 * _state_flops(architecture) * layer.kind.delta
-            by_pair += 2.0 * _channels(architecture, layer.kind)
-    return by_token, by_pair
 
 
 def _vision_flops(images: Images) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.architecture import Architecture
+from megatune.architecture import Architecture, LayerKind
 from megatune.bridge.auto import register_types
 from megatune.config.pipeline import holds_deepstack
 from megatune.config.rope import as_scaled, open_scaled
@@ -152,11 +152,10 @@ def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | Non
     raise AssertionError("the layers of the model itself are the last ones that are tried")
 
 
-def _pattern(architecture: Architecture) -> set[tuple[bool, ...]]:
-    """Return the kinds of layers that there are: with a gated delta net or attention, sparse or not, without rotary
-    embedding or with it, with a window or without."""
-    layers, windows, without = range(architecture.num_layers), architecture.windows, architecture.no_rope_layers
-    return {(*architecture.layer_kind(each), each in without, bool(windows and windows[each])) for each in layers}
+def _pattern(architecture: Architecture) -> set[tuple[LayerKind, bool]]:
+    """Return the kinds of layers that there are, each with rotary embedding or without."""
+    layers, without = range(architecture.num_layers), architecture.no_rope_layers
+    return {(architecture.layer_kind(each), each in without) for each in layers}
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:

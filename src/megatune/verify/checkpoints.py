@@ -92,8 +92,7 @@ def _check(model_dir: Path, config: Mapping[str, Any], count: int) -> int:
 def _keeps_layers(config: Mapping[str, Any], whole: Architecture, count: int) -> bool:
     """Return whether a model of the first layers computes each of them as the whole model does."""
     short = FAMILIES[whole.model_type].architecture(_shortened(config, whole.num_layers, count))
-    kinds = [[each.layer_kind(layer) for layer in range(count)] for each in (short, whole)]
-    return kinds[0] == kinds[1] and short.windows == whole.windows[:count]
+    return all(short.layer_kind(layer) == whole.layer_kind(layer) for layer in range(count))
 
 
 def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatune.architecture import Architecture
 from megatune.config.kernels import PLAIN_BACKENDS
@@ -160,15 +161,19 @@ def core_attention(heads: Heads) -> Iterator[Operator]:
 
 def _attention(heads: Heads, memory: Memory) -> Operator:
     """s · (query + value channels) multiply-adds a token, as half of the scores is masked; backward 2.5 times as many,
-    for scores are computed again (arXiv:2205.14135). Plain products compute and move all scores."""
+    for scores are computed again (arXiv:2205.14135). Flash kernels on GPUs leave out blocks beyond a window; plain
+    products compute and move all scores."""
     shapes, architecture = heads.shapes, heads.shapes.architecture
-    sizes = shapes.tokens, shapes.document, architecture.num_attention_heads / shapes.tp
+    tokens, count = shapes.tokens, architecture.num_attention_heads / shapes.tp
     channels = (architecture.query_size + architecture.attention_size) / shapes.tp
     if shapes.performance.attention_backend not in PLAIN_BACKENDS:
-        kernel = (Attention(*sizes, channels, "packed" if shapes.in_runs and not shapes.engine.runs else "rows"),)
+        in_runs = shapes.in_runs or architecture.merges_attention or shapes.kind.window is not None
+        attended = shapes.document if shapes.on_cpu else shapes.attended
+        name: Literal["rows", "packed"] = "packed" if in_runs and not shapes.engine.runs else "rows"
+        kernel = (Attention(tokens, attended, count, channels, name),)
         return Operator("core_attn", memory, kernel, kernel, 3)
-    scores = math.prod(sizes)
-    product, moved = Attention(*sizes, channels, "plain"), scores * (4 * shapes.size + 6 * 4)
+    scores = tokens * shapes.document * count
+    product, moved = Attention(tokens, shapes.document, count, channels, "plain"), scores * (4 * shapes.size + 6 * 4)
     return Operator("core_attn", memory, (product, Moved(moved)), (product, Moved(2 * moved)), 12)
 
 

@@ -66,7 +66,7 @@ class Shapes:
         length: tokens of a row on this rank, s / cp.
         document: tokens of a document, on average weighted by tokens.
         packing: a row holds several documents.
-        in_runs: attention kernels are those with variable lengths.
+        in_runs: attention kernels are those with variable lengths, in all layers.
         kernel: the attention kernel, as far as memory differs: "one" for torch's choice for whole documents;
             "padded" where that wants queries, keys and values of as many channels; "runs" with variable lengths;
             "plain" matrix products; "math" for torch's own, which keep all scores.
@@ -134,6 +134,13 @@ class Shapes:
     def document_tokens(self) -> int:
         """Whole tokens of a document; of a row where it is not packed."""
         return round(self.document) if self.packing else self.length * self.cp
+
+    @property
+    def attended(self) -> float:
+        """Tokens of a document without a window whose queries see as many keys on average: with a window of w, of d
+        tokens w · (2 - w / d)."""
+        window, document = self.kind.window, self.document
+        return document if window is None or window >= document else window * (2 - window / document)
 
     @property
     def part(self) -> int:
@@ -248,7 +255,11 @@ def _name(weight: Weight) -> str:
 def of_layer(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
     """Return the shapes of a layer of a kind, of which weights are trained or nothing is."""
     if shapes.kind != kind:
-        shapes = shapes.but(kind=kind, architecture=shapes.architecture.of_heads(kind.has_global_heads))
+        exchange = shapes.cp_comm_type
+        if exchange == "p2p" and kind.window is not None:  # a ring would pass on keys that no query sees
+            exchange = "all_gather"
+        architecture = shapes.architecture.of_heads(kind.has_global_heads)
+        shapes = shapes.but(kind=kind, architecture=architecture, cp_comm_type=exchange)
     return shapes if trained else frozen(shapes)
 
 
