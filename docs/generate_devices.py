@@ -31,19 +31,20 @@ def _device_table() -> str:
     )  # fmt: skip
     rows = (
         (
-            f"`{entry.device.name}`",
-            ", ".join(f"`{alias}`" for alias in entry.fields.aliases),
-            entry.device.generation,
-            f"{entry.device.memory / 2**30:.2f}",
-            *(f"{peak / 1e12:g}" for peak in entry.device.flops.values()),
-            f"{entry.device.bandwidth / 1e9:g}",
-            f"{entry.device.multiprocessors}",
-            f"{entry.device.watts:g}",
-            f"{_reached(entry.device):.0%}",
-            entry.device.link,
-            entry.fields.network,
+            f"`{name}`",
+            ", ".join(f"`{alias}`" for alias in entry.aliases),
+            device.generation,
+            f"{device.memory / 2**30:.2f}",
+            *(f"{peak / 1e12:g}" for peak in device.flops.values()),
+            f"{device.bandwidth / 1e9:g}",
+            f"{device.multiprocessors}",
+            f"{device.watts:g}",
+            f"{_reached(device):.0%}",
+            device.link,
+            entry.network,
         )
-        for entry in catalogue().devices.values()
+        for name, entry in catalogue().devices.items()
+        for device in [entry.device(name)]
     )
     return _markdown(head, rows)
 
@@ -58,9 +59,9 @@ def _link_table(*, between_machines: bool) -> str:
     """Links inside a machine, or networks."""
     head = ("network" if between_machines else "link", "GB/s each way", "latency, µs", "")
     rows = (
-        (f"`{name}`", f"{entry.link.bandwidth / 1e9:g}", f"{entry.link.latency * 1e6:g}", entry.fields.what)
+        (f"`{name}`", f"{entry.bandwidth_gb_per_s:g}", f"{entry.latency_us:g}", entry.what)
         for name, entry in catalogue().links.items()
-        if entry.fields.network == between_machines
+        if entry.network == between_machines
     )
     return _markdown(head, rows)
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
-from megatune.plan.catalogue.devices import (
-    DTYPES,
-    CatalogueDevice,
-    CatalogueLink,
-    Peaks,
-    catalogue,
-    split_ports,
-)
+from megatune.plan.catalogue.devices import DTYPES, DeviceFields, LinkFields, Peaks, catalogue, split_ports
 from megatune.plan.catalogue.models import MODELS, find_model
 from megatune.plan.catalogue.own import own_catalogue
 from megatune.plan.machine import Device, Link, Machine
@@ -50,8 +43,8 @@ def plain_name(name: str) -> str:
 def device_by_driver_name(name: str) -> Device | None:
     """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None where it is not known."""
     wanted = plain_name(name)
-    entries = catalogue().devices.values()
-    return next((each.device for each in entries if wanted in map(plain_name, each.fields.driver_names)), None)
+    entries = catalogue().devices.items()
+    return next((each.device(key) for key, each in entries if wanted in map(plain_name, each.driver_names)), None)
 
 
 def device_names(devices_file: str | Path | None = None) -> list[str]:
@@ -82,20 +75,22 @@ def find_machine(
     own = own_catalogue(devices_file)
     findings: list[Finding] = []
     links = {**catalogue().links, **own.links}
-    entry = _collect(findings, lambda: _entry(gpu, own.devices))
+    devices = {**catalogue().devices, **own.devices}
+    entry = _collect(findings, lambda: _entry(gpu, devices, own.devices))
+    fields = devices[entry] if entry else None
     if gpus_per_node is not None and gpus_per_node < 1:
         findings.append(
             Finding(f"gpus_per_node: {gpus_per_node} is not a valid number of GPUs", fix="gpus_per_node: 8")
         )
-    size = gpus_per_node or (entry.fields.gpus_per_node if entry else 1)
+    size = gpus_per_node or (fields.gpus_per_node if fields else 1)
     # A device that is not known leaves nothing to assume: only what was given is looked up.
-    inside = link or (entry.device.link if entry else "pcie4")
-    between = network or (entry.fields.network if entry else "ib-400")
+    inside = link or (fields.link if fields else None) or "pcie4"
+    between = network or (fields.network if fields else "ib-400")
     found_link = _collect(findings, lambda: _link(inside, links, size, network=False))
     found_network = _collect(findings, lambda: _link(between, links, size, network=True))
-    if entry is None or found_link is None or found_network is None or findings:
+    if entry is None or fields is None or found_link is None or found_network is None or findings:
         raise MegatuneError(findings, ExitCode.INPUT)
-    return Machine(device=entry.device, gpus_per_node=size, link=found_link, network=found_network)
+    return Machine(device=fields.device(entry), gpus_per_node=size, link=found_link, network=found_network)
 
 
 def machine_assumptions(
@@ -122,7 +117,7 @@ def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
         bandwidth=_CORE_BANDWIDTH * share,
         link="loopback",
     )
-    loopback, ethernet = (catalogue().links[name].link for name in ("loopback", "ethernet-10g"))
+    loopback, ethernet = (catalogue().links[name].link(name) for name in ("loopback", "ethernet-10g"))
     network = replace(ethernet, bandwidth=ethernet.bandwidth / processes)
     return Machine(device=device, gpus_per_node=processes, link=loopback, network=network)
 
@@ -135,35 +130,34 @@ def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
         return None
 
 
-def _entry(name: str, own: Mapping[str, CatalogueDevice]) -> CatalogueDevice:
-    entries = {**catalogue().devices, **own}
-    # A user's names come last, and win.
-    by_name = {plain_name(each): entry for entry in entries.values() for each in entry.other_names}
-    by_name |= {plain_name(each): entry for each, entry in entries.items()}
-    by_name |= {plain_name(each): entry for entry in own.values() for each in entry.fields.aliases}
+def _entry(name: str, entries: Mapping[str, DeviceFields], own: Collection[str]) -> str:
+    """Return the device's name in the catalogue, where a user's `own` names come last, and win."""
+    by_name = {plain_name(each): key for key, one in entries.items() for each in (*one.driver_names, *one.aliases)}
+    by_name |= {plain_name(key): key for key in entries}
+    by_name |= {plain_name(each): key for key in own for each in entries[key].aliases}
     wanted = plain_name(name)
-    if entry := by_name.get(wanted):
-        return entry
+    if key := by_name.get(wanted):
+        return key
     # The names most like it, those of its chip first.
     chip = re.match(r"[a-z]+\d{1,3}", wanted)
     near = [each for each in by_name if chip and each.startswith(chip[0])][:4]
     near += nearest_names(wanted, by_name, cutoff=0.5)
-    listed = ", ".join(dict.fromkeys(by_name[each].device.name for each in near))
+    listed = ", ".join(dict.fromkeys(by_name[each] for each in near))
     why = f"nearest: {listed}" if near else f"it has {', '.join(entries)}"
     raise MegatuneError(Finding(f"gpu: there is no device {name!r} in the catalogue", "", why, _FIX), ExitCode.INPUT)
 
 
-def _link(name: str, links: Mapping[str, CatalogueLink], gpus_per_node: int, *, network: bool) -> Link:
+def _link(name: str, links: Mapping[str, LinkFields], gpus_per_node: int, *, network: bool) -> Link:
     """Return the link as each of a machine's devices has it."""
     kind = "network" if network else "link"
-    of_kind = [each for each, entry in links.items() if entry.fields.network == network]
+    of_kind = [each for each, entry in links.items() if entry.network == network]
     base, ports = split_ports(name, links)
     if base not in of_kind or (ports and not network):
         near = nearest_names(base, of_kind, cutoff=0.4) or of_kind
         what, why = f"{kind}: there is no {kind} {name!r} in the catalogue", f"nearest: {', '.join(near)}"
         raise MegatuneError(Finding(what, "", why, _FIX), ExitCode.INPUT)
-    entry = links[base]
-    ports = ports or entry.fields.ports
+    of_port = links[base].link(base)
+    ports = ports or links[base].ports
     if ports is None:
-        return entry.link
-    return replace(entry.link, name=name, bandwidth=entry.link.bandwidth * ports / gpus_per_node)
+        return of_port
+    return replace(of_port, name=name, bandwidth=of_port.bandwidth * ports / gpus_per_node)

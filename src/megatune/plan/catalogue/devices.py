@@ -31,6 +31,12 @@ class LinkFields(Group):
     ports: Count | None = None
     what: str = ""
 
+    def link(self, name: str) -> Link:
+        """Return the link that has all of `LINK_NEEDS`."""
+        assert self.bandwidth_gb_per_s is not None
+        assert self.latency_us is not None
+        return Link(name=name, bandwidth=self.bandwidth_gb_per_s * 1e9, latency=self.latency_us / 1e6)
+
 
 class PeakFields(Group):
     """TFLOP/s of dense matrix products, by torch name of the dtype."""
@@ -56,6 +62,17 @@ class DeviceFields(Group):
     aliases: list[str] = Field(default=[])
     driver_names: list[str] = Field(default=[])
 
+    def device(self, name: str) -> Device:
+        """Return the device that has all of `DEVICE_NEEDS`, with a peak for each dtype."""
+        numbers: dict[str, Any] = dict(self)
+        return Device(
+            name=name,
+            memory=int(numbers["memory_gib"] * 2**30),
+            flops=Peaks({dtype: peak * 1e12 for dtype, peak in numbers["tflops"]}),
+            bandwidth=numbers["bandwidth_gb_per_s"] * 1e9,
+            **{key: numbers[key] for key in ("generation", "link", "watts", "multiprocessors")},
+        )
+
 
 DTYPES = tuple(PeakFields.model_fields)
 
@@ -68,53 +85,11 @@ class Peaks(dict[str, float]):
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogueLink:
-    """A link, and the keys that it was declared with."""
-
-    link: Link
-    fields: LinkFields
-
-    @classmethod
-    def of(cls, name: str, fields: LinkFields) -> CatalogueLink:
-        """Return a link that has all of `LINK_NEEDS`."""
-        bandwidth, latency = fields.bandwidth_gb_per_s, fields.latency_us
-        assert bandwidth is not None
-        assert latency is not None
-        return cls(Link(name=name, bandwidth=bandwidth * 1e9, latency=latency / 1e6), fields)
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueDevice:
-    """A device, and the keys that it was declared with."""
-
-    device: Device
-    fields: DeviceFields
-
-    @classmethod
-    def of(cls, name: str, fields: DeviceFields) -> CatalogueDevice:
-        """Return a device that has all of `DEVICE_NEEDS`, with a peak for each dtype."""
-        numbers: dict[str, Any] = dict(fields)
-        device = Device(
-            name=name,
-            memory=int(numbers["memory_gib"] * 2**30),
-            flops=Peaks({dtype: peak * 1e12 for dtype, peak in numbers["tflops"]}),
-            bandwidth=numbers["bandwidth_gb_per_s"] * 1e9,
-            **{key: numbers[key] for key in ("generation", "link", "watts", "multiprocessors")},
-        )
-        return cls(device, fields)
-
-    @property
-    def other_names(self) -> tuple[str, ...]:
-        """What its driver calls it, and what people type."""
-        return (*self.fields.driver_names, *self.fields.aliases)
-
-
-@dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Devices and links by name."""
+    """Devices and links by name, each with all of `DEVICE_NEEDS` or `LINK_NEEDS`."""
 
-    devices: dict[str, CatalogueDevice] = field(default_factory=dict)
-    links: dict[str, CatalogueLink] = field(default_factory=dict)
+    devices: dict[str, DeviceFields] = field(default_factory=dict)
+    links: dict[str, LinkFields] = field(default_factory=dict)
 
 
 @cache
@@ -122,12 +97,12 @@ def catalogue() -> Catalogue:
     """Return what ships with megatune."""
     text = files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    devices = {}
-    for name, fields in content["devices"].items():
-        fields["tflops"] = PeakFields(**fields["tflops"])
-        devices[name] = CatalogueDevice.of(name, DeviceFields(**fields))
     return Catalogue(
-        devices, {name: CatalogueLink.of(name, LinkFields(**each)) for name, each in content["links"].items()}
+        {
+            name: DeviceFields(**{**each, "tflops": PeakFields(**each["tflops"])})
+            for name, each in content["devices"].items()
+        },
+        {name: LinkFields(**each) for name, each in content["links"].items()},
     )
 
 

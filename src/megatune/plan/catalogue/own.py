@@ -20,8 +20,6 @@ from megatune.plan.catalogue.devices import (
     DEVICE_NEEDS,
     LINK_NEEDS,
     Catalogue,
-    CatalogueDevice,
-    CatalogueLink,
     DeviceFields,
     LinkFields,
     PeakFields,
@@ -84,20 +82,20 @@ class _Reader(Builder):
             link, nodes = self._read(each, f"links: {name}", LinkFields)
             self._require(each, name, nodes, LINK_NEEDS)
             if len(self.findings) == before:
-                own.links[name] = links[name] = CatalogueLink.of(name, link)
+                own.links[name] = links[name] = link
         for name, each in self._pairs(parts.get("devices"), "devices").items():
             before = len(self.findings)
             device = self._device(each, name, devices, links)
             if len(self.findings) == before:
-                own.devices[name] = devices[name] = CatalogueDevice.of(name, device)
+                own.devices[name] = devices[name] = device
         return own
 
     def _device(
-        self, node: yaml.Node, name: str, devices: Mapping[str, CatalogueDevice], links: Mapping[str, CatalogueLink]
+        self, node: yaml.Node, name: str, devices: Mapping[str, DeviceFields], links: Mapping[str, LinkFields]
     ) -> DeviceFields:
         """Return the keys of a device, with those of the one that it is like."""
         device, nodes = self._read(node, f"devices: {name}", DeviceFields)
-        inside, between = ([each for each in links if links[each].fields.network == kind] for kind in (False, True))
+        inside, between = ([each for each in links if links[each].network == kind] for kind in (False, True))
         for key, known in (("like", list(devices)), ("link", inside), ("network", between)):
             asked = getattr(device, key)
             base = split_ports(asked, known)[0] if key == "network" else asked
@@ -108,10 +106,10 @@ class _Reader(Builder):
         if device.like is None:
             self._require(node, name, nodes, DEVICE_NEEDS)
         elif (like := devices.get(device.like)) is not None:
-            device = like.fields.model_copy(update={"aliases": [], "driver_names": [], **written})
-            if like.fields.tflops is not None and device.tflops is not None:
+            device = like.model_copy(update={"aliases": [], "driver_names": [], **written})
+            if like.tflops is not None and device.tflops is not None:
                 given = {dtype: peak for dtype, peak in device.tflops if peak is not None}
-                device = device.model_copy(update={"tflops": like.fields.tflops.model_copy(update=given)})
+                device = device.model_copy(update={"tflops": like.tflops.model_copy(update=given)})
         missing = [dtype for dtype, peak in device.tflops or () if peak is None]
         if missing and "tflops" in nodes:
             self._refuse(nodes["tflops"], f"{name}: tflops has no {', '.join(missing)}", fix=_EXAMPLE)
