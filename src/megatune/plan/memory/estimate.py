@@ -112,21 +112,21 @@ def _copies(case: Case, stage: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def num_communicators(case: Case) -> int:
+def num_communicators(case: Case, *, trains: bool = True) -> int:
     """Count groups of more than one rank that a rank exchanges tensors in.
 
-    Every rank is in those of tensor, context and pipeline parallelism, of the replicas of its weights and of its
-    experts, of expert parallelism and of the ranks that share an expert layer, of one model's ranks (which add up the
-    gradient's norm), and of all ranks.
+    Every rank is in those of tensor, context, pipeline and expert parallelism. One that trains is also in those of the
+    replicas of its weights and of its experts, of the ranks that share an expert layer, of one model's ranks (which add
+    up the gradient's norm), of two that hold the word embedding, and of all ranks.
     """
-    parallel = case.settings.parallel
+    parallel, architecture = case.settings.parallel, case.model.architecture
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    sizes = [tp, parallel.context_parallel_size, pp, case.shard_size, tp * pp, case.world_size]
-    if case.model.architecture.moe is not None:
-        ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
-        sizes += [ep, etp, ep * etp, case.expert_shard_size]
-    if case.model.architecture.tie_word_embeddings:
-        sizes.append(2 if pp > 1 else 1)
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    sizes = [tp, parallel.context_parallel_size, pp]
+    sizes += [ep, etp] if architecture.moe is not None else []
+    if trains:
+        sizes += [case.shard_size, tp * pp, case.world_size, 2 if architecture.tie_word_embeddings and pp > 1 else 1]
+        sizes += [ep * etp, case.expert_shard_size] if architecture.moe is not None else []
     return len([size for size in sizes if size > 1])
 
 

@@ -22,6 +22,7 @@ from megatune.plan.memory.estimate import (
     COMMUNICATOR,
     CONTEXT,
     CPU_PROCESS,
+    num_communicators,
     stage_memory,
     workspace_bytes,
 )
@@ -144,30 +145,16 @@ def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkCo
         last = chain(operator.memory for operator in head(shapes))
         logits = max(0, before + last.kept + last.forward - bare)
     factor = case.machine.calibration.activations
+    groups = COMMUNICATOR * num_communicators(case, trains=False)
     return StageMemory(
         stage=stage,
         num_layers=state.num_layers,
         weights=state.weights,
         activations=round(factor * bare),
         logits_and_loss=round(factor * logits),
-        communication=_forward_communication(case, work.communication),
+        communication=work.communication if case.machine.device.on_cpu else groups,
         framework=work.framework,
     )
-
-
-def _forward_communication(case: Case, counted: int) -> int:
-    """Return buffers of exchanges: of the groups that a forward pass uses, in place of all those that training does."""
-    if case.machine.device.on_cpu:
-        return counted
-    parallel = case.settings.parallel
-    sizes = [
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    ]
-    if case.model.architecture.moe is not None:
-        sizes += [parallel.expert_model_parallel_size, parallel.expert_tensor_size]
-    return COMMUNICATOR * sum(size > 1 for size in sizes)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
