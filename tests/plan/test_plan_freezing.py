@@ -73,7 +73,7 @@ def test_frozen_parts_have_weights_only(family, parts):
 def test_an_encoder_is_held_in_the_order_of_its_modules(family):
     """Buckets of gradients and the optimizer's shards follow from it."""
     model = PlannedModel(name="tiny", architecture=architecture(family))
-    *encoder, _ = held_parameters(model, FinetuningSettings(), 1, 1, 1, False).first
+    *encoder, _ = held_parameters(model, FinetuningSettings(), 1, 1, 1, False).at["first"]
     assert [one.numel for one in encoder] == [
         size for name, size in parameters(family).items() if part_of(name) != "language"
     ]

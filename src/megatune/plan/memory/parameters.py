@@ -152,7 +152,7 @@ class Rules:
     def num_optimizers(self) -> int:
         """Parts of the optimizer: of dense weights, and of experts where some are trained, on whatever stage."""
         layers = whole_model(self.model.architecture, self.trainable).counts
-        return 1 + any(one.is_expert and one.trained for layer, _ in layers for one in self.held.of_layer(layer))
+        return 1 + any(one.is_expert and one.trained for layer, _ in layers for one in self.held.at[layer])
 
     @cached_property
     def held(self) -> HeldParameters:
@@ -305,14 +305,14 @@ def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[Place, int]]:
 @lru_cache(maxsize=4096)
 def _sizes(held: HeldParameters, place: Place, kind: Kind) -> tuple[int, int, int, int]:
     """Return elements of all, of those that are trained, and of these without matrices; and FLOP, see `Part`."""
-    size, trained = sum(one.numel for one in held.at(place) if kind.has(one)), _trained_at(held, place, kind)
+    size, trained = sum(one.numel for one in held.at[place] if kind.has(one)), _trained_at(held, place, kind)
     others = sum(one.numel for one in trained if not one.is_matrix)
     return size, sum(one.numel for one in trained), others, sum(one.orthogonal_flops for one in trained)
 
 
 @lru_cache(maxsize=4096)
 def _trained_at(held: HeldParameters, place: Place, kind: Kind) -> list[HeldParameter]:
-    return trained_of(held.at(place), kind)
+    return trained_of(held.at[place], kind)
 
 
 @lru_cache(maxsize=16384)
@@ -329,7 +329,7 @@ def saved_bytes(held: HeldParameters, chunks: tuple[ChunkContent, ...], itemsize
     if not held.is_quantized:
         return 0
     return sum(
-        count * sum(itemsize * one.numel - one.quantized_bytes for one in held.at(place) if one.quantized_bytes)
+        count * sum(itemsize * one.numel - one.quantized_bytes for one in held.at[place] if one.quantized_bytes)
         for place, count in _places(chunks)
     )
 

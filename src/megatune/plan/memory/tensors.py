@@ -153,33 +153,22 @@ def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool)
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
 class HeldParameters:
-    """Parameters of a rank by where they are.
+    """Parameters of a rank.
 
     Attributes:
-        first: what comes before the layers: the vision tower with its mergers, and the word embedding.
-        layers: of a layer by its kind and whether it is trained.
-        last: what comes after the layers: the final norm and the output layer, or the score of a reward model.
+        at: each place's, in the engine's order; "first" are the vision tower with its mergers and the word embedding,
+            "last" the final norm and the output layer, or the score of a reward model.
         sparse_buffer_bytes: buffers of a sparse layer.
         is_quantized: some of them have few bits (QLoRA, arXiv:2305.14314).
     """
 
-    first: tuple[HeldParameter, ...]
-    layers: Mapping[tuple[LayerKind, bool], tuple[HeldParameter, ...]]
-    last: tuple[HeldParameter, ...]
+    at: Mapping[Place, tuple[HeldParameter, ...]]
     sparse_buffer_bytes: int
     is_quantized: bool
 
     def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
         """Yield the parameters of a chunk in the engine's order."""
-        return chain.from_iterable(map(self.at, chunk.places))
-
-    def of_layer(self, layer: LayerContent) -> tuple[HeldParameter, ...]:
-        return self.layers[layer.kind, layer.gradient == "weights"]
-
-    def at(self, place: Place) -> tuple[HeldParameter, ...]:
-        if isinstance(place, LayerContent):
-            return self.of_layer(place)
-        return self.first if place == "first" else self.last
+        return chain.from_iterable(self.at[place] for place in chunk.places)
 
 
 @lru_cache(maxsize=4096)
@@ -239,29 +228,25 @@ def held_parameters(
     architecture, moe = model.architecture, model.architecture.moe
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
     contents = layer_contents(architecture, trainable)
-    # Trained layers train the same weights, and the others none.
-    trains = [content.gradient == "weights" for content in contents]
 
     def held(weight: Weight, layer: int = 0) -> HeldParameter:
         return _held(weight, layer, architecture, trainable, expert if weight.per_expert else whole)
 
-    def layer(kind: LayerKind, index: int) -> Iterator[HeldParameter]:
-        ours = [weight for weight in weights if is_in_layer(weight, kind)]
-        return (held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
+    def layer(content: LayerContent) -> tuple[HeldParameter, ...]:
+        ours = [weight for weight in weights if is_in_layer(weight, content.kind)]
+        index = contents.index(content)  # equal ones train the same weights
+        return tuple(held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
 
     weights = _of_layers(architecture)
     # With both on one stage, tied embeddings are one parameter; a copy of it is reduced between two stages.
     tied = architecture.tie_word_embeddings
     embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
     output = embedding if tied else held(output_weight(architecture))
+    at: dict[Place, tuple[HeldParameter, ...]] = {content: layer(content) for content in dict.fromkeys(contents)}
+    at["first"] = *(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding
+    at["last"] = (held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output)
     return HeldParameters(
-        first=(*(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding),
-        # Of kinds that the model has: another one may need numbers that it lacks, such as those of experts.
-        layers={
-            (kind, has_gradient): tuple(layer(kind, trains.index(has_gradient)))
-            for kind, has_gradient in {(content.kind, content.gradient == "weights") for content in contents}
-        },
-        last=(held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output),
+        at,
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
         # both fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + 8 * moe.num_experts * (2 if moe.expert_bias else 1) if moe else 0,
