@@ -76,15 +76,16 @@ def test_every_form_of_peft_is_merged_as_peft_merges_it(form: str, model_dir: Ma
     peft_adapter(model, tmp_path / "adapter", **config).merge_and_unload().save_pretrained(tmp_path / "merged")
     architecture = load_architecture(model)
     base, expected = (open_checkpoint(folder, architecture)[0] for folder in (model, tmp_path / "merged"))
-    merged = MergedFolder(base, [open_adapter(tmp_path / "adapter", architecture)])
+    adapter = open_adapter(tmp_path / "adapter", architecture)
+    merged = MergedFolder(base, adapter)
     num_changed = 0
     for name, shape in all_tensors(architecture):
         whole = rows(shape, name)
         found = merged.read(whole)
         assert_same_numbers(found, expected.read(whole))
-        assert merged.is_changed(name) == (not torch.equal(expected.read(whole), base.read(whole))), name
-        num_changed += merged.is_changed(name)
-        if merged.is_changed(name) and len(shape) == 2:
+        assert adapter.changes(name) == (not torch.equal(expected.read(whole), base.read(whole))), name
+        num_changed += adapter.changes(name)
+        if adapter.changes(name) and len(shape) == 2:
             assert_same_numbers(merged.read(Segment(name, 1, 1, shape[1] - 1)), found[:, 1:-1])
             assert_same_numbers(merged.read(Segment(name, 0, 1, shape[0] // 2)), found[1 : shape[0] // 2])
     assert num_changed
@@ -166,7 +167,7 @@ def test_peft_loads_what_is_written_and_computes_the_same(case: str, model_dir: 
     with_it = logits(adapted)
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     base, expected = (open_checkpoint(each, architecture)[0] for each in (model, tmp_path / "merged"))
-    merged = MergedFolder(base, [open_adapter(adapter, architecture)])
+    merged = MergedFolder(base, open_adapter(adapter, architecture))
     for name, shape in all_tensors(architecture):
         assert_same_numbers(merged.read(rows(shape, name)), expected.read(rows(shape, name)))
     assert_same_numbers(with_it, logits(load(tmp_path / "merged")), 5e-5)

@@ -137,7 +137,7 @@ def test_slices_are_those_of_the_whole(model_dir: MakeModel, tmp_path: Path) -> 
     model = model_dir("qwen3_moe")
     architecture = load_architecture(model)
     adapter = new_adapter(model, tmp_path / "adapter", use_dora=True, lora_target=["self_attn.q_proj", "o_proj"])
-    merged = MergedFolder(open_checkpoint(model, architecture)[0], [open_adapter(adapter, architecture)])
+    merged = MergedFolder(open_checkpoint(model, architecture)[0], open_adapter(adapter, architecture))
     for name, shape in all_tensors(architecture):
         whole = merged.read(rows(shape, name))
         assert_same_numbers(merged.read(Segment(name, 0, 1, shape[0] - 1)), whole[1:-1])

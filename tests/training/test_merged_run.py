@@ -9,7 +9,7 @@ import torch
 from pool import RankPool
 from runs import settings_of, tensors, train
 
-from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.assemble import open_checkpoint
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
@@ -36,7 +36,7 @@ def test_a_run_leaves_its_merged_model(family: str, layout: dict[str, object], p
 
     architecture = load_architecture(model)
     base = open_checkpoint(model, architecture)[0]
-    merged = MergedFolder(base, [open_adapter(folder, architecture) for folder in (first, second)])
+    merged = with_adapters(base, [open_adapter(folder, architecture) for folder in (first, second)])
     written = open_checkpoint(second / "merged", architecture)[0]
     num_changed = 0
     for name in written.places:

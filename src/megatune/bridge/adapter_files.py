@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from megatune.families.selection import Selection
 from megatune.families.weights import Segment
 
 ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
+_WEIGHT = "weight"
 _KEPT = 4  # A and B of gate and up, and of down: experts are often read one after the other
 
 
@@ -52,6 +53,10 @@ class AdapterFolder(TensorSource):
         if not place.stack:
             return self._files.read(replace(segment, name=place.name))
         return place.part(self._stack(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
+
+    def changes(self, name: str) -> bool:
+        """Return whether it has a tensor of the model, or an adapter of it."""
+        return self.has(name) or self.has(name.removesuffix(_WEIGHT) + LORA_A)
 
     def is_halved(self, name: str) -> bool:
         """Return whether each of the two matrices that a stacked B [out, r · experts] belongs to has ranks of its own:
@@ -180,72 +185,51 @@ def write_adapter_config(
     return path
 
 
-_WEIGHT = "weight"
-
-
 class MergedFolder(TensorSource):
-    """A model's tensors with adapters merged into them, one after the other.
+    """A model's tensors with an adapter merged into them; several are merged one around the other.
 
     W + s · B · A is computed in fp32, through all adapters; who reads it casts once. With weight decomposition every
     row is then scaled to its magnitude. Modules that an adapter has whole are its own. What no adapter changes is the
     base's, in the base's dtype.
     """
 
-    def __init__(self, base: TensorSource, adapters: Sequence[AdapterFolder]) -> None:
-        self._base, self._adapters = base, adapters
+    def __init__(self, base: TensorSource, adapter: AdapterFolder) -> None:
+        self._base, self._adapter = base, adapter
 
     def has(self, name: str) -> bool:
-        return self._base.has(name) or any(adapter.has(name) for adapter in self._adapters)
+        return self._base.has(name) or self._adapter.has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         # The score of a reward model may be in an adapter alone.
-        owners = (source for source in (self._base, *self._adapters) if source.has(name))
-        return next(owners).shape(name)
-
-    def is_changed(self, name: str) -> bool:
-        """Return whether an adapter has a tensor, or an adapter of it."""
-        return any(adapter.has(name) or adapter.has(_beside(name, LORA_A)) for adapter in self._adapters)
+        return (self._base if self._base.has(name) else self._adapter).shape(name)
 
     def read(self, segment: Segment) -> Tensor:
-        if not self.is_changed(segment.name):
+        adapter, path = self._adapter, segment.name.removesuffix(_WEIGHT)
+        if not adapter.changes(segment.name):
             return self._base.read(segment)
-        if segment.dim == 1 and any(adapter.has(_beside(segment.name, MAGNITUDE)) for adapter in self._adapters):
-            # The norms are of whole rows.
+        is_decomposed = adapter.has(path + MAGNITUDE)
+        if is_decomposed and segment.dim == 1:  # the norms are of whole rows
             return self.whole(segment.name)[:, segment.start : segment.stop]
-        return self._merged(segment)
+        weight = (adapter if adapter.has(segment.name) else self._base).read(segment).float()
+        if not adapter.has(path + LORA_A):
+            return weight
 
-    def _merged(self, segment: Segment) -> Tensor:
-        """Read rows or columns, fp32."""
-        merged: Tensor | None = None
-        for adapter in self._adapters:
-            if adapter.has(segment.name):
-                merged = adapter.read(segment).float()
-            if adapter.has(_beside(segment.name, LORA_A)):
-                merged = self._base.read(segment).float() if merged is None else merged
-                merged = _apply(adapter, segment, merged)
-        assert merged is not None
-        return merged
+        def part(end: str, cut: int) -> Tensor:
+            """Read what the slice needs: rows of the product are B's, columns are A's."""
+            name = path + end
+            return (adapter.read(replace(segment, name=name)) if segment.dim == cut else adapter.whole(name)).float()
+
+        lengths = part(MAGNITUDE, 0) if is_decomposed else None
+        factor = adapter.adapter.scalings[path.removesuffix(".")]
+        return merge_product(weight, part(LORA_A, 1), part(LORA_B, 0), factor, lengths)
 
 
-def _apply(adapter: AdapterFolder, segment: Segment, weight: Tensor) -> Tensor:
-    """Add an adapter's product to rows or columns of a matrix, fp32 and contiguous or not."""
-
-    def read(end: str, cut: int) -> Tensor:
-        """Read what the slice needs: rows of the product are B's, columns are A's."""
-        name = _beside(segment.name, end)
-        return (adapter.read(replace(segment, name=name)) if segment.dim == cut else adapter.whole(name)).float()
-
-    factor = adapter.adapter.scalings[segment.name.removesuffix(f".{_WEIGHT}")]
-    lengths = read(MAGNITUDE, 0) if adapter.has(_beside(segment.name, MAGNITUDE)) else None
-    return merge_product(weight, read(LORA_A, 1), read(LORA_B, 0), factor, lengths)
+def with_adapters(base: TensorSource, adapters: Iterable[AdapterFolder]) -> TensorSource:
+    """Return a model's tensors with adapters merged into them, one after the other."""
+    return reduce(MergedFolder, adapters, base)
 
 
 def merge_product(weight: Tensor, a: Tensor, b: Tensor, factor: float, lengths: Tensor | None = None) -> Tensor:
     """Return W + s · B · A; with weight decomposition whole rows, scaled to their lengths. All fp32."""
     merged = torch.addmm(weight, b, a, alpha=factor)
     return merged if lengths is None else merged * (lengths / merged.norm(dim=1))[:, None]
-
-
-def _beside(name: str, end: str) -> str:
-    """Return the name of a tensor of the adapter of a matrix."""
-    return name.removesuffix(_WEIGHT) + end

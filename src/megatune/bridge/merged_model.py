@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.file_set import cut_into_files
 from megatune.bridge.file_stream import TensorFile, index_files
@@ -63,7 +63,8 @@ class MergedModel:
             architecture = as_trained(architecture, STAGE, str(model_dir))
         self.becomes_reward_model = architecture.num_labels > own.num_labels
         self._folder, self._form = open_checkpoint(model_dir, architecture)
-        self._merged = MergedFolder(self._folder, [open_adapter(path, architecture) for path in adapters])
+        self._adapters = [open_adapter(path, architecture) for path in adapters]
+        self._merged = with_adapters(self._folder, self._adapters)
         self._names = self._named(architecture)
         without_output = architecture.tie_word_embeddings or architecture.num_labels
         # A copy of tied embeddings would not be changed with them, and a reward model has no output layer.
@@ -125,7 +126,7 @@ class MergedModel:
         return Merged(len(self.entries), changed, len(files), self.num_bytes)
 
     def _is_changed(self, name: str) -> bool:
-        return any(self._merged.is_changed(part) for part, _ in self._names.get(name, ()))
+        return any(adapter.changes(part) for adapter in self._adapters for part, _ in self._names.get(name, ()))
 
     def _parts(self, entry: TensorEntry) -> Iterator[Tensor]:
         """Yield a tensor of the files, a number of rows at a time, or of stacked experts one at a time."""

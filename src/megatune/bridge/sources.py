@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.safetensors_files import TensorSource
 from megatune.config.settings import Settings
 from megatune.engine import device
@@ -94,8 +94,7 @@ def weight_sources(
         return folder, None
     chain = [Path(path) for path in finetuning.adapter_name_or_path]
     last = None if finetuning.create_new_adapter or not chain else chain.pop()
-    merged = [open_adapter(path, architecture) for path in chain]
-    base: TensorSource = MergedFolder(folder, merged) if merged else folder
+    base = with_adapters(folder, [open_adapter(path, architecture) for path in chain])
     if (found := adapter or last) is not None:
         return base, open_adapter(found, architecture, finetuning)
     return base, InitialAdapters(

@@ -13,7 +13,7 @@ import torch
 
 from megatune import __version__
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import MergedFolder, open_adapter
+from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.assemble import carried_tensors, open_checkpoint
 from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged_model import Merged, MergedModel
@@ -165,8 +165,7 @@ def to_mcore(
     check_target(target, [model_dir, *adapters], overwrite)
     architecture = load_architecture(model_dir)
     folder, form = open_checkpoint(model_dir, architecture)
-    merged = [open_adapter(path, architecture) for path in adapters]
-    source = MergedFolder(folder, merged) if merged else folder
+    source = with_adapters(folder, [open_adapter(path, architecture) for path in adapters])
     model = MegatronModel(source, folder, form, architecture, dtype)
     with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
         iteration = partial / iteration_name(_ITERATION)
