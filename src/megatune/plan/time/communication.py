@@ -127,6 +127,11 @@ class Exchange(NamedTuple):
         return self.tensor[0] + self.context[0] + self.expert[0]
 
 
+# Seconds, and numbers of calls, forward and backward; see `Exchange`.
+_Exchanged = tuple[tuple[float, float], tuple[int, int]]
+_NONE: _Exchanged = (0.0, 0.0), (0, 0)
+
+
 class Groups(NamedTuple):
     """The groups of a case's layers, and the one that pictures are dealt to."""
 
@@ -146,31 +151,11 @@ def groups_of(machine: Machine, shapes: Shapes) -> Groups:
 
 def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: bool) -> Exchange:
     """Return the exchanges of one decoder layer."""
-    return Exchange(
-        _tensor(shapes, groups.tensor, seconds, sparse),
-        _context(shapes, groups.context, seconds),
-        _expert(shapes, groups, seconds) if sparse else (0.0, 0.0),
-        _calls(shapes, sparse),
-    )
-
-
-def _calls(shapes: Shapes, sparse: bool) -> tuple[int, int]:
-    """Count the exchanges that `_tensor`, `_context` and `_expert` time; before tokens are dispatched ranks tell each
-    other how many go where."""
-    forward = backward = 0
-    if shapes.tp > 1:
-        blocks = _tensor_blocks(shapes, sparse)
-        forward, backward = (2 * blocks, 3 * blocks) if shapes.sequence_parallel else (blocks, blocks)
-    if shapes.cp > 1:
-        turns = 2 if shapes.kind.delta else {"p2p": 2 * (shapes.cp - 1), "all_gather": 2, "a2a": 4}[shapes.cp_comm_type]
-        forward, backward = (
-            forward + turns,
-            backward + turns * (2 if shapes.cp_comm_type == "p2p" and not shapes.kind.delta else 1),
-        )
-    if sparse and shapes.ep * shapes.etp > 1:
-        kinds = (shapes.ep > 1) + (shapes.etp > 1)
-        forward, backward = forward + 2 * kinds + 1, backward + 2 * kinds
-    return forward, backward
+    tensor, of_tensor = _tensor(shapes, groups.tensor, seconds, sparse)
+    context, of_context = _context(shapes, groups.context, seconds)
+    expert, of_expert = _expert(shapes, groups, seconds) if sparse else _NONE
+    forward, backward = (sum(calls) for calls in zip(of_tensor, of_context, of_expert, strict=True))
+    return Exchange(tensor, context, expert, (forward, backward))
 
 
 def _tensor_blocks(shapes: Shapes, sparse: bool) -> int:
@@ -179,7 +164,7 @@ def _tensor_blocks(shapes: Shapes, sparse: bool) -> int:
     return 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
 
 
-def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tuple[float, float]:
+def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> _Exchanged:
     """Time Megatron-LM's exchanges (arXiv:1909.08053, with sequence parallelism arXiv:2205.05198) of dense blocks.
 
     Forward an all-reduce behind each block; with sequence parallelism an all-gather before and a reduce-scatter behind
@@ -187,16 +172,16 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> tup
     which hides it; with sequence parallelism the inputs are gathered once more, and the outputs' gradients first.
     """
     if group.size == 1:
-        return 0.0, 0.0
+        return _NONE
     hidden, blocks = seconds.weight_gradient, _tensor_blocks(shapes, sparse)
     if not shapes.sequence_parallel:
         once = blocks * all_reduce(group, shapes.whole_hidden)
-        return once, max(0.0, once - hidden)
+        return (once, max(0.0, once - hidden)), (blocks, blocks)
     once = blocks * all_gather(group, shapes.whole_hidden)
-    return 2 * once, once + max(0.0, 2 * once - hidden)
+    return (2 * once, once + max(0.0, 2 * once - hidden)), (2 * blocks, 3 * blocks)
 
 
-def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, float]:
+def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
     """Time exchanges of keys and values, or of all heads' channels (a2a).
 
     A ring passes them on n - 1 times while attention computes on those that are there. Backward their gradients are
@@ -204,38 +189,40 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> tuple[float, flo
     """
     n = group.size
     if n == 1:
-        return 0.0, 0.0
+        return _NONE
     if shapes.kind.delta and (delta := shapes.architecture.delta) is not None:
         # Tokens for heads, of all projections, and back, of the values.
         channels = (delta.qkvz_size + delta.ba_size + delta.value_size) / shapes.tp
         once = all_to_all(group, shapes.tokens * shapes.size * channels)
-        return once, once
+        return (once, once), (2, 2)
     architecture, per_rank = shapes.architecture, shapes.tokens / shapes.tp * shapes.size
     keys_values = keys_values_size(architecture)
     size = per_rank * keys_values
     if shapes.cp_comm_type == "all_gather":
         once = all_gather(group, n * size)
-        return once, once
+        return (once, once), (2, 2)
     if shapes.cp_comm_type == "a2a":
         # Ranks that outnumber the key/value heads get copies of them.
         heads = max(architecture.num_query_groups // shapes.tp, 1) if architecture.mla is None else n
         channels = keys_values * (math.lcm(heads, n) // heads) + architecture.query_size + architecture.attention_size
         once = all_to_all(group, per_rank * channels)
-        return once, once
+        return (once, once), (4, 4)
     keys, gradients = send(group, size), send(group, size * 4 / shapes.size)
     computing = seconds.attention / n
     forward, backward = max(0.0, keys - computing), max(0.0, keys + gradients - 2.5 * computing)
-    return (n - 1) * forward, (n - 1) * backward + gradients
+    return ((n - 1) * forward, (n - 1) * backward + gradients), (2 * (n - 1), 4 * (n - 1))
 
 
-def _expert(shapes: Shapes, groups: Groups, seconds: Seconds) -> tuple[float, float]:
-    """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way."""
+def _expert(shapes: Shapes, groups: Groups, seconds: Seconds) -> _Exchanged:
+    """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way. Before
+    tokens are dispatched ranks tell each other how many go where."""
+    kinds = (shapes.ep > 1) + (shapes.etp > 1)
+    if not kinds:
+        return _NONE
     once = _dispatch(shapes, groups)
-    if not shapes.engine.overlaps or not once:
-        return once, once
-    # A micro-batch's forward pass runs next to another one's backward pass.
-    shown = max(0.0, once - HIDING * (seconds.forward + seconds.backward) / 2)
-    return shown, shown
+    if shapes.engine.overlaps:  # a micro-batch's forward pass runs next to another one's backward pass
+        once = max(0.0, once - HIDING * (seconds.forward + seconds.backward) / 2)
+    return (once, once), (2 * kinds + 1, 2 * kinds)
 
 
 def _dispatch(shapes: Shapes, groups: Groups) -> float:
@@ -245,7 +232,7 @@ def _dispatch(shapes: Shapes, groups: Groups) -> float:
     if shapes.experts.moe_token_dispatcher_type == "allgather":
         ranks = shapes.ep * shapes.etp
         group = groups.expert if shapes.ep > 1 else groups.expert_tensor
-        return 2 * all_gather(group, ranks * shapes.hidden) if ranks > 1 else 0.0
+        return 2 * all_gather(group, ranks * shapes.hidden)
     if shapes.engine.dispatch != "ranks":
         return 2 * _to_machines(shapes, moe, groups.expert)
     rows = shapes.hidden * moe.router_topk * shapes.imbalance
