@@ -112,7 +112,7 @@ CASES = [
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
     *(("gpt_oss", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "ep2, recompute selective")),
     ("kimi_k2", False, "LoRA", "ep2 etp2 tp2 sp"),
-    ("gemma4_text", False, "LoRA", "tp2 sp"),
+    *(("gemma4_text", False, kind, "tp2 sp") for kind in ("LoRA", "DoRA")),
     ("gemma4", False, "LoRA", "tp2 sp"),
     ("gemma4_text_moe", False, "LoRA", "ep2 etp2 tp2 sp"),
 ]

@@ -43,6 +43,9 @@ def refused(folder: Path, family: str, overrides: list[str], **sizes: object) ->
         ("qwen3", [LORA, r"lora_target=q_proj,self_attn.v_proj,linear_fc1,model\.layers\.\d+\.mlp\.down_proj"]),
         ("mixtral", [LORA, "lora_target=w1,w3,q_proj"]),
         ("deepseek_v3", [LORA, "lora_target=q_a_proj,kv_b_proj", "lora_dropout=0.1"]),
+        # Of a family that may have routed experts, without them.
+        ("gemma4_text", [LORA, "lora_dropout=0.1"]),
+        ("gemma4_text", [LORA, "use_dora=true"]),
         ("qwen3_vl", [LORA, "freeze_vision_tower=false", "vision_lr=1e-6", "merger_lr=1e-5"]),
         ("qwen2_vl", [LORA, "freeze_multi_modal_projector=false", "lora_target=all,merger.mlp.0", "merger_lr=1e-5"]),
         ("qwen2_vl", [LORA, "freeze_vision_tower=false", "freeze_language_model=true"]),

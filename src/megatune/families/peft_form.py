@@ -74,8 +74,8 @@ def stacked_tensors(
 
 
 def expert_weights(architecture: Architecture) -> list[Weight]:
-    """List the weights of experts that may have adapters: gate and up, and down."""
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    """List the weights of experts that may have adapters: gate and up, and down; none of a model without experts."""
+    weights = FAMILIES[architecture.model_type].weight_map(architecture) if architecture.moe is not None else ()
     return [weight for weight in weights if weight.per_expert and takes_adapter(weight)]
 
 

@@ -80,10 +80,10 @@ def experts(context: Context) -> Iterator[Problem]:
     if architecture is None or not (finetuning.lora_dropout or finetuning.use_dora):
         return
     beside = adapters(architecture, finetuning)
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    if not any(weight.per_expert and weight.engine in beside for weight in weights):
+    matrices = list(_matrices(architecture))
+    if not any(weight.per_expert and weight.engine in beside for weight, _ in matrices):
         return
-    others = dict.fromkeys(_leaf(tensor) for _, tensor in _matrices(architecture) if ".self_attn." in tensor.name)
+    others = dict.fromkeys(_leaf(tensor) for _, tensor in matrices if ".self_attn." in tensor.name)
     instead = f"write `{_TARGET}: {','.join(others)}`"
     said = (
         ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft's adapters of experts drop nothing", 0),
