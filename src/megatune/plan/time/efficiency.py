@@ -19,7 +19,7 @@ is found from shares of the peak that were published for the generation's refere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -299,25 +299,16 @@ class Seconds(NamedTuple):
 def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     """Time one decoder layer, dense or sparse."""
     whole = without_experts(shapes)
-    mixer = _mixer_seconds(whole, rates)
+    mixer = _branch_seconds(mixer_branch, whole, rates)
     if not sparse:
-        return mixer.plus(_dense_seconds(whole, rates))
-    return mixer.plus(_around_experts(whole, rates)).plus(_add_up(rates, experts(shapes)))
+        return mixer.plus(_branch_seconds(dense_branch, whole, rates))
+    around = _branch_seconds(around_experts, whole, rates)
+    return mixer.plus(around).plus(_add_up(rates, experts(shapes)))
 
 
-@lru_cache(maxsize=4096)
-def _mixer_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    return _add_up(rates, mixer_branch(shapes))
-
-
-@lru_cache(maxsize=4096)
-def _dense_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    return _add_up(rates, dense_branch(shapes))
-
-
-@lru_cache(maxsize=4096)
-def _around_experts(shapes: Shapes, rates: Rates) -> Seconds:
-    return _add_up(rates, around_experts(shapes))
+@lru_cache(maxsize=8192)  # ways to share out experts have all others in common
+def _branch_seconds(branch: Callable[[Shapes], tuple[Operator, ...]], shapes: Shapes, rates: Rates) -> Seconds:
+    return _add_up(rates, branch(shapes))
 
 
 @lru_cache(maxsize=8192)
