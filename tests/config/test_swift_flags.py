@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatune.config.dialects.dialect import table
 from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
-from megatune.config.settings import all_settings
+from megatune.config.settings import all_settings, setting_value
 from megatune.config.values import as_read, parse
 
 
@@ -150,3 +150,38 @@ def test_what_changes_nothing_beside_others_is_said_with_its_reason(verb: str, f
     run = read_swift(verb, f"--model m --dataset d --train_iters 5 {flags}".split(), env={})
     assert run.loaded.check() == []
     assert why in run.command.ignored.values()
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "expected"),
+    [
+        ("--finetuning_type lora --lora_rank 4", "finetuning.lora_rank", 4),
+        ("--finetuning_type lora", "optimizer.learning_rate", 1e-4),
+        ("--eval_dataset v", "evaluation.eval_strategy", "steps"),
+        ("--interleave_probs 0.5,0.5", "data.mix_strategy", "interleave_under"),
+        ("--cutoff_len 100", "run.memory_check", "error"),
+    ],
+)
+def test_a_name_of_ours_says_what_its_flag_says(flags: str, path: str, expected: object) -> None:
+    """Other flags depend on it."""
+    config = {"max_position_embeddings": 4096}
+    run = read_swift("sft", f"--model m --dataset d e --train_iters 5 {flags}".split(), env={}, config=config)
+    assert run.loaded.check() == []
+    assert setting_value(run.loaded.settings, path) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        ("--report_to wandbb", "report_to is [wandbb]", "write --report_to wandb"),
+        ("--recompute_modules core_atn mlp", "recompute_modules is", "write --recompute_modules core_attn mlp"),
+        ("--loss_type sigmod", "loss_type is [sigmod]", "write --loss_type sigmoid"),
+        ("--rlhf_type kto --loss_type kt", "loss_type is 'kt'", "write --loss_type kto"),
+    ],
+)
+def test_what_is_written_as_the_fix_says_is_right(flags: str, what: str, fix: str) -> None:
+    """In the words of a command line, whose lists have no brackets."""
+    words = f"--model m --dataset d --train_iters 5 {flags}".split()
+    (finding,) = read_swift("rlhf", words, env={}).loaded.findings
+    assert (finding.what.startswith(what), finding.fix) == (True, fix)
+    assert read_swift("rlhf", [*words, *fix.removeprefix("write ").split()], env={}).loaded.findings == []

@@ -176,7 +176,7 @@ REFUSED = [
     ("--dataset_shuffle false", "dataset_shuffle: false is not supported"),
     ("--delta 1.1", "delta: 1.1 is not supported"),
     ('--rope_scaling {"type":"yarn","factor":2.0}', "rope_scaling: {type: yarn, factor: 2.0} is not supported"),
-    ("--top_p 2", "actor_infer.generating_args.top_p is 2"),
+    ("--top_p 2", "top_p is 2"),
 ]
 
 

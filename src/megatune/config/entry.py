@@ -52,12 +52,20 @@ class SettingEntry:
         """Whether a user wrote it; it is a default of another system otherwise."""
         return self.origin in ("flag", "override", self.where)
 
-    def written(self, value: str = "") -> str:
+    @property
+    def name(self) -> str:
+        """The key as its user wrote it: a flag may set a setting of another name."""
+        return self.where[2:].replace("-", "_") if self.origin == "flag" else self.key
+
+    def written(self, value: Any = ...) -> str:
         """Write the key as its user does, with a value behind it; one that is below another key as in a file."""
         is_nested = "." in self.where.partition("=")[0]
         prefix, joint = {"flag": ("--", " "), "override": ("", ": " if is_nested else "=")}.get(self.origin, ("", ": "))
-        name = prefix + re.split(r"\.|: ", self.key)[-1]
-        return f"{name}{joint}{value}" if value else name
+        name = prefix + re.split(r"\.|: ", self.name)[-1]
+        if value is ...:
+            return name
+        words = value if isinstance(value, list) and self.origin == "flag" else [value]
+        return f"{name}{joint}{' '.join(map(shown, words))}"
 
 
 def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
@@ -198,10 +206,10 @@ class Builder:
         if row is None:
             return True
         if row.is_refused(value):
-            off = f", or write {entry.written(shown(row.passes[0]))}" if row.passes else ""
+            off = f", or write {entry.written(row.passes[0])}" if row.passes else ""
             said = shown(entry.value.data) if entry.value.text is None else entry.value.text
             said = "***" if entry.key.endswith(("_token", "_secret", "_key")) else said
-            what, fix = f"{entry.key}: {said} is not supported", row.fix or f"remove {entry.written()}{off}"
+            what, fix = f"{entry.name}: {said} is not supported", row.fix or f"remove {entry.written()}{off}"
             self.add(Finding(what, entry.where, row.unsupported, fix), name)
             return False
         if row.ignored and not row.passes_as(value):
@@ -225,12 +233,12 @@ class Builder:
             near = [nearest_valid(item, info) if item in items else item for item in value]
             nearest = None if None in near else near
         if nearest is not None:
-            fix = f"write {entry.written(shown(nearest))}" + (", or null" if info.optional else "")
+            fix = f"write {entry.written(nearest)}" + (", or null" if info.optional else "")
         elif info.default in (None, [], {}):
             fix = f"remove {entry.written()}, or give it {expected.removesuffix(', or null')}"
         else:
-            fix = f"write {entry.written(shown(info.default))}, the default"
+            fix = f"write {entry.written(info.default)}, the default"
         why = f"expected {written.expected or expected}"
         if items and len(value) > 1:
             why += f"; {', '.join(map(quoted, items))} {'does' if len(items) == 1 else 'do'} not fit"
-        self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), written.name)
+        self.add(Finding(f"{entry.name} is {quoted(entry.value.data)}", entry.where, why, fix), written.name)

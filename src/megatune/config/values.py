@@ -223,7 +223,12 @@ def coerce(value: Value, info: SettingInfo) -> Any:
     if bool in info.kinds and isinstance(data, bool):
         return data
     if list in info.kinds and (isinstance(data, list) or str not in info.kinds):
-        return [item if info.items is str else _number(item, info.items) for item in _texts(value)]
+        items = list(_texts(value))
+        if info.items is str:
+            return items
+        # A word of a command line's list may have several.
+        parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+        return [_number(part, info.items) for part in parts]
     if dict in info.kinds and isinstance(data, str | dict):
         return parse(data).data if isinstance(data, str) else data  # quoted by shells: '{"min_lr": 1e-6}'
     if float in info.kinds and int not in info.kinds and type(data) is int and abs(data) < 2**1000:

@@ -15,7 +15,7 @@ from megatune.config.dialects.swift_meaning import MEANINGS
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules.rule import has_effect
 from megatune.config.settings import Settings, is_default, setting_paths, setting_value
-from megatune.config.values import shown
+from megatune.config.values import is_number, shown
 from megatune.errors import Finding
 
 _COUNT = re.compile("[0-9]{1,9}")
@@ -110,12 +110,14 @@ def _check_kinds(command: Command) -> None:
     expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
     for name, entry in list(command.flags.items()):
         row, value = table("swift").get(entry.key), entry.value.data
-        kind = row.type if row is not None and row.kind and not row.paths and not row.ignored else None
-        fits = isinstance(value, kind) if kind else True
-        if kind is float:
-            fits = isinstance(value, int | float)
-        if not fits or (kind in (int, float) and isinstance(value, bool)):
-            assert kind is not None
+        if row is None or row.paths or row.ignored or not (row.kind or row.of == "grpo"):
+            continue
+        kind = row.type
+        if kind in (int, float):
+            fits = is_number(value) and (kind is float or value % 1 == 0)
+        else:
+            fits = isinstance(value, kind)
+        if not fits:
             what = f"{entry.key} is {entry.value.text or shown(value)!r}"
             command.findings.append(Finding(what, entry.where, f"expected {expected.get(kind, 'one word')}"))
             del command.flags[name]

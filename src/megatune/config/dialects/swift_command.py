@@ -8,6 +8,7 @@ by themselves, and a YAML or JSON file whose ENV holds environment variables.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,19 @@ def kinds() -> dict[str, type]:
     """Return every flag that is known, and our own names, with the type of its value."""
     own = {name: Row(target=path) for name, path in setting_paths().items()}
     return {name: row.type for name, row in {**own, **table("swift")}.items()}
+
+
+@cache
+def _flags_by_setting() -> dict[str, str]:
+    """Return the flag of version 4 that means the same as one of our names, where there is one such flag."""
+    rows = {key: row for key, row in table("swift").items() if row.version != 3 and row.of != "stage"}
+    setters = Counter(path for row in rows.values() for path in row.paths)
+    alike = {
+        row.target.partition(".")[2]: key
+        for key, row in rows.items()
+        if isinstance(row.target, str) and setters[row.target] == 1 and not (row.values or row.items or row.factor != 1)
+    }
+    return {name: key for name, key in alike.items() if name not in table("swift")}
 
 
 @dataclass(slots=True)
@@ -99,7 +113,8 @@ class Command:
         typed = [rows[key] for key in self.typed if key in rows]
         if any(row.version == 3 for row in typed):
             self.version = max(row.since or 3 for row in typed)
-        self.flags = {rows[key].now or key if key in rows else key: entry for key, entry in self.typed.items()}
+        names = {**_flags_by_setting(), **{key: row.now for key, row in rows.items() if row.now}}
+        self.flags = {names.get(key, key): entry for key, entry in self.typed.items()}
         self.env = {**self.variables, **self.env}
 
     def _type(self, entry: SettingEntry) -> None:

@@ -15,6 +15,7 @@ from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
 from megatune.config.settings import Settings, whole_steps
+from megatune.config.values import is_number
 
 
 class PromptSet(NamedTuple):
@@ -104,7 +105,7 @@ def _rollouts(keys: Keys) -> None:
 
     A step is one generation there: its responses are trained in steps_per_generation updates.
     """
-    group, batch = int(keys.number("num_generations")), batch_of(keys)
+    group, batch = int(keys.value("num_generations")), batch_of(keys)
     if group < 1:
         keys.refuse("num_generations", "responses to the same prompt are compared", "write --num_generations 8")
         group = 2
@@ -116,7 +117,7 @@ def _rollouts(keys: Keys) -> None:
     prompts = samples if samples % group else samples // group  # what is refused is refused once
     keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
     keys.put("num_return_sequences_in_group", group, "num_generations")
-    response = int(keys.number("max_completion_length"))
+    response = int(keys.value("max_completion_length"))
     longest = keys.value("vllm_max_model_len") or keys.run.command.model_config.get("max_position_embeddings")
     length = keys.setting("data.cutoff_len")
     # Without max_length it is the whole context, of which a prompt has what the response leaves.
@@ -208,7 +209,9 @@ def _algorithm(keys: Keys) -> None:
     if estimator == "grpo":
         keys.put("norm_mean_type", "group", "scale_rewards")
         keys.put("norm_std_type", None if scale == "none" else scale, "scale_rewards")
-    beta = 0.04 if keys.value("beta") is None else keys.number("beta")
+    if not is_number(beta := 0.04 if keys.value("beta") is None else keys.value("beta")):
+        keys.refuse("beta", "", "write --beta with a number")
+        beta = 0.04
     in_reward = keys.value("kl_in_reward") if "kl_in_reward" in given else estimator == "rloo"
     if beta and in_reward:
         keys.refuse("kl_in_reward", "the divergence is in the loss", "write --kl_in_reward false, or --beta 0")
@@ -221,12 +224,12 @@ def _algorithm(keys: Keys) -> None:
     if keys.value("overlong_filter"):
         keys.put("max_len_mask", True, "overlong_filter")
         keys.reading.lines.append("overlong_filter: responses that are left out leave the mean's divisor, too")
-    if keys.number("num_iterations") != 1:
+    if keys.value("num_iterations") != 1:
         keys.refuse("num_iterations", "ms-swift refuses it, too", "write --num_iterations 1")
 
 
 def _clipping(keys: Keys) -> None:
-    low, high = keys.number("epsilon"), keys.value("epsilon_high")
+    low, high = keys.value("epsilon"), keys.value("epsilon_high")
     keys.put("use_pg_clip_range", True)
     keys.put("pg_clip_low", float(low), "epsilon")
     keys.put("pg_clip_high", float(low if high is None else high), "epsilon_high", "epsilon")
@@ -249,7 +252,7 @@ def _clipping(keys: Keys) -> None:
     above = "train_infer_correction.is_weight"
     keys.put(f"{above}.enabled", True, "rollout_importance_sampling_mode")
     keys.put(f"{above}.weight_type", weights.get(mode, "token"), "rollout_importance_sampling_mode")
-    bound = keys.number("rollout_importance_sampling_threshold")
+    bound = keys.value("rollout_importance_sampling_threshold")
     keys.put(f"{above}.upper_bound", float(bound), "rollout_importance_sampling_threshold")
 
 
@@ -263,7 +266,7 @@ def _loss(keys: Keys) -> None:
         keys.put("actor_train.worker_cls", "ActorPGWorker", "loss_type")
         keys.put("actor_train.pg_variant", "cispo", "loss_type")
         keys.put("actor_train.pg_ratio_low", 0.0, "loss_type")
-        bound = keys.number("epsilon") if high is None else high
+        bound = keys.value("epsilon") if high is None else high
         keys.put("actor_train.pg_ratio_high", float(bound), "epsilon_high", "epsilon")
         if keys.value("importance_sampling_level") != "token":
             keys.refuse("importance_sampling_level", "cispo has the ratios of tokens", "remove it")

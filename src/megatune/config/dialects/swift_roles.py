@@ -15,7 +15,7 @@ from megatune.config.dialects.swift import SwiftRun
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
 from megatune.config.settings import is_default, setting_value
-from megatune.config.values import is_number, shown
+from megatune.config.values import shown
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
 # What is written otherwise, or for a whole run.
@@ -50,14 +50,6 @@ class Keys:
             return entry.value.data
         row = table("swift")[flag]
         return row.passes[0] if row.passes else None
-
-    def number(self, flag: str) -> float:
-        """Return the number that a flag is; 1, and a finding, where it is none."""
-        found = self.value(flag)
-        if is_number(found):
-            return found
-        self.refuse(flag, "", f"write --{flag} with a number")
-        return 1
 
     def written(self, key: str) -> Any:
         """Return the value of a key of the top level that was put; None of one that was not."""
@@ -238,7 +230,7 @@ def write_rewards(keys: Keys) -> None:
         for path in plugins:
             if not os.path.isfile(path):
                 keys.refuse("external_plugins", f"there is no file {path}", "check the path")
-    length, typed = int(keys.number("max_completion_length")), keys.run.command.rollouts
+    length, typed = int(keys.value("max_completion_length")), keys.run.command.rollouts
     for flag, row in table("swift").items():
         is_of_reward = row.of == "grpo" and flag.startswith(_OF_REWARDS) and keys.value(flag) is not None
         if is_of_reward and (flag in typed or flag.partition("_")[0] in names):
