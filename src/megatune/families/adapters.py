@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,6 +82,13 @@ def takes_adapter(weight: Weight) -> bool:
     layer are not, nor is a router, which Transformers has no linear layer for."""
     is_matrix = all(len(tensor.shape) == 2 for tensor in weight.hf)
     return weight.linear and is_matrix and weight.role is Role.BASE and weight.layout is not TensorLayout.VOCABULARY
+
+
+def matrices(architecture: Architecture) -> Iterator[tuple[Weight, HFTensor]]:
+    """Yield the matrices of a model that may have adapters."""
+    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
+        if takes_adapter(weight) and layers_of(weight, architecture):
+            yield from ((weight, tensor) for tensor in weight.hf)
 
 
 def module_path(tensor: HFTensor) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
-from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, module_path, takes_adapter
+from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_config import WEIGHTS_FILE, PeftConfig, read_peft_config
 from megatune.families.peft_form import (
@@ -240,17 +240,15 @@ def _target_matrices(
 ) -> Iterator[tuple[Weight, HFTensor]]:
     """Yield the matrices that have adapters in all of their layers."""
     rest = set(adapter.scalings)
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        for tensor in weight.hf if takes_adapter(weight) else ():
-            names = all_shapes([replace(weight, hf=(tensor,))], architecture)
-            modules = {name.removesuffix(".weight") for name in names}
-            found = modules & rest
-            rest -= found
-            if found and found == modules:
-                yield weight, tensor
-            elif found:
-                what = f"{module_path(tensor)} has an adapter in {len(found)} of {len(modules)} modules"
-                problems.append((what, f"layers are trained alike: it has none of {min(modules - found)}"))
+    for weight, tensor in matrices(architecture):
+        modules = {name.removesuffix(".weight") for name in all_shapes([replace(weight, hf=(tensor,))], architecture)}
+        found = modules & rest
+        rest -= found
+        if found == modules:
+            yield weight, tensor
+        elif found:
+            what = f"{module_path(tensor)} has an adapter in {len(found)} of {len(modules)} modules"
+            problems.append((what, f"layers are trained alike: it has none of {min(modules - found)}"))
     if rest:
         what = f"{min(rest)} has an adapter" + (f", and {len(rest) - 1} more such modules" if rest else "")
         problems.append((what, "adapters of linear layers of attention and feed-forward are trained"))

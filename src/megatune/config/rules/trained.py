@@ -13,12 +13,12 @@ from megatune.config.rules import finetuning as rules
 from megatune.config.rules.rule import Context, Problem
 from megatune.errors import did_you_mean
 from megatune.families import FAMILIES
-from megatune.families.adapters import ALL_TARGETS, adapters, is_target, module_path, takes_adapter
+from megatune.families.adapters import ALL_TARGETS, adapters, is_target, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_form import peft_problems
 from megatune.families.selection import is_frozen, is_whole_match
 from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
-from megatune.families.weights import HFTensor, Stack, Weight, layers_of
+from megatune.families.weights import HFTensor, Stack, layers_of
 
 _TARGET, _WHOLE = "lora_target", "additional_target"
 # What leaves a part of the model as it is.
@@ -38,11 +38,10 @@ def targets(context: Context) -> Iterator[Problem]:
     architecture, finetuning = _of_adapters(context)
     if architecture is None:
         return
-    matrices = list(_matrices(architecture))
     for target in finetuning.lora_target:
         if target in ALL_TARGETS:
             continue
-        hit = [weight for weight, tensor in matrices if is_target(target, weight, tensor, architecture)]
+        hit = [weight for weight, tensor in matrices(architecture) if is_target(target, weight, tensor, architecture)]
         frozen = {weight.stack for weight in hit if is_frozen(weight.stack, finetuning)}
         if not hit:
             yield _no_target(target, architecture)
@@ -80,10 +79,10 @@ def experts(context: Context) -> Iterator[Problem]:
     if architecture is None or not (finetuning.lora_dropout or finetuning.use_dora):
         return
     beside = adapters(architecture, finetuning)
-    matrices = list(_matrices(architecture))
-    if not any(weight.per_expert and weight.engine in beside for weight, _ in matrices):
+    found = list(matrices(architecture))
+    if not any(weight.per_expert and weight.engine in beside for weight, _ in found):
         return
-    others = dict.fromkeys(_leaf(tensor) for _, tensor in matrices if ".self_attn." in tensor.name)
+    others = dict.fromkeys(_leaf(tensor) for _, tensor in found if ".self_attn." in tensor.name)
     instead = f"write `{_TARGET}: {','.join(others)}`"
     said = (
         ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft's adapters of experts drop nothing", 0),
@@ -120,7 +119,7 @@ def parts(context: Context) -> Iterator[Problem]:
         switch = _SWITCHES[stack]
         if stack in having or getattr(finetuning, switch) is not False:
             continue
-        example = next(_leaf(tensor) for weight, tensor in _matrices(architecture) if weight.stack is stack)
+        example = next(_leaf(tensor) for weight, tensor in matrices(architecture) if weight.stack is stack)
         example = f"merger.{example}" if stack is Stack.PROJECTOR and "." not in example else example
         more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
         what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
@@ -136,13 +135,6 @@ def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSetti
     return None if unread else context.architecture, finetuning
 
 
-def _matrices(architecture: Architecture) -> Iterator[tuple[Weight, HFTensor]]:
-    """Yield matrices that may have adapters."""
-    for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if takes_adapter(weight) and layers_of(weight, architecture):
-            yield from ((weight, tensor) for tensor in weight.hf)
-
-
 def _leaf(tensor: HFTensor) -> str:
     """Return the name by which users know a linear layer: with what it is in where it is but a number."""
     path = module_path(tensor).split(".")
@@ -150,7 +142,7 @@ def _leaf(tensor: HFTensor) -> str:
 
 
 def _names(architecture: Architecture) -> list[str]:
-    return list(dict.fromkeys(_leaf(tensor) for _, tensor in _matrices(architecture)))
+    return list(dict.fromkeys(_leaf(tensor) for _, tensor in matrices(architecture)))
 
 
 def _no_target(target: str, architecture: Architecture) -> Problem:
@@ -184,7 +176,7 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
 def _layers_that_match(target: str, architecture: Architecture) -> str:
     """Name the layers whose matrices a regular expression holds for; "" for none."""
     found: dict[int, None] = {}
-    for weight, tensor in _matrices(architecture):
+    for weight, tensor in matrices(architecture):
         for layer in layers_of(weight, architecture):
             if weight.per_layer and is_whole_match(target, module_path(tensor).format(layer=layer, expert=0)):
                 found[layer] = None
