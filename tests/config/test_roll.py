@@ -329,7 +329,8 @@ def test_the_base_below_adapters_may_be_quantized(read):
     selection = found.settings.actor_train.settings.finetuning
     assert (selection.quantization_bit, selection.quantization_type) == (4, "fp4")
     (alone,) = read(SMALL, bits).findings
-    assert "quantization_bit" in alone.what
+    assert alone.what == "actor_train.model_args.quantization_bit without lora_target"
+    assert (alone.where, alone.fix) == (bits, "write lora_target: all-linear")
 
 
 def test_a_merged_model_is_written_of_adapters_alone(read):

@@ -129,6 +129,10 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
                 why = "adapters are on with lora_target, as in ROLL" if trains else off
             elif entry.key == "save_merged_model" and target is None:
                 why = "there is no adapter to merge"
+            elif entry.key in QUANTIZATION_KEYS and target is None:
+                key, fix = f"{section}.{entry.key}", "write lora_target: all-linear" if trains else "remove it"
+                part.find(f"{part.key(key)} without lora_target", key, why="adapters keep their base so", fix=fix)
+                continue
             if why:
                 part.ignore(f"{section}.{entry.key}", why)
             else:
