@@ -115,6 +115,30 @@ def test_the_reference_of_adapters_is_the_model_below_them(pool, model_dir):
         np.testing.assert_allclose(values, of_transformers(model), atol=2e-5)
 
 
+def streamed(settings: RLSettings) -> tuple[dict[int, np.ndarray], dict[str, torch.Tensor]]:
+    """On every rank, after an update: log-probabilities, and what engines get."""
+    worker, samples = started(PolicyWorker, settings), rollouts(301, advantages=1.0, rollout_log_probs=1.0)
+    ones = [np.ones(each, np.float32) for each in RESPONSES]
+    samples.per_token.update(mask=ones, weights=ones)
+    worker.train(samples, 0)
+    buckets = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in worker.weights()]
+    return worker.log_probs(samples), {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+
+
+def test_engines_get_the_quantized_base_that_is_trained(pool, model_dir, tmp_path):
+    """QLoRA: values of 4 bits with the adapters merged into them, and not the model's own."""
+    from transformers import AutoModelForCausalLM
+
+    model = model_dir("qwen3")
+    found = pool.run(2, streamed, settings_of(model, ALL["tp2 sp"], lora={"quantization_bit": 4}, batch=(7, 1)))
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert not reference.load_state_dict(found[0][1], strict=False).unexpected_keys
+    reference.save_pretrained(tmp_path)
+    expected = of_transformers(tmp_path)
+    np.testing.assert_allclose(whole([own for own, _ in found], rollouts(301)), expected, atol=2e-5)
+    assert np.abs(expected - of_transformers(model)).max() > 1e-2
+
+
 def of_turns() -> Rollouts:
     """Samples whose responses have an observation in them, but the short ones; old log-probabilities come later."""
     made = rollouts(301)
