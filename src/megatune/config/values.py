@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -180,6 +180,17 @@ def is_number(value: Any) -> TypeGuard[float]:
 def counted(number: int, noun: str) -> str:
     """Write a number of things: "1 row", "1,200 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write whole numbers, those that follow each other as a range: "0-15, 24"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}" for each in found)
 
 
 def is_variable(name: str) -> bool:

@@ -4,12 +4,12 @@ seconds."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatune.config.rl.settings import SHARE_KEYS, InferRole, ModelRole, RLSettings
-from megatune.config.values import counted
+from megatune.config.values import counted, ranges
 from megatune.plan.case import Case
 from megatune.plan.changes import written
 from megatune.plan.estimate import estimate
@@ -68,17 +68,6 @@ def pages(found: RLAnswer) -> Iterator[Page]:
     yield Page("Assumed", (f"  - {note}" for note in notes(found)))
 
 
-def _device_words(devices: Sequence[int]) -> str:
-    """Write devices as runs: 0-15, 24."""
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and device == runs[-1][-1] + 1:
-            runs[-1].append(device)
-        else:
-            runs.append([device])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
 def _head(found: RLAnswer) -> Iterator[Item]:
     question, settings, lengths = found.question, found.question.settings, found.question.lengths
     yield Entry("models", _models(question))
@@ -94,10 +83,8 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
     """Yield a row for each role; where that is too wide, a paragraph."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
-    rows += [
-        [role.name, _device_words(role.devices), *_layout(question, role)] for role in model_roles(question.settings)
-    ]
-    rows += [[role.name, _device_words(role.devices), *_engine(found, role)] for role in infer_roles(question.settings)]
+    rows += [[role.name, ranges(role.devices), *_layout(question, role)] for role in model_roles(question.settings)]
+    rows += [[role.name, ranges(role.devices), *_engine(found, role)] for role in infer_roles(question.settings)]
     yield Table(rows, range(4), [f"{row[0]}: {'; '.join(row[1:])}" for row in rows[1:]])
 
 
@@ -143,7 +130,7 @@ def _memory(found: RLAnswer) -> Iterator[Item]:
     yield f"Memory of a device, {unit.name}, phase by phase"
     for each in found.groups:
         yield _group_table(found, each, unit)
-    devices = f"device{'s' * (len(group.devices) > 1)} {_device_words(group.devices)}"
+    devices = f"device{'s' * (len(group.devices) > 1)} {ranges(group.devices)}"
     said = f"The fullest: {devices} in phase {phase}, {unit.of(held)} of {unit.with_name(limit)}, {held / limit:.0%}."
     verdict = f"It fits, with {unit.with_name(limit - held)} to spare."
     if held > limit:
@@ -161,7 +148,7 @@ def _memory(found: RLAnswer) -> Iterator[Item]:
 
 def _group_table(found: RLAnswer, group: DeviceGroup, unit: Unit) -> Table:
     names = found.phases
-    rows = [[f"devices {_device_words(group.devices)}", *names]]
+    rows = [[f"devices {ranges(group.devices)}", *names]]
     rows += [[f"  {role.role}", *(unit.of(role.total(phase)) for phase in names)] for role in group.held]
     if len(group.held) > 1:
         rows.append(["  total", *(unit.of(group.total(phase)) for phase in names)])

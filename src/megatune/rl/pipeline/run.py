@@ -12,6 +12,7 @@ from typing import Any
 
 from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
+from megatune.config.values import ranges
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
@@ -216,7 +217,7 @@ def start_lines(settings: RLSettings) -> list[str]:
     return [
         f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
         *(_line(role) for role in models if role is not None),
-        f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {_ranges(infer.devices)}",
+        f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {ranges(infer.devices)}",
         *(
             f"role       rewards.{name}: {reward_line(role)}"
             for name, role in settings.rewards.items()
@@ -250,15 +251,4 @@ def _truncation(settings: RLSettings) -> str:
 def _line(role: ModelRole) -> str:
     parallel = role.settings.parallel
     layout = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
-    return f"role       {role.name}: megatron, {layout}, on devices {_ranges(role.devices)}"
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) -> "0-2, 5"."""
-    parts: list[list[int]] = []
-    for device in sorted(devices):
-        if parts and device == parts[-1][-1] + 1:
-            parts[-1].append(device)
-        else:
-            parts.append([device])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"role       {role.name}: megatron, {layout}, on devices {ranges(role.devices)}"
