@@ -36,6 +36,7 @@ from megatune.plan.rl.roles import (
     forward_memory,
     key_value_bytes,
     shares,
+    sync_bytes,
     training_case,
 )
 from megatune.rl.rollout.kv_cache import bytes_of_a_token, room_of_cache
@@ -175,6 +176,15 @@ def test_roles_take_turns_only_where_they_share_devices() -> None:
     assert not shared.seconds.overlaps
     assert apart.seconds.total == max(apart.seconds.rollout_side, apart.seconds.trainer_side)
     assert shared.seconds.total == sum(shared.seconds.phases.values())
+
+
+def test_a_bucket_is_no_larger_than_all_that_is_sent() -> None:
+    question = question_of(COLOCATED)
+    for megabytes, nbytes in ((1024, 2**30), (10**6, sync_bytes(question))):
+        run = question.settings.run.model_copy(update={"model_update_buffer_size_mb": megabytes})
+        found = shares(replace(question, settings=replace(question.settings, run=run)))
+        held = {role.role: role.of_place[0].parts[SYNC].get("buckets") for role in found}
+        assert held == {"actor_train": 3 * nbytes, "reference": None, "actor_infer": nbytes}
 
 
 def test_training_is_planned_as_megatune_train_plans_it() -> None:

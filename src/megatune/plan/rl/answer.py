@@ -7,15 +7,12 @@ that follows from the model and the device; what the host takes is a figure of e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
-from megatune.families.adapters import adapter_weights, is_plain
-from megatune.families.weights import all_shapes
 from megatune.plan.flops import num_matmul_parameters, num_parameters
 from megatune.plan.machine import Machine
 from megatune.plan.rl.question import ROLLOUT, RLQuestion
@@ -38,6 +35,7 @@ from megatune.plan.rl.roles import (
     phases,
     shared_devices,
     shares,
+    sync_bytes,
     training_case,
 )
 from megatune.plan.time import step_time
@@ -235,17 +233,6 @@ def _forward(question: RLQuestion, role: ModelRole) -> float:
 
 def _training(question: RLQuestion, role: ModelRole) -> float:
     return num_updates(question, role) * step_time(training_case(question, role, longest=False)).total
-
-
-def sync_bytes(question: RLQuestion) -> int:
-    """Return bytes of what an engine takes: all weights, adapters merged into them, or adapters alone."""
-    actor = question.settings.actor_train
-    architecture, selection = question.models[actor.name].architecture, actor.settings.finetuning
-    size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
-    if question.settings.actor_infer.engine == "vllm" and is_plain(architecture, selection):
-        shapes = all_shapes(adapter_weights(architecture, selection), architecture)
-        return size * sum(math.prod(shape) for shape in shapes.values())
-    return num_parameters(architecture) * size
 
 
 def _sync_seconds(question: RLQuestion) -> float:

@@ -37,7 +37,6 @@ from megatune.plan.rl.answer import (
     DeviceGroup,
     RLAnswer,
     plan_rl,
-    sync_bytes,
 )
 from megatune.plan.rl.question import RLQuestion, infer_roles, model_roles
 from megatune.plan.rl.roles import (
@@ -47,6 +46,7 @@ from megatune.plan.rl.roles import (
     TRAIN_CRITIC,
     forward_case,
     num_updates,
+    sync_bytes,
     training_case,
 )
 

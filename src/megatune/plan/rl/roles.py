@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings, with_settings
+from megatune.families.adapters import adapter_weights, is_plain
+from megatune.families.weights import all_shapes
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Machine
@@ -334,11 +336,27 @@ def shared_devices(question: RLQuestion) -> frozenset[int]:
     return frozenset(device for device, count in counts.items() if count > 1)
 
 
+def sync_bytes(question: RLQuestion) -> int:
+    """Return bytes of what an engine takes: all weights, adapters merged into them, or adapters alone."""
+    actor = question.settings.actor_train
+    architecture, selection = question.models[actor.name].architecture, actor.settings.finetuning
+    size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
+    if question.settings.actor_infer.engine == "vllm" and is_plain(architecture, selection):
+        shapes = all_shapes(adapter_weights(architecture, selection), architecture)
+        return size * sum(math.prod(shape) for shape in shapes.values())
+    return num_parameters(architecture) * size
+
+
+def _bucket_bytes(question: RLQuestion) -> int:
+    """Return bytes of the largest bucket of a weight update; a buffer is as large as what is packed into it."""
+    return min(question.settings.run.model_update_buffer_size_mb * 2**20, sync_bytes(question))
+
+
 def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
     takes_turns, on_cpu = not shared_devices(question).isdisjoint(role.devices), question.machine.device.on_cpu
     forward = forward_memory(forward_case(question, role, longest=True))
     training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
-    bucket = _BUCKETS * question.settings.run.model_update_buffer_size_mb * 2**20
+    bucket = _BUCKETS * _bucket_bytes(question)
     active = _ACTIVE.get(role.name, (REFERENCE_PASS,))
     if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
         active = (*active, REFERENCE_PASS)
@@ -370,7 +388,7 @@ def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
     sleeps = not shared_devices(question).isdisjoint(role.devices)
     weights, framework = {"weights": memory.weights}, {"framework": memory.framework}
     working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
-    bucket = {"buckets": question.settings.run.model_update_buffer_size_mb * 2**20}
+    bucket = {"buckets": _bucket_bytes(question)}
     # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
     keeps = role.name != ROLLOUT or question.settings.sleep_level == 1
     stays = keeps and (on_cpu or role.engine == "builtin")
