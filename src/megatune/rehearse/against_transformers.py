@@ -137,12 +137,13 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     """
     settings = scene.settings
     from megatune.verify.checkpoints import with_adapters
+    from megatune.verify.question import samples_of
     from megatune.verify.run import RanksFailed, verify_layout
 
     model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir
     if not (model_dir / "config.json").is_file():
         return left(act, "a reward model's score is that of stage 2, which left none")
-    samples = _samples(scene)
+    samples = samples_of(scene.architecture, _ROWS, _LENGTH, scene.settings.run.seed)
     proven = _settings(scene)
     log = scene.folder / "launch" / "verify.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -173,19 +174,6 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     if stage in (*PAIR_STAGES, "kto"):
         found += f"; the loss of {stage} is not among them, which Transformers does not have"
     return passed(act, found)
-
-
-def _samples(scene: Scene) -> list:
-    from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
-
-    vision = scene.architecture.vision
-    return random_samples(
-        scene.architecture.vocab_size,
-        uneven_lengths(_ROWS, _LENGTH),
-        scene.settings.run.seed,
-        pictures=random_pictures(_ROWS, vision) if vision is not None else (),
-        vision=vision,
-    )
 
 
 def _settings(scene: Scene) -> Settings:
