@@ -23,7 +23,8 @@ HEAD = f"""# Parity with Transformers
 
 The tests write this page: `MEGATUNE_WRITE_PARITY=1 pytest tests/parity`, or `=add` and a file, which adds its lines.
 `megatune families` sums it up. Each line compares a layout of Megatron-Core
-on CPU processes with the same checkpoint in plain Transformers, on rows of different lengths.
+on CPU processes with the same checkpoint in plain Transformers, on rows of different lengths. Transformers computes in
+fp32, of Qwen3.5's vision-language models in fp64.
 
 ## fp32
 

@@ -107,7 +107,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
     """As the proof of text models, tests/parity/test_parity.py, in several batches."""
     model, settings = model_dir("gpt_oss", num_experts_per_tok=8), ALL[layout].settings(precision={"bf16": True})
     ours, stock = [], []
-    for seed in range(2):
+    for seed in range(4):
         samples, folder = random_samples(301, MORE_LENGTHS, seed), tmp_path / str(seed)
         folder.mkdir()
         pool.run(ALL[layout].world_size, measure_in_layout, model, settings, samples, folder)

@@ -155,8 +155,11 @@ def test_family_agrees(pool, model_dir, reference, table, tmp_path, family, layo
     model = model_dir(family, num_hidden_layers=NUM_LAYERS)
     # In four rows fp32 rounds a layer's eight decays, whose gradients nearly cancel, by as much as is tolerated.
     samples = samples_of(model, content, MORE_LENGTHS if family == "qwen3_5_moe" else LENGTHS)
+    # Before an encoder, gradients of a decoder with gated delta nets are rounded by half of what is tolerated, in
+    # Transformers as in the engine: the truth is Transformers in fp64.
+    truth = reference(model, samples, dtype="float64" if family.startswith("qwen3_5") else "float32")
     chosen, _, rows = OF_FAMILY[family][layout]
-    found = differences(pool, model, chosen, samples, reference(model, samples), tmp_path, rows)
+    found = differences(pool, model, chosen, samples, truth, tmp_path, rows)
     assert not failures(found)
     table.add(family, f"{layout}; {content}", found)
 
