@@ -157,7 +157,7 @@ class Loaded:
 
     @property
     def _own(self) -> list[str]:
-        return [path for path, entry in self.entries.items() if entry.key == all_settings()[path].name]
+        return [path for path, entry in self.entries.items() if entry.name == all_settings()[path].name]
 
     def require_valid(
         self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatune.config.dialects.dialect import Dialect, table
+from megatune.config.dialects.dialect import Dialect, Row, table
 from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.swift_meaning import MEANINGS
 from megatune.config.load import Loaded, load_entries
@@ -31,6 +31,7 @@ def dialect_of(generation: int) -> Dialect:
     # What a command line may name as a file does has values that are refused, too: do_train.
     own = {name: row for name, row in table("llamafactory").items() if row.refuses and name in setting_paths()}
     known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` says what is
+    known["loss_type"] = Row(target=["preference.pref_loss", "preference.kto_loss"])  # by the stage, for messages
     return Dialect(name=f"Megatron-SWIFT {generation}", rows={**known, **own}, prefix="--", separator=" ")
 
 
