@@ -169,6 +169,21 @@ WRONG = [
         "    fix: write lora_target: all,merger.linear_fc1, or remove freeze_multi_modal_projector",
     ),
     (
+        "internvl",
+        [LORA, "freeze_multi_modal_projector=false"],
+        "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
+        "    why: with lora a part is trained where lora_target names its linear layers, such as "
+        "multi_modal_projector.linear_1; all leaves it out\n"
+        "    fix: write lora_target: all,multi_modal_projector.linear_1, or remove freeze_multi_modal_projector",
+    ),
+    (
+        "gemma4",
+        [LORA, "freeze_multi_modal_projector=false"],
+        "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
+        "    why: that of a gemma4 has no linear layer that may have one\n"
+        "    fix: remove freeze_multi_modal_projector, or write finetuning_type: full",
+    ),
+    (
         "qwen2",
         [LORA, "additional_target=embed_tokens,lm_heat"],
         "additional_target has lm_heat\n"

@@ -119,13 +119,18 @@ def parts(context: Context) -> Iterator[Problem]:
         switch = _SWITCHES[stack]
         if stack in having or getattr(finetuning, switch) is not False:
             continue
-        example = next(_leaf(tensor) for weight, tensor in matrices(architecture) if weight.stack is stack)
-        example = f"merger.{example}" if stack is Stack.PROJECTOR and "." not in example else example
-        more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
         what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
-        why = f"with lora a part is trained where `lora_target` names its linear layers, such as {example}{more}"
-        named = ",".join((*finetuning.lora_target, example))
-        yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {named}`, or remove `{switch}`")
+        # The last names of a projector's layers are those of other layers, too.
+        size = 2 if stack is Stack.PROJECTOR else 1
+        named = [_leaf(tensor, size) for weight, tensor in matrices(architecture) if weight.stack is stack]
+        if not named:
+            why = f"that of a {architecture.model_type} has no linear layer that may have one"
+            yield Problem((switch,), what, why, f"remove `{switch}`, or write `finetuning_type: full`")
+            continue
+        more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
+        why = f"with lora a part is trained where `lora_target` names its linear layers, such as {named[0]}{more}"
+        targets = ",".join((*finetuning.lora_target, named[0]))
+        yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {targets}`, or remove `{switch}`")
 
 
 def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSettings]:
@@ -135,10 +140,10 @@ def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSetti
     return None if unread else context.architecture, finetuning
 
 
-def _leaf(tensor: HFTensor) -> str:
-    """Return the name by which users know a linear layer: with what it is in where it is but a number."""
+def _leaf(tensor: HFTensor, size: int = 1) -> str:
+    """Return the last names by which users know a linear layer: with what it is in where it is but a number."""
     path = module_path(tensor).split(".")
-    return path[-1] if not path[-1].isdigit() else ".".join(path[-3:])
+    return ".".join(path[-3:] if path[-1].isdigit() else path[-size:])
 
 
 def _names(architecture: Architecture) -> list[str]:
