@@ -98,10 +98,11 @@ def experts(first: Path, second: Path) -> Any:
     role = InferRole(
         device_mapping=[0], model_name_or_path=str(first), engine="vllm", dtype="fp32",
         generating_args=Generating(temperature=TEMPERATURE),
-        config={"enforce_eager": True},
+        config={"enforce_eager": True, "gpu_memory_utilization": None},
     )  # fmt: skip
     engine = load_engine(role, seed=1, max_running=8, context=128)
     assert engine.version == -1, "weights are dummies"
+    assert engine._vllm.engine.vllm_config.cache_config.gpu_memory_utilization == role.memory_share == 0.9
     engine._can_sleep = True  # a CPU has no memory to free, but vLLM keeps what it is told of each part
     for version, folder in ((1, first), (2, second)):
         engine.sleep(version)

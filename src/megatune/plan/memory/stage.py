@@ -38,7 +38,7 @@ class StageMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts, in bytes."""
+        """All of `MEMORY_PARTS`, in bytes."""
         return sum(self[2:-1])
 
     @property
@@ -47,7 +47,7 @@ class StageMemory(NamedTuple):
         return self.weights + self.gradients + self.master_weights + self.optimizer_state
 
 
-MEMORY_PARTS = StageMemory._fields[2:-1]
+MEMORY_PARTS = StageMemory._fields[2:-1]  # neither its number and layers, nor what the host has
 
 
 def added(*shares: StageMemory) -> StageMemory:

@@ -88,10 +88,10 @@ class VllmEngine(RolloutEngine):
             "max_model_len": context,
             "max_num_seqs": max_running,
             "load_format": "dummy",
-            SHARE_KEYS["vllm"]: role.memory_share,  # what the plan counts with; vLLM's own default moves
             "enable_sleep_mode": can_sleep,
             **_DEFAULTS,
             **config,
+            SHARE_KEYS["vllm"]: role.memory_share,  # what the plan counts with; vLLM's own default moves
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
             "enable_return_routed_experts": role.return_routing,
