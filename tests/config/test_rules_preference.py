@@ -191,12 +191,6 @@ WRONG = [
         "    fix: write ref_model: FOLDER, which may be that of model_name_or_path, or remove ref_model_adapters",
     ),
     (
-        [KTO, "packing=true"],
-        "packing: true with stage: kto\n"
-        "    why: each row is also computed with its prompt and the answer of another row, which is of another length\n"
-        "    fix: remove packing",
-    ),
-    (
         [KTO, *STREAMED],
         "streaming: true with stage: kto\n"
         "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"

@@ -19,6 +19,7 @@ from megatune.config.settings import DataSettings, RunSettings, Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.companions import CompanionRows, Companions
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form, Tags, detect
@@ -26,7 +27,7 @@ from megatune.data.media import PictureSource
 from megatune.data.media.processor import Measured
 from megatune.data.order import PreparedSteps
 from megatune.data.pictures import DocumentPicture, packed
-from megatune.data.prepare import MismatchedRows, prepare
+from megatune.data.prepare import prepare
 from megatune.data.preview import read_preview
 from megatune.data.preview.show import show_preview
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
@@ -148,11 +149,9 @@ def test_tags_are_kept_beside_the_rows(tmp_path: Path) -> None:
 def test_partners_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows are prepared, not in every rank and worker."""
     prepared = prepare(settings_of(tmp_path, rows_of([True, False] * 4), val_size=2), TOKENIZER)
-    parts = [prepared.directory / part for part in ("train", "evaluation")]
-    computed = [MismatchedRows(part, 64)._find_partners().tolist() for part in parts]
-    monkeypatch.delattr(MismatchedRows, "_find_partners")
-    rows = [MismatchedRows(part, 64) for part in parts]
-    assert [each._partners.tolist() for each in rows] == computed == [[1, 2, 3, 4, 5, 0], [1, 0]]
+    monkeypatch.delattr(Companions, "find")
+    rows = [CompanionRows(prepared.directory / part) for part in ("train", "evaluation")]
+    assert [each._companions.partners.tolist() for each in rows] == [[1, 2, 3, 4, 5, 0], [1, 0]]
     assert [len(list(each)) for each in rows] == [6, 2]
 
 
@@ -210,8 +209,15 @@ ROWS = [("p", 3, 2), ("q", 3, 4), ("q", 3, 1), ("r", 5, 3), ("r", 5, 2), ("r", 5
 PARTNERS = [1, 3, 4, 6, 6, 6, 0]
 
 
-def write(folder: Path, rows: Sequence[tuple[str, int, int]], order: Sequence[int] | None = None) -> Path:
-    with RowsBuilder(folder, RowShape("kto", 64, False, 0)) as builder:
+def write(
+    folder: Path,
+    rows: Sequence[tuple[str, int, int]],
+    order: Sequence[int] | None = None,
+    *,
+    cutoff_len: int = 64,
+    packing: bool = False,
+) -> Path:
+    with RowsBuilder(folder, RowShape("kto", cutoff_len, packing, 0)) as builder:
         for number, (prompt, size, answer) in enumerate(rows):
             ids = np.array([ord(prompt)] * size + [1000 + number] * answer, dtype=np.int32)
             labels = np.where(np.arange(len(ids)) < size, np.int32(IGNORE_INDEX), ids)
@@ -225,7 +231,7 @@ def partner(document: Document) -> int:
 
 
 def test_a_prompt_gets_the_answer_to_another(tmp_path: Path) -> None:
-    rows = MismatchedRows(write(tmp_path, ROWS), 64)
+    rows = CompanionRows(write(tmp_path, ROWS))
     found = [document for (document,) in rows]
     assert [partner(document) for document in found] == PARTNERS
     for (prompt, size, _), document in zip(ROWS, found, strict=True):
@@ -239,21 +245,47 @@ def test_a_prompt_gets_the_answer_to_another(tmp_path: Path) -> None:
 
 
 def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
-    rows = MismatchedRows(write(tmp_path, ROWS), 6)
+    rows = CompanionRows(write(tmp_path, ROWS, cutoff_len=6))
     assert [len(document.input_ids) for (document,) in rows] == rows.row_lengths().tolist()
     assert rows.row_lengths().max() == 6
     assert [partner(document) for (document,) in rows] == PARTNERS
 
 
+@pytest.mark.parametrize("cutoff_len", [11, 12, 24])
+def test_packed_rows_have_the_same_companions(tmp_path: Path, cutoff_len: int) -> None:
+    """In the place of their documents, and with room for them: answers elsewhere may be longer."""
+    (tmp_path / "single").mkdir()
+    single = write(tmp_path / "single", ROWS, cutoff_len=cutoff_len)
+    both = zip(TokenRows(single), CompanionRows(single), strict=True)
+    wanted = {mine.input_ids.tobytes(): (other.input_ids.tolist(), other.labels.tolist()) for (mine,), (other,) in both}
+    (tmp_path / "packed").mkdir()
+    folder = write(tmp_path / "packed", ROWS, cutoff_len=cutoff_len, packing=True)
+    own, companions = TokenRows(folder), CompanionRows(folder)
+    assert own.is_packed
+    assert len(own) == len(companions) < len(ROWS)
+    assert max(*own.row_lengths(), *companions.row_lengths()) <= cutoff_len
+    lengths = [len(other.input_ids) for row in companions for other in row]
+    assert companions.document_lengths(range(len(companions))).tolist() == lengths
+    assert [sum(len(other.input_ids) for other in row) for row in companions] == companions.row_lengths().tolist()
+    for row, (mine, other) in enumerate(zip(own, companions, strict=True)):
+        for each, companion in zip(mine, other, strict=True):
+            assert (companion.input_ids.tolist(), companion.labels.tolist()) == wanted.pop(each.input_ids.tobytes())
+        tags = [partner(each) % 2 == 0 for each in mine]
+        assert (
+            own.extras([row])[DESIRABLE].values.tolist() == companions.extras([row])[DESIRABLE].values.tolist() == tags
+        )
+    assert not wanted
+
+
 def test_rows_in_another_order_and_twice(tmp_path: Path) -> None:
     """Copies next to each other have one prompt."""
-    rows = MismatchedRows(write(tmp_path, ROWS, [6, 6, 0, 3, 3, 1]), 64)
+    rows = CompanionRows(write(tmp_path, ROWS, [6, 6, 0, 3, 3, 1]))
     assert [partner(document) for (document,) in rows] == [0, 0, 3, 1, 1, 6]
 
 
 @pytest.mark.parametrize(("number", "partners"), [(1, [0]), (3, [1, 2, 0])])
 def test_one_prompt_alone(tmp_path: Path, number: int, partners: list[int]) -> None:
-    rows = MismatchedRows(write(tmp_path, [("p", 2, 2)] * number), 64)
+    rows = CompanionRows(write(tmp_path, [("p", 2, 2)] * number))
     assert [partner(document) for (document,) in rows] == partners
 
 
@@ -269,7 +301,7 @@ def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
             picture = DocumentPicture(1, 1, (1, 2, 2), None, False, content)
             builder.add([Document(ids, np.where(ids > 999, ids, np.int32(IGNORE_INDEX)), (picture,))], desirable=True)
         builder.write_part("train", np.arange(3))
-    found = [document for (document,) in MismatchedRows(folder / "train", 64)]
+    found = [document for (document,) in CompanionRows(folder / "train")]
     assert [partner(document) for document in found] == [2, 2, 0]
     assert [document.pictures[0].packed for document in found] == [one, one, other]
     assert [document.pictures[0].start for document in found] == [1, 1, 1]
@@ -278,11 +310,13 @@ def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
 def test_a_column_and_a_name_of_their_own(tmp_path: Path) -> None:
     folder = write(tmp_path / "", ROWS)
     np.save(tmp_path / "values.npy", np.arange(len(ROWS), dtype=np.float32))
-    rows = MismatchedRows(folder, 64).with_column("values", tmp_path / "values.npy")
+    rows = CompanionRows(folder).with_column("values", tmp_path / "values.npy")
     again = pickle.loads(pickle.dumps(rows))
     assert again.extras([4, 2])["values"].values.tolist() == [4.0, 2.0]
     assert again[3][0].input_ids.tolist() == rows[3][0].input_ids.tolist()
-    digests = {TokenRows(folder).digest, rows.digest, MismatchedRows(folder, 32).digest}
+    (tmp_path / "cut").mkdir()
+    cut = CompanionRows(write(tmp_path / "cut", ROWS, cutoff_len=6))
+    digests = {TokenRows(folder).digest, rows.digest, cut.digest}
     assert len(digests) == 3
 
 
@@ -293,7 +327,7 @@ def test_steps_have_the_same_rows(tmp_path: Path, by_length: bool) -> None:
     steps = PreparedSteps(TokenRows(folder), 4, seed=3, group_by_length=by_length)
     others: PreparedSteps = pickle.loads(
         pickle.dumps(
-            PreparedSteps(MismatchedRows(folder, 64), 4, 3, group_by_length=by_length, ordered_by=TokenRows(folder))
+            PreparedSteps(CompanionRows(folder), 4, 3, group_by_length=by_length, ordered_by=TokenRows(folder))
         )
     )
     collator = Collator(2, packed=False, sequence_multiple=1, document_multiple=1, pad_token_id=0)

@@ -25,8 +25,8 @@ from trl_kit import Steps, common_arguments, config_of, data_of, steps_of
 from megatune.bridge.assemble import assemble
 from megatune.config.settings import Settings
 from megatune.data.build import RowsBuilder, RowShape
+from megatune.data.companions import CompanionRows
 from megatune.data.order import PreparedSteps
-from megatune.data.prepare import MismatchedRows
 from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
 from megatune.engine.model import gather_parameters
 from megatune.families import load_architecture
@@ -40,6 +40,7 @@ from megatune.verify.reference import load_reference_model
 PROMPTS, ANSWERS = (7, 3, 12, 5, 9, 4, 6, 8), (9, 14, 3, 8, 5, 17, 2, 11)
 TAGS = (True, False, True, True, False, True, False, True)
 CUTOFF, NUM_STEPS = 64, 3
+PACKED = 0  # rows of a micro-batch hold several answers
 LOSSES = {"kto": KTO("kto", 0.03, 1.3, 0.8), "apo_zero_unpaired": KTO("apo_zero_unpaired", 0.03)}
 ALL = {
     **EXPERT_LAYOUTS,
@@ -64,10 +65,10 @@ class Case:
     objective: KTO
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, *, packing: bool = False) -> Path:
     """Rows of random tokens."""
     generator = np.random.default_rng(0)
-    with RowsBuilder(folder, RowShape("kto", CUTOFF, False, 0)) as builder:
+    with RowsBuilder(folder, RowShape("kto", CUTOFF, packing, 0)) as builder:
         for prompt, answer, tag in zip(PROMPTS, ANSWERS, TAGS, strict=True):
             ids = generator.integers(0, 301, prompt + answer).astype(np.int32)
             labels = np.where(np.arange(len(ids)) < prompt, np.int32(IGNORE_INDEX), ids)
@@ -76,14 +77,27 @@ def write(folder: Path) -> Path:
     return folder / "train"
 
 
+def pack(rows: Path, folder: Path) -> Path:
+    """Write the same answers side by side, each with its values of the reference; return where."""
+    folder.mkdir()
+    packed = write(folder, packing=True)
+    single = {mine.input_ids.tobytes(): number for number, (mine,) in enumerate(TokenRows(rows))}
+    order = [single[mine.input_ids.tobytes()] for row in TokenRows(packed) for mine in row]
+    assert order != sorted(order)
+    for name in ("reference-own.npy", "reference-other.npy"):
+        np.save(packed / name, np.load(rows / name)[order])
+    return packed
+
+
 def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
     """On every rank: losses, norms and metrics; weights are written."""
     assembly = assemble(case.model, case.settings)
     own = TokenRows(case.rows).with_column(REFERENCE, case.rows / "reference-own.npy")
-    other = MismatchedRows(case.rows, CUTOFF).with_column(REFERENCE, case.rows / "reference-other.npy")
-    loaders = Loaders(case.settings, assembly.place, 0)
+    other = CompanionRows(case.rows).with_column(REFERENCE, case.rows / "reference-other.npy")
+    loaders, batch = Loaders(case.settings, assembly.place, 0), case.settings.batch
+    size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * assembly.place.dp_size
     batches, others = (
-        loaders.training(PreparedSteps(rows, len(TAGS), shuffle=False), range(NUM_STEPS)) for rows in (own, other)
+        loaders.training(PreparedSteps(rows, size, shuffle=False), range(NUM_STEPS)) for rows in (own, other)
     )
     log = []
     for (_, mine), mismatched in zip(batches, others, strict=True):
@@ -113,7 +127,7 @@ class _KTO(KTOTrainer):
 
 def trl_rows(rows: Path, model: Any) -> list[dict[str, Any]]:
     """Rows as TRL has them, and a reference that is apart from the model: so z is above 0."""
-    own, other = TokenRows(rows), MismatchedRows(rows, CUTOFF)
+    own, other = TokenRows(rows), CompanionRows(rows)
     generator, found = np.random.default_rng(1), []
     for number, ((mine,), (mismatched,)) in enumerate(zip(own, other, strict=True)):
         size = PROMPTS[number]
@@ -178,6 +192,7 @@ def truth(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Truth:
         *(("kto", layout, 1, False) for layout in ("1", "tp2 sp", "pp2 vpp2", "cp2 p2p", "dp2")),
         # Answers of a micro-batch do not matter.
         *(("kto", layout, 4, False) for layout in ("1", "dp2")),
+        *(("kto", layout, PACKED, False) for layout in ("1", "cp2 p2p", "dp2")),
         # Gradients and steps of adapters are compared in tests/parity/test_preference.py and test_lora.py.
         pytest.param("kto", "tp2 sp", 2, True, marks=pytest.mark.extended),
         ("kto", "ep2", 1, False),
@@ -190,7 +205,11 @@ def test_three_steps_equal_those_of_trl(
     case, expected = truth(loss, optimizer, "qwen3_moe" if "ep" in layout else "qwen3", lora=lora)
     chosen, bound = ALL[layout], OPTIMIZER[optimizer][1]
     settings = case.settings.model_copy(update={"parallel": chosen.settings().parallel})
-    accumulation = len(TAGS) // (size * (chosen.world_size // settings.parallel.model_parallel_size))
+    num_rows = len(TAGS)
+    if size == PACKED:
+        case = replace(case, rows=pack(case.rows, tmp_path / "packed"))
+        num_rows, size = len(TokenRows(case.rows)), 1
+    accumulation = -(-num_rows // (size * (chosen.world_size // settings.parallel.model_parallel_size)))
     batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
     settings = settings.model_copy(update={"batch": settings.batch.model_copy(update=batch)})
     case = replace(case, settings=settings)

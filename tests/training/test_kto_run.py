@@ -15,13 +15,14 @@ from runs import assert_same_tensors, evaluations, leave_as_crashed, metrics, re
 from transformers import AutoModelForCausalLM
 
 from megatune.config.settings import Settings
-from megatune.data.prepare import MismatchedRows
+from megatune.data.companions import CompanionRows
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
 
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "learning_rate": 5e-3}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EVALUATED = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 2}
+PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 WORDS = ("river", "stone", "lamp", "cloud", "garden", "winter", "window", "paper")
 NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"}
 
@@ -71,6 +72,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
         {**LORA, **TP2, "bf16": True, "lora_dropout": 0.1, "kto_rejected_weight": 2, "pref_ftx": 0.1},
     ),
     "full, apo_zero_unpaired": (1, {"kto_loss": "apo_zero_unpaired"}),
+    "LoRA, pp2, packed": (2, {**LORA, **EVALUATED, **PACKED, "pipeline_model_parallel_size": 2}),
 }
 
 
@@ -107,13 +109,25 @@ def test_answers_are_told_apart_and_a_resume_is_exact(
 EQUAL = ("loss", "grad_norm", *sorted(NAMES))
 
 
-def test_layouts_and_micro_batches_do_not_matter(pool: RankPool, model: Path, data: Path, tmp_path: Path) -> None:
-    """In training and in evaluations, whose z is of all held-out rows."""
-    layouts = {
+LAYOUTS: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {
+    "rows": {
         "one": (1, {}),
         "eight at a time": (1, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
         "pp2 dp2": (4, {"pipeline_model_parallel_size": 2, "per_device_train_batch_size": 2}),
-    }
+    },
+    "packed": {
+        "one": (1, PACKED),
+        "four at a time": (1, PACKED | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}),
+        "cp2 dp2": (4, PACKED | {"context_parallel_size": 2, "gradient_accumulation_steps": 2}),
+    },
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_and_micro_batches_do_not_matter(
+    pool: RankPool, model: Path, data: Path, tmp_path: Path, layouts: dict[str, tuple[int, dict[str, Any]]]
+) -> None:
+    """In training and in evaluations, whose z is of all held-out rows."""
     found = []
     # A rate at which z is not 0 for long.
     options = {**EVALUATED, "max_steps": 4, "learning_rate": 5e-3, "save_strategy": "no"}
@@ -138,7 +152,7 @@ def test_values_are_those_of_transformers_and_wrong_ones_stop_the_run(
     paths = reference_files(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found = [np.load(path) for path in paths]
-    for rows in (TokenRows(paths[0].parent), MismatchedRows(paths[0].parent, 128)):
+    for rows in (TokenRows(paths[0].parent), CompanionRows(paths[0].parent)):
         expected = []
         for (document,) in rows:
             ids, labels = (torch.from_numpy(np.array(each)).long() for each in document[:2])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
+from megatune.data.companions import Companions
 from megatune.data.order import packing_order
 from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
@@ -158,10 +159,18 @@ class RowShape:
         if self.stage == "pt":
             spans, rows = concatenate(spans, self.cutoff_len, joined=self.packing)
             return spans, rows, "packed" if self.packing else "single"
+        order, rows, arrangement = self.ordered(spans[:, 1] - spans[:, 0])
+        return spans[order], rows, arrangement
+
+    def ordered(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
+        """Return samples of one document each, int64 [documents], row by row, where rows begin, and what a row is.
+
+        Args:
+            sizes: int64 [documents], the tokens that each takes of a packed row.
+        """
         if not self.packing:
-            return spans, np.arange(len(spans) + 1), "single"
-        order, rows = pack(spans[:, 1] - spans[:, 0], self.capacity, self.seed)
-        return spans[order], rows, "packed"
+            return np.arange(len(sizes)), np.arange(len(sizes) + 1), "single"
+        return *pack(sizes, self.capacity, self.seed), "packed"
 
 
 class RowsBuilder:
@@ -252,16 +261,23 @@ class RowsBuilder:
         documents = np.repeat(starts[samples] - np.cumsum(per_sample) + per_sample, per_sample)
         documents += np.arange(len(documents))
         ends = np.asarray(self._ends)
-        spans, rows, arrangement = self._shape.arranged(np.stack((ends[documents], ends[documents + 1]), axis=1))
+        spans = np.stack((ends[documents], ends[documents + 1]), axis=1)
         extras: dict[str, np.ndarray] = {}
-        desirable: int | None = None
+        companions: Companions | None = None
         if self._shape.stage == "kto":
-            extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents]
-            desirable = int(extras[DESIRABLE].sum())
+            companions = Companions.find(self._folder, spans, self._shape.cutoff_len)
+            # Companions are rows as their documents are, and as long at most.
+            order, rows, arrangement = self._shape.ordered(np.maximum(spans[:, 1] - spans[:, 0], companions.sizes))
+            spans, companions = spans[order], companions.reordered(order)
+            extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents[order]]
+        else:
+            spans, rows, arrangement = self._shape.arranged(spans)
         if self._shape.stage == "rm":
             of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
             extras[MARGIN] = np.asarray(self._margins)[of_spans]
         written = write_rows(self._folder / name, spans, rows, arrangement, extras)
+        if companions is not None:
+            companions.write(self._folder / name)
         lengths = spans[:, 1] - spans[:, 0]
         return TokenReport(
             samples=len(samples),
@@ -273,5 +289,5 @@ class RowsBuilder:
             longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
             pictures=written.count_pictures(),
-            desirable=desirable,
+            desirable=int(extras[DESIRABLE].sum()) if DESIRABLE in extras else None,
         )

@@ -6,6 +6,7 @@
     FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
     FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
     FOLDER/PART/extra-NAME.npy          values of every document, [documents, ...]
+    FOLDER/PART/companions.npy          of stage kto, see `data.companions`
     FOLDER/PART/manifest.json           what a row is, and a digest of all of this
 
 All are arrays of `data.store`: those of pictures and of a part are compared with their digests when the part is opened,
@@ -99,7 +100,7 @@ class TokenRows:
         """Return the documents of one row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return tuple(self._document(*span) for span in self._documents[self._rows[row] : self._rows[row + 1]])
+        return tuple(map(self._numbered, range(self._rows[row], self._rows[row + 1])))
 
     def __iter__(self) -> Iterator[tuple[Document, ...]]:
         return (self[row] for row in range(len(self)))
@@ -147,8 +148,7 @@ class TokenRows:
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
-        spans = self._documents[self.document_numbers(rows)]
-        return spans[:, 1] - spans[:, 0]
+        return self._sizes[self.document_numbers(rows)]
 
     def document_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the number among all documents of each document of these rows, row by row: int64 [documents]."""
@@ -163,12 +163,17 @@ class TokenRows:
         """Return the length of a micro-batch of each row alone: int64 [rows]. Of a pair its longer answer counts."""
         if self.arrangement != "pairs":
             return self.row_lengths()
-        return np.asarray(self._documents[:, 1] - self._documents[:, 0]).reshape(-1, 2).max(axis=1)
+        return np.asarray(self._sizes.reshape(-1, 2).max(axis=1))
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        """Tokens of each document: int64 [documents]."""
+        return self._documents[:, 1] - self._documents[:, 0]
 
     @cached_property
     def _ends(self) -> np.ndarray:
         """Tokens of the documents before each one, and of all: int64 [documents + 1]."""
-        return np.concatenate(([0], np.cumsum(self._documents[:, 1] - self._documents[:, 0])))
+        return np.concatenate(([0], np.cumsum(self._sizes)))
 
     def count_pictures(self) -> PictureCounts:
         """Count the pictures of all rows."""
@@ -185,7 +190,9 @@ class TokenRows:
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
 
-    def _document(self, start: int, stop: int) -> Document:
+    def _numbered(self, number: int) -> Document:
+        """Return a document by its number among all."""
+        start, stop = self._documents[number]
         try:
             input_ids, trained = self._tokens.read(start, stop), self._trained.read(start, stop)
             pictures = self._pictures.between(start, stop)

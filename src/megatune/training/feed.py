@@ -21,11 +21,12 @@ from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import Settings, with_settings
 from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.key import DAY, streamed_key
+from megatune.data.companions import CompanionRows
 from megatune.data.encode import load_tokenizer
 from megatune.data.order import PreparedSteps, StepRows
 from megatune.data.pictures import PictureCounts
 from megatune.data.pipeline import Pipeline
-from megatune.data.prepare import MismatchedRows, Prepared, open_prepared, prepare
+from megatune.data.prepare import Prepared, open_prepared, prepare
 from megatune.data.report import TokenReport
 from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import PART, StreamState
@@ -159,9 +160,8 @@ def _prepared_feed(
     feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures)
     if not objective_of(settings).has_companions:
         return feed
-    size = settings.data.cutoff_len
-    steps = replace(rows, rows=MismatchedRows(prepared.train.directory, size), ordered_by=prepared.train)
-    evaluation = None if prepared.evaluation is None else MismatchedRows(prepared.evaluation.directory, size)
+    steps = replace(rows, rows=CompanionRows(prepared.train.directory), ordered_by=prepared.train)
+    evaluation = None if prepared.evaluation is None else CompanionRows(prepared.evaluation.directory)
     return replace(feed, companions=steps, companions_evaluation=evaluation)
 
 

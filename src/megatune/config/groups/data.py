@@ -24,8 +24,6 @@ _NOT_REFUSED = Needs("data.on_bad_row", ("skip", "quarantine"), "error refuses e
 _STEPS = Needs("optimizer.max_steps", why=_NO_EPOCH, fix="write `max_steps: N`", least=1)
 _ALL_ROWS = "the reference, and the other row whose answer a prompt gets, are known where all rows are prepared"
 _NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm"), _ALL_ROWS, "remove `streaming`")
-_OTHER_ANSWER = "each row is also computed with its prompt and the answer of another row, which is of another length"
-_ONE_LENGTH = Needs(_STAGE, ("pt", "sft", "dpo", "rm"), _OTHER_ANSWER, "remove `packing`", of=(True,))
 _SHUFFLED = Needs("data.disable_shuffling", (False,), "one sorts rows, the other leaves them as they are")
 _INTERLEAVED = Needs(
     _MIX, ("interleave_over", "interleave_under", "interleave_once"), "concat takes every data set whole"
@@ -150,7 +148,7 @@ class DataSettings(Group):
     - right: keeps the start of the sample
     - split: cuts texts of stage pt into pieces, with ms-swift's rules; other stages and rules do without
     - error: ends the run and names the rows"""
-    packing: Annotated[bool, Mark.CONTENT, _ONE_LENGTH] | None = None
+    packing: Annotated[bool, Mark.CONTENT] | None = None
     """Put several samples into one row of up to cutoff_len tokens, so that little is padding. null packs the texts of
     stage pt, and nothing else.
     How: Samples are assigned to rows by best fit over the whole data set. Each attends to itself only and counts

@@ -1,0 +1,118 @@
+"""Prompts with answers to other prompts: what KTO measures the model's distance from its reference on.
+
+The companion of a document is its prompt and, behind it, the answer of the next document with another prompt, in the
+order of the samples, cut to cutoff_len; behind the last document comes the first one. Documents next to each other may
+share a prompt, as those that were made of a pair: the first of them takes the answer of the first document of the next
+prompt, the second that of the second one, and so on, so that answers of both kinds are met.
+
+An answer is what follows a document's first trained token, and that token; what of it is trained there is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from megatune.data.pictures import PictureTable
+from megatune.data.rows import TOKENS_FILE, TRAINED_FILE, ColumnFile, Document, TokenRows
+from megatune.data.store import Column, write_array
+
+_FILE = "companions.npy"
+
+
+class Companions(NamedTuple):
+    """Of each document, int64 [documents] each: the number of the one whose answer its companion has, tokens of its
+    prompt, and those of the companion."""
+
+    partners: np.ndarray
+    prompts: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def find(cls, folder: Path, spans: np.ndarray, cutoff_len: int) -> Companions:
+        """Find those of documents in the order of their samples; this may take minutes for millions of them.
+
+        Args:
+            folder: has their tokens.
+            spans: int64 [documents, 2], where the tokens of each begin and end.
+        """
+        tokens = Column(folder / TOKENS_FILE).values
+        prompts = _prompts(Column(folder / TRAINED_FILE).values != 0, spans)
+        partners = _partners(_begins(tokens, PictureTable(folder), spans[:, 0], prompts), len(spans))
+        answers = spans[:, 1] - spans[:, 0] - prompts
+        return cls(partners, prompts, np.minimum(prompts + answers[partners], cutoff_len))
+
+    def reordered(self, order: np.ndarray) -> Companions:
+        """Return those of the same documents in another order: int64 [documents], the numbers that they have here."""
+        numbers = np.empty_like(order)
+        numbers[order] = np.arange(len(order))
+        return Companions(numbers[self.partners[order]], self.prompts[order], self.sizes[order])
+
+    def write(self, part: Path) -> None:
+        """Write them beside the rows of a part, whose documents they are of."""
+        write_array(part / _FILE, np.stack(self))
+
+
+class CompanionRows(TokenRows):
+    """The rows of a part of stage kto, with the companion of each document in its place."""
+
+    def __init__(self, directory: Path | str, columns: Sequence[ColumnFile] = ()) -> None:
+        super().__init__(directory, columns)
+        try:
+            self._table = Column(self.directory / _FILE).whole()
+        except (OSError, ValueError) as error:
+            raise self._not_whole(str(error)) from error
+        self._companions = Companions(*self._table)
+
+    @property
+    def digest(self) -> str:
+        return f"{super().digest} with other answers, {xxhash.xxh3_128_hexdigest(self._table.data)}"
+
+    @property
+    def _sizes(self) -> np.ndarray:
+        return self._companions.sizes
+
+    def _numbered(self, number: int) -> Document:
+        partner, prompt, size = (int(column[number]) for column in self._companions)
+        own, other = super()._numbered(number), super()._numbered(partner)
+        start = int(self._companions.prompts[partner])
+        answer = slice(start, start + size - prompt)
+        input_ids = np.concatenate((own.input_ids[:prompt], other.input_ids[answer]))
+        labels = np.concatenate((own.labels[:prompt], other.labels[answer]))
+        return Document(input_ids, labels, tuple(each for each in own.pictures if each.start < prompt))
+
+
+def _prompts(trained: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Return the tokens of each document before its first trained one: int64 [documents].
+
+    Args:
+        trained: bool [tokens].
+    """
+    begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1  # one for almost every document
+    starts, stops = spans[:, 0], spans[:, 1]
+    firsts = np.append(begins, len(trained))[np.searchsorted(begins, starts, side="right")]
+    return np.asarray(np.where(trained[starts], starts, np.minimum(firsts, stops)) - starts)
+
+
+def _begins(tokens: np.ndarray, pictures: PictureTable, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """Return the first document of each run of documents with the same prompt: int64 [runs]."""
+    same = prompts[:-1] == prompts[1:]
+    for number in np.flatnonzero(same).tolist():
+        (start, other), size = starts[number : number + 2], prompts[number]
+        same[number] = np.array_equal(tokens[start : start + size], tokens[other : other + size]) and (
+            pictures.between(start, start + size) == pictures.between(other, other + size)
+        )
+    return np.concatenate(([0], 1 + np.flatnonzero(~same)))
+
+
+def _partners(begins: np.ndarray, num_documents: int) -> np.ndarray:
+    """Return the document whose answer each one's companion has: int64 [documents]."""
+    sizes = np.diff(np.append(begins, num_documents))
+    run = np.repeat(np.arange(len(begins)), sizes)
+    following = (run + 1) % len(begins)
+    place = np.arange(num_documents) - begins[run] + (len(begins) == 1)  # of one prompt alone, at least another answer
+    return np.asarray(begins[following] + place % sizes[following])
