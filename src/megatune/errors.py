@@ -75,6 +75,12 @@ def nearest_names(word: str, names: Iterable[str], count: int = 3, cutoff: float
     return difflib.get_close_matches(word, list(names), n=count, cutoff=cutoff)
 
 
+def names_with(word: str, names: Iterable[str]) -> list[str]:
+    """Return the longer names that have all the words of a name: num_train_epochs of epochs."""
+    words = {*word.lstrip("-").replace("-", "_").split("_")}
+    return [name for name in names if words < {*name.lstrip("-").split("_")}]
+
+
 def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a misspelt word most likely means; None where no name is near."""
     return next(iter(nearest_names(word, names, 1, cutoff)), None)

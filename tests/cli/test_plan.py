@@ -313,6 +313,7 @@ def test_how_it_is_launched(run: Run) -> None:
         (("run.yaml", "--gpu", "a100-80g", "--gpus", "7"), 64, ["7 processes are not a multiple", "start 6 or 8"]),
         (("run.yaml", *GPUS, "tensor_model_parallel_size=5"), 64, ["tensor_model_parallel_size 5 does not split"]),
         (("run.yaml", *GPUS, "--netwrok", "ib-400"), 64, ["did you mean --network?"]),
+        (("run.yaml", *GPUS, "--tokens", "4M"), 64, ["did you mean --image_tokens or --dataset_tokens or"]),
         (("run.yaml", *GPUS, "cutoff_lne=5"), 64, ["did you mean cutoff_len?"]),
         (("run.yaml", *GPUS, "--trainable", "half", "lora_rank=0", "lora_target=q"), 64,
          ["trainable is 'half'", "lora_rank is 0", "with finetuning_type: full", "3 problems"]),

@@ -20,6 +20,7 @@ _PYTHON = "actor_infer.strategy_args.strategy_config.py_executable"
         ([], ExitCode.SETTINGS, "no settings file"),
         (["a.yaml", "b.yaml"], ExitCode.SETTINGS, "'b.yaml' is one word too many"),
         (["a.yaml", "--max_steps", "3"], ExitCode.SETTINGS, "write role.key=value, without dashes"),
+        (["a.yaml", "--evalute", "model"], ExitCode.SETTINGS, "did you mean --evaluate?"),
         (["nobody.yaml"], ExitCode.INPUT, "there is no settings file nobody.yaml"),
         (["--config_path", "examples/x", "--config-name=rlvr"], ExitCode.INPUT, "examples/x/rlvr.yaml"),
         (

@@ -148,6 +148,13 @@ WRONG = [
         "run.yaml:1: cutoff_len is 0\n    why: expected a whole number, at least 2\n    fix: write cutoff_len: 2048",
     ),
     ("lerning_rate: 1e-5", "run.yaml:1: unknown setting 'lerning_rate'\n    fix: did you mean learning_rate?"),
+    ("steps: 3", "run.yaml:1: unknown setting 'steps'\n    fix: did you mean max_steps?"),
+    ("ppo_epoch: 3", "run.yaml:1: unknown setting 'ppo_epoch'\n    fix: did you mean ppo_epochs?"),
+    (  # ppo_epochs, which is not taken, is as near
+        "epochs: 3",
+        "run.yaml:1: unknown setting 'epochs'\n"
+        "    fix: did you mean num_epochs, a key of Axolotl or Unsloth?; write num_train_epochs",
+    ),
     ("tp: 2", "run.yaml:1: unknown setting 'tp'\n    fix: tp is a short name; write tensor_model_parallel_size"),
     (
         "zzz: 1",

@@ -16,7 +16,7 @@ from megatune.config.options import Given, Options
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
 from megatune.config.words import Arguments, FlagWords, flags_with_words, is_key, meant_by, read_overrides, takes_text
-from megatune.errors import ExitCode, Finding, MegatuneError, closest
+from megatune.errors import ExitCode, Finding, MegatuneError, closest, names_with
 
 _FILE_FLAGS = ("config", "config_file", "yaml")
 
@@ -133,7 +133,7 @@ class Command(Generic[G]):
             elif negated is not None and negated.info.kinds == {bool}:
                 found.append(SettingEntry(positive, Value(False, "false"), flag.word, "flag"))
             elif flag.typed and self.takes_settings:
-                near = self._misspelt(flag)
+                near = " or ".join(self._misspelt(flag))
                 findings += [Finding(f"{flag.word!r} is not known here", fix=f"did you mean {near}?")] if near else []
                 behind = (Arguments() if near else settings).take(flag)
             elif flag.typed:
@@ -164,13 +164,13 @@ class Command(Generic[G]):
         command = shlex.join([*self.program.split(), *(named or ["FILE.yaml"]), *rest])
         raise MegatuneError(Finding("a settings file is named by itself", words[at], fix=command), ExitCode.SETTINGS)
 
-    def _misspelt(self, flag: FlagWords) -> str | None:
-        """Return the option of the verb that a flag is most like, where it is no setting."""
+    def _misspelt(self, flag: FlagWords) -> list[str]:
+        """Return the options of the verb that a flag may mean, where it is no setting."""
         from megatune.config.dialects.dialect import LLAMAFACTORY
 
-        own = [f"--{name}" for name in self.table.own]
+        own = [] if is_key(flag.key) else [f"--{name}" for name in self.table.own]
         near = closest(flag.word, [*own, *(f"--{key}" for key in LLAMAFACTORY.names)]) if own else None
-        return near if near in own and not is_key(flag.key) else None
+        return [near] if near in own else names_with(flag.word, own)
 
     def _is_override(self, word: str) -> bool:
         key, equals, _ = word.partition("=")

@@ -19,7 +19,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
 from megatune.config.values import Value, coerce, is_long_name, quoted, shown
 from megatune.config.words import read_flags, read_overrides
-from megatune.errors import ExitCode, Finding, MegatuneError, in_order, nearest_names
+from megatune.errors import ExitCode, Finding, MegatuneError, in_order, names_with, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
 
@@ -313,9 +313,10 @@ def _unknown_key(entry: SettingEntry, dialect: Dialect) -> tuple[Finding, Collec
     """
     foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
     names = dict.fromkeys((*dialect.names, *foreign))
-    close = nearest_names(key, names)
-    # Of keys that are about as near, the one of training comes first.
-    near = [key] if key in names else sorted(close, key=lambda name: "eval" in name and "eval" not in key)[:1]
+    close = nearest_names(key, names, cutoff=0.85) or [*nearest_names(key, names), *names_with(key, dialect.names)]
+    # Of keys that are about as near, one that is taken comes first, and one of training.
+    close.sort(key=lambda name: (dialect.refuses(name), "eval" in name and "eval" not in key))
+    near = [key] if key in names else close[:1]
     sets: Collection[str] = ()
     if not near:
         fix = "remove it; `megatune explain --all` lists every setting"

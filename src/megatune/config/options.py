@@ -61,7 +61,7 @@ class Options(Generic[G]):
         program: "megatune infer", for messages.
         system: the part of options.yaml that has other systems' keys; "" where there are none.
         ignores_training: keys of training change nothing.
-        unknown_fix: how to write what is not known; "" suggests a name.
+        unknown_fix: how to write what is like no name; "" names the page of help.
     """
 
     program: str
@@ -103,8 +103,8 @@ class Options(Generic[G]):
     def unknown(self, key: str, what: str, where: str) -> Finding:
         """Say what a key that is not known could be."""
         dashes = "--" * key.startswith("-")
-        otherwise = f"`{self.program} --help` lists what it takes"
-        fix = self.unknown_fix or did_you_mean(key, [dashes + name for name in self.names], otherwise)
+        otherwise = self.unknown_fix or f"`{self.program} --help` lists what it takes"
+        fix = did_you_mean(key, [dashes + name for name in self.names], otherwise)
         return Finding(what, where, fix=fix)
 
     def take(self, key: str, flag: FlagWords) -> tuple[Value | None, list[str]]:

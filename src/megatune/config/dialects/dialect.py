@@ -249,6 +249,11 @@ class Dialect:
             return row
         return Row(target=own) if row is None else replace(row, target=own)
 
+    def refuses(self, key: str) -> bool:
+        """Tell whether a key has no value that does something."""
+        row = self.row_of(key)
+        return row is not None and bool(row.unsupported) and not row.paths
+
     def names_of(self, path: str) -> list[str]:
         """List the keys that set a setting, the preferred one first, our own name among them."""
         found = [key for key in self.rows if (row := self.row_of(key)) is not None and path in row.paths]
