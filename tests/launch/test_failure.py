@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext, heartbeat_path, log_path, read_beat
@@ -20,7 +21,7 @@ from megatune.launch.failure import (
     write_failure,
 )
 from megatune.launch.processes import RankState
-from megatune.launch.report import RankActivity, ended_by_watchdog, find_hung, first_cause, hang_reason
+from megatune.launch.report import RankActivity, ended_by_watchdog, find_hung, first_cause, hang_reason, raised_outcome
 from megatune.launch.world import RankEnv
 
 
@@ -61,6 +62,20 @@ def caused_by(error: BaseException, cause: BaseException) -> BaseException:
 def test_weight_and_exit_code_of_an_exception(error, kind, exit_code):
     failure = describe_failure(error)
     assert (failure.kind, failure.exit_code) == (kind, exit_code)
+
+
+def test_an_operator_without_a_deterministic_kernel_is_a_matter_of_settings(tmp_path):
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    except RuntimeError as error:
+        failure = describe_failure(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    outcome = raised_outcome(tmp_path, failure, 0)
+    assert outcome.exit_code == ExitCode.SETTINGS
+    assert "put_" in outcome.findings[0].what
+    assert outcome.findings[0].fix.startswith("write deterministic_mode: false")
 
 
 def test_a_failure_survives_its_file(tmp_path):

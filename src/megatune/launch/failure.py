@@ -114,6 +114,7 @@ _TIMEOUT_TEXTS = "timed out|timeout"
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory|can't start new thread"
 )
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # what torch says of an operator
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
@@ -131,6 +132,8 @@ def _classify(error: BaseException) -> tuple[Kind, int]:
         return Kind.UNAVAILABLE if error.exit_code == ExitCode.UNAVAILABLE else Kind.ERROR, error.exit_code
     if _is_out_of_memory(error):
         return Kind.ERROR, ExitCode.OUT_OF_MEMORY
+    if NOT_DETERMINISTIC in str(error):
+        return Kind.ERROR, ExitCode.SETTINGS
     broken_off = _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__))
     kind = Kind.COLLECTIVE if broken_off else Kind.ERROR
     if isinstance(error, SystemExit):

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.context import heartbeat_path, log_path, read_beat, write_whole
-from megatune.launch.failure import Desync, Failure, Kind, error_path, read_failure, waits_on_device
+from megatune.launch.failure import NOT_DETERMINISTIC, Desync, Failure, Kind, error_path, read_failure, waits_on_device
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
@@ -135,6 +135,9 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: s
         verb, why = "ended", "rank 0 failed in this way; see the report of its machine"
     else:
         verb = "failed"
+    if NOT_DETERMINISTIC in failure.summary:
+        why = "deterministic_mode takes no operator whose results may differ from run to run"
+        fix = f"write deterministic_mode: false; {log} says which part of the model calls it"
     fix = fix or f"read the full traceback in {log}"
     finding = Finding(f"{who} {verb} {place}: {failure.summary}", "", why, fix)
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
