@@ -264,6 +264,9 @@ MEANINGS = [
     ("--val_dataset v --save_steps 20", "evaluation.eval_steps", 20),
     ("--val_dataset v --eval_iters 0", "data.eval_dataset", []),
     ("--split_dataset_ratio 0.1", "evaluation.eval_strategy", "steps"),
+    ("--cached_dataset c#5 e", "data.dataset", ["d", "c#5", "e"]),
+    ("--cached_dataset c --cached_val_dataset v --split_dataset_ratio 0.1", "data.eval_dataset", ["v"]),
+    ("--cached_dataset c --val_dataset v --split_dataset_ratio 0.1", "data.val_size", 0.0),
     ("--save_interval 3 --streaming", "data.val_size", 0.0),
     ("--tensor_model_parallel_size 2 --sequence_parallel", "parallel.sequence_parallel", True),
     ("--sequence_parallel", "parallel.sequence_parallel", False),
@@ -320,6 +323,13 @@ def test_rlhf_is_a_preference_stage(flags, path, expected):
     assert value(run, path) == expected
 
 
+def test_cached_rows_alone_are_not_held_out():
+    run = read_swift("sft", ["--model", "m", "--cached_dataset", "c", "--train_iters", "5"], env={})  # 0.01 in version 3
+    assert findings(run) == []
+    assert value(run, "data.dataset") == ["c"]
+    assert value(run, "data.val_size") == 0.0
+
+
 def test_losses_of_all_pairs_together_are_refused():
     run = read("--loss_type kto_pair", verb="rlhf")
     (message,) = findings(run)
@@ -333,6 +343,7 @@ def test_distillation_is_refused_once():
 
 
 REFUSED = [
+    ("--cached_dataset c --split_dataset_ratio 0.1", "--cached_dataset"),  # which would hold rows of `d` out
     ("--min_lr 1e-6 --lr_decay_style linear", "--min_lr"),
     ("--lr_decay_iters 7", "--lr_decay_iters"),
     ("--lr_decay_style inverse-square-root", "--lr_decay_style"),

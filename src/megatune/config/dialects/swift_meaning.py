@@ -137,6 +137,18 @@ def rope(command: Command) -> None:
     command.flags.pop("max_model_len", None)
 
 
+def cached(command: Command) -> None:
+    """What `swift export --to_cached_dataset` wrote is a data set whose rows have their lengths beside them."""
+    if command.given("cached_dataset"):
+        command.check("cached")
+    for name in ("dataset", "val_dataset"):
+        flag = f"cached_{name}"
+        if command.given(flag):
+            folders = [*(command.value(name) or ()), *command.value(flag)]
+            command.flags[name] = replace(command.flags.pop(flag), key=name)
+            command.becomes(name, folders)
+
+
 def evaluation(command: Command) -> None:
     """An evaluation set turns evaluation on; all of it is evaluated, every so often."""
     command.check("evaluation")
@@ -198,7 +210,7 @@ def experts(command: Command) -> None:
         command.default("expert_tensor_parallel_size", 1, why)
 
 
-_OF_RUN = (model, hub, output, precision, length, rope, evaluation, rows, parallel, shape, experts)
+_OF_RUN = (model, hub, output, precision, length, rope, cached, evaluation, rows, parallel, shape, experts)
 
 
 def learning_rate(command: Command) -> None:
