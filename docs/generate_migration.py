@@ -56,7 +56,7 @@ def _swift_defaults() -> Iterator[str]:
         if not row.paths or row.now or not theirs:
             continue
         here = ", ".join(f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.paths)
-        fate = f"kept: {row.kept}" if row.kept else "taken over"
+        fate = "taken over" if not row.kept else row.kept if row.is_applied else f"kept: {row.kept}"
         yield f"| `{key}` | {' or '.join(f'`{value}`' for value in theirs)} | {here} | {fate} |\n"
 
 

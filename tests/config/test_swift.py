@@ -64,7 +64,8 @@ def test_all_mistakes_are_reported_at_once():
     run = read("--lrr 1 --zzz --recompute 1 --lr --eval_iters many --micro_batch_size 0 --overlap_grad_reduce maybe")
     assert findings(run) == [
         "--lr: lr is given no value\n    fix: write --lr VALUE",
-        "--eval_iters: eval_iters is 'many'\n    why: expected a whole number",
+        "--eval_iters: eval_iters is 'many'\n    why: expected a whole number\n"
+        "    fix: remove --eval_iters, or give it a whole number",
         "--micro_batch_size: micro_batch_size is 0\n    why: expected a whole number, at least 1\n"
         "    fix: write --micro_batch_size 1",
         "--overlap_grad_reduce: overlap_grad_reduce is 'maybe'\n    why: expected true or false\n"
@@ -496,16 +497,15 @@ def test_a_number_of_processes_that_is_none_is_found_elsewhere(count):
 
 
 def test_a_variable_of_a_file_has_a_name(tmp_path):
-    path = tmp_path / "flags.yaml"
-    path.write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
+    (path := tmp_path / "flags.yaml").write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
     run = read_swift("sft", [str(path)], env={}, config=CONFIG)
     assert any("ENV: 'A=B' is not a valid name of a variable" in finding for finding in findings(run))
     assert "A=B" not in run.command.variables
 
 
-def test_a_system_message_of_a_file_that_is_no_text(tmp_path, monkeypatch):
+def test_a_system_message_of_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "system.txt").write_bytes(b"\xff")
-    (finding,) = read("--system system.txt").loaded.findings
-    assert finding.where == "--system"
-    assert "cannot be read" in finding.why
+    text, missing = (read(f"--system {name}.txt").loaded.findings[0] for name in ("system", "none"))
+    assert (text.what, text.why) == ("system: system.txt cannot be read", "it is not UTF-8 text")
+    assert (missing.what, missing.why) == ("system: none.txt cannot be read", "No such file or directory")

@@ -97,6 +97,26 @@ def test_every_default_that_differs_is_applied_or_kept_with_a_reason():
     assert missing == []
 
 
+OF_SWIFT = [
+    ("--lr -1", "write --lr 1e-05"),
+    ("--weight_decay -1", "write --weight_decay 0.1"),
+    ("--adam_beta2 2", "write --adam_beta2 0.95, the default"),
+    ("--lr_decay_style foo", "write --lr_decay_style cosine, the default"),
+    ("--recompute_granularity foo", "write --recompute_granularity selective, the default"),
+    ("--lora_dropout 2 --tuner_type lora", "write --lora_dropout 0.05, the default"),
+    ("--num_train_epochs 0", "remove --num_train_epochs, or give it a number, above 0"),
+    ("--max_epochs 0", "remove --max_epochs, or give it a number, above 0"),
+    ("--attention_backend foo", "write --attention_backend auto, the default"),  # ours is kept
+]
+
+
+@pytest.mark.parametrize(("flags", "fix"), OF_SWIFT)
+def test_the_default_that_a_fix_names_is_the_one_that_counts_without_the_flag(flags, fix):
+    words = f"--model m --dataset d --output_dir o {flags}".split()
+    words += [] if "epochs" in flags else ["--train_iters", "5"]
+    assert [each.fix for each in read_swift("sft", words, env={}, on_cpu=True).loaded.findings] == [fix]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(FLAGS), min_size=2, max_size=6, unique_by=lambda flag: flag.name))
 def test_no_combination_hides_a_flag(flags):

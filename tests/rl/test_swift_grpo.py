@@ -155,12 +155,12 @@ def test_epochs_are_steps_of_the_rows(rows: Path) -> None:
 REFUSED = [
     ("--loss_type sapo", "loss_type: sapo is not supported"),
     ("--advantage_estimator reinforce_plus_plus", "advantage_estimator: reinforce_plus_plus is not supported"),
-    ("--advantage_estimator rloo", "kl_in_reward: false is not supported"),
+    ("--advantage_estimator rloo", "kl_in_reward: true is not supported"),
     ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
     ("--max_completion_length 2000", "max_completion_length: 2000 is not supported"),
     ("--num_iterations 2", "num_iterations: 2 is not supported"),
-    ("--num_generations 0", "num_generations: 0 is not supported"),
-    ("--generation_batch_size 0", "generation_batch_size: 0 is not supported"),
+    ("--num_generations 1", "num_generations is 1"),
+    ("--generation_batch_size 0", "generation_batch_size is 0"),
     ("--beta high", "beta: high is not supported"),
     ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
     ("--reward_weights 1 2", "reward_weights: [1, 2] is not supported"),
@@ -172,17 +172,62 @@ REFUSED = [
     ("--multi_turn_scheduler gym", "multi_turn_scheduler: gym is not supported"),
     ("--tau_pos 2", "tau_pos: 2 is not supported"),
     ("--tuner_type lora --use_rslora true", "use_rslora: true is not supported"),
-    ("--repetition_penalty 1.1", "actor_infer.generating_args.repetition_penalty is 1.1"),
+    ("--repetition_penalty 1.1", "repetition_penalty: 1.1 is not supported"),
     ("--dataset_shuffle false", "dataset_shuffle: false is not supported"),
     ("--delta 1.1", "delta: 1.1 is not supported"),
     ('--rope_scaling {"type":"yarn","factor":2.0}', "rope_scaling: {type: yarn, factor: 2.0} is not supported"),
     ("--top_p 2", "top_p is 2"),
+    ("--beta -1", "beta: -1 is not supported"),
+    ("--steps_per_generation 0", "steps_per_generation is 0"),
+    ("--vllm_gpu_memory_utilization 3", "vllm_gpu_memory_utilization is 3"),
+    ("--reward_funcs repetition --repetition_n_grams 0", "repetition_n_grams is 0"),
+    ("--recompute_method uniform", "--recompute_method uniform with --recompute_granularity selective"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "what"), REFUSED)
 def test_what_is_refused(rows: Path, flags: str, what: str) -> None:
     assert [finding.what for finding in read(rows, flags)[0].findings] == [what]
+
+
+FIXES = [
+    ("--temperature -1", "write --temperature 0.9, the default"),
+    ("--temperature 0", "write --temperature 0.9, the default"),
+    ("--top_k -5", "write --top_k -1"),
+    ("--epsilon 0", "write --epsilon 0.2, the default"),
+    ("--epsilon_high -3", "remove --epsilon_high, or give it a number, above 0"),
+    ("--rollout_importance_sampling_threshold -2", "write --rollout_importance_sampling_threshold 2.0, the default"),
+    ("--delta 3 --epsilon_high 5", "write --delta 7"),
+    ("--lr -1", "write --lr 1e-05"),
+    ("--optimizer muon --optimizer_cpu_offload true", "write --optimizer adam, or remove --optimizer_cpu_offload"),
+]
+
+
+@pytest.mark.parametrize(("flags", "fix"), FIXES)
+def test_fixes_are_flags_with_the_defaults_of_ms_swift(rows: Path, flags: str, fix: str) -> None:
+    assert [finding.fix for finding in read(rows, flags)[0].findings] == [fix]
+
+
+def test_engines_and_layouts_that_do_not_divide_the_devices_are_said_in_flags(rows: Path) -> None:
+    flags = "--vllm_tensor_parallel_size 3 --use_vllm true"
+    (found,) = read(rows, flags, NPROC_PER_NODE="4")[0].findings
+    assert found.fix == "write --vllm_tensor_parallel_size 2"
+    (found,) = read(rows, "--tensor_model_parallel_size 2", NPROC_PER_NODE="1")[0].findings
+    assert found.what.startswith("1 processes are not a multiple of the 2")
+    assert found.fix.startswith("write --tensor_model_parallel_size 1")
+
+
+def test_a_file_of_flags_is_told_of_them_by_their_names(rows: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    flags = {"rlhf_type": "grpo", "model": "m", "reward_funcs": "format", "num_generations": 4, "dataset": str(rows)}
+    flags |= {"train_iters": 6, "output_dir": "out", "epsilon": -1, "max_completion_length": 0}
+    path.write_text("".join(f"{key}: {value}\n" for key, value in flags.items()))
+    run = read_swift("rlhf", [str(path)], env={}, config=CONFIG, on_cpu=True)
+    findings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").findings
+    assert [(each.where, each.what, each.fix) for each in findings] == [
+        (f"{path}:8", "epsilon is -1", "write epsilon: 0.2, the default"),
+        (f"{path}:9", "max_completion_length is 0", "write max_completion_length: 1"),
+    ]
 
 
 def test_without_data_there_is_one_reason() -> None:

@@ -283,8 +283,8 @@ class _Reading(Builder):
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
-                info = infos[target]
-                written[info.group][info.name] = Written(entry, value, row.described(target), target)
+                info = row.described(target, self.dialect.version)
+                written[info.group][info.name] = Written(entry, value, info, target)
             elif row.paths:
                 self.wrong(Written(entry, value, row.described(row.paths[0]), target))
         groups = {group: self.group(model, written[group]) for group, model in GROUPS.items()}

@@ -14,8 +14,9 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
                    nothing, the first of them is named as the fix where `fix` is not given
     default        what the system takes where nothing is written; `defaults` has it by the version since which it does.
-                   It is applied, unless `kept` says why ours stays
+                   It is applied, unless `kept` says why ours stays, or that functions apply it ("it is applied ...")
     kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
+    bounds         the range of a number that sets nothing by itself: ge, gt, le and lt
     negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
     of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
     config         the number of config.json that the key repeats
@@ -37,7 +38,7 @@ from typing import Any
 
 import yaml
 
-from megatune.config.setting import SettingInfo
+from megatune.config.setting import Group, SettingInfo
 from megatune.config.settings import all_settings, replace_names, setting_paths
 from megatune.config.values import Value, coerce, is_number, parse, shown
 
@@ -66,6 +67,7 @@ class Row:
     defaults: Mapping[float, Any] = field(default_factory=dict)
     kept: str = ""
     kind: str = ""
+    bounds: Mapping[str, float] = field(default_factory=dict)
     negatable: bool = False
     of: str = ""
     config: str = ""
@@ -93,6 +95,11 @@ class Row:
             kinds = all_settings()[self.paths[0]].kinds
             return next((kind for kind in (list, dict, float, int, str) if kind in kinds), bool)
         return type(self.passes[0]) if self.passes else str
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the system's default is taken, where there is one, and not ours."""
+        return not self.kept or self.kept.startswith("it is applied")
 
     def default_in(self, version: float) -> Any:
         """Return the system's default in a version; ... where the table has none."""
@@ -123,24 +130,32 @@ class Row:
             read = int(read) if read == read // 1 else read
         return dict.fromkeys(self.paths, read)
 
-    def described(self, path: str) -> SettingInfo:
-        """Describe the setting with choices, range and default as the system writes them."""
-        info = all_settings()[path]
+    def described(self, path: str, version: float = 0) -> SettingInfo:
+        """Describe the setting with choices, range and default as a version of the system has them."""
+        info, theirs = all_settings()[path], self.default_in(version)
+        if theirs is ... or not self.is_applied:
+            theirs = self.write(path, info.default)
         if self.choices:
             kinds, choices = frozenset({str}), tuple(self.choices)
             return replace(info, kinds=kinds, choices=choices, bounds={}, optional=False, default=None)
         if self.global_batch:
             return replace(info, default=None)
         if not self.values and self.factor == 1:
-            return info
+            return replace(info, default=theirs)
         more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
         return replace(
             info,
             choices=(*(self.write(path, choice) for choice in info.choices), *more),
             bounds={name: self.write(path, limit) for name, limit in info.bounds.items()},
-            default=self.write(path, info.default),
+            default=theirs,
             optional=info.optional and not more,
         )
+
+    def described_alone(self, key: str) -> SettingInfo:
+        """Describe a key that sets nothing by itself."""
+        default = self.passes[0] if self.passes else None
+        kinds = frozenset({self.type})
+        return SettingInfo(f".{key}", kinds, str, False, (), self.bounds, default, "", Group)
 
     def write(self, path: str, value: Any) -> Any:
         """Translate our `value` of a setting to the system's."""
@@ -227,12 +242,17 @@ class Dialect:
         name: what its users call it, for messages.
         rows: its keys. Of several for one setting the first is preferred.
         prefix, separator: how its users write a key and its value, for messages: `--key value`.
+        version: whose defaults its rows have.
     """
 
     name: str
     rows: Mapping[str, Row]
     prefix: str = ""
     separator: str = ": "
+    version: float = 0
+
+    def __deepcopy__(self, _: Any) -> Dialect:
+        return self  # nothing changes it
 
     def knows(self, key: str) -> bool:
         return key in self.rows or key in setting_paths()

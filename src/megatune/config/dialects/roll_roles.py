@@ -177,7 +177,8 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     if trains and architecture is not None:
         loaded, lines = of_model(_with_encoder(loaded, architecture), architecture)
         part.reader.lines += lines
-    settings, found = loaded.settings, loaded.check_rules(architecture, len(devices), rules=RULES)
+    settings, said = loaded.settings, replace(loaded, dialect=part.reader.dialect or ROLL)
+    found = said.check_rules(architecture, len(devices), rules=RULES)
     part.reader.findings += [each for each in found if each not in part.reader.findings]
     longest, parallel = roles.lengths.longest_sequence, settings.parallel
     if architecture is not None:

@@ -22,6 +22,8 @@ from megatune.errors import Finding
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from megatune.config.dialects.dialect import Dialect
+
 Key: TypeAlias = "tuple[str, ...]"
 
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
@@ -45,11 +47,13 @@ class Reading(Builder):
     Attributes:
         data: mappings, lists and values, references resolved.
         entries: by dotted key, each value and list: what YAML makes of its text, and where it was written.
+        dialect: in whose words messages name settings of training; None: ROLL's.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, SettingEntry] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    dialect: Dialect | None = None
 
     def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
         self.add(Finding(what, where, why, fix))

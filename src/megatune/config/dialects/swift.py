@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from megatune.config.dialects.dialect import Dialect, Row, table
 from megatune.config.dialects.swift_command import Command
 from megatune.config.dialects.swift_meaning import MEANINGS
+from megatune.config.entry import Builder, Written
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules.rule import has_effect
 from megatune.config.settings import Settings, is_default, setting_paths, setting_value
@@ -24,15 +26,16 @@ _SECRET = ("hub_token",)
 
 
 @cache
-def dialect_of(generation: int) -> Dialect:
-    """Return the dialect; its messages name flags as version 3 or 4 does."""
+def dialect_of(version: float) -> Dialect:
+    """Return the dialect; its messages name flags and defaults as version 3, 3.12 or 4 does."""
     rows = table("swift")
-    names = sorted(rows, key=lambda name: (rows[name].version == 3) is (generation == 4))
+    names = sorted(rows, key=lambda name: (rows[name].version == 3) is (version == 4))
     # What a command line may name as a file does has values that are refused, too: do_train.
     own = {name: row for name, row in table("llamafactory").items() if row.refuses and name in setting_paths()}
     known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` says what is
     known["loss_type"] = Row(target=["preference.pref_loss", "preference.kto_loss"])  # by the stage, for messages
-    return Dialect(name=f"Megatron-SWIFT {generation}", rows={**known, **own}, prefix="--", separator=" ")
+    name = f"Megatron-SWIFT {int(version)}"
+    return Dialect(name=name, rows={**known, **own}, prefix="--", separator=" ", version=version)
 
 
 class SwiftRun(NamedTuple):
@@ -81,7 +84,7 @@ def read_swift(
         elif not known.paths:  # the functions above have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
-    return SwiftRun(load_entries(places, dialect_of(command.generation), command.findings), command)
+    return SwiftRun(load_entries(places, dialect_of(command.version), command.findings), command)
 
 
 def _set_processes(command: Command) -> None:
@@ -107,8 +110,8 @@ def _set_processes(command: Command) -> None:
 
 
 def _check_kinds(command: Command) -> None:
-    """Find flags without a setting of their own whose value is of another type."""
-    expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping in JSON"}
+    """Find flags without a setting of their own whose value is of another type, or out of range."""
+    found = Builder()
     for name, entry in list(command.flags.items()):
         row, value = table("swift").get(entry.key), entry.value.data
         if row is None or row.paths or row.ignored or not (row.kind or row.of == "grpo"):
@@ -116,12 +119,13 @@ def _check_kinds(command: Command) -> None:
         kind = row.type
         if kind in (int, float):
             fits = is_number(value) and (kind is float or value % 1 == 0)
+            fits = fits and all(getattr(operator, name)(value, limit) for name, limit in row.bounds.items())
         else:
             fits = isinstance(value, kind)
         if not fits:
-            what = f"{entry.key} is {entry.value.text or shown(value)!r}"
-            command.findings.append(Finding(what, entry.where, f"expected {expected.get(kind, 'one word')}"))
+            found.wrong(Written(entry, value, row.described_alone(entry.key), name))
             del command.flags[name]
+    command.findings += found.findings
 
 
 def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:

@@ -16,6 +16,7 @@ from megatune.config.dialects.dialect import read_part, table
 from megatune.config.dialects.swift_command import Command
 from megatune.config.entry import SettingEntry
 from megatune.config.values import TooLarge, parse, read_text
+from megatune.errors import Finding
 from megatune.families.rope import rope_parameters
 from megatune.hub.megatron import is_torch_dist
 
@@ -166,8 +167,9 @@ def rows(command: Command) -> None:
         try:
             command.becomes("system", read_text(Path(system)), "the text of the file")
         except (OSError, UnicodeDecodeError, TooLarge) as error:
-            why = getattr(error, "problem", None) or str(error)
-            command.refuse("system", f"the file cannot be read: {why}", "name a file of UTF-8 text")
+            why = getattr(error, "problem", None) or getattr(error, "strerror", None) or "it is not UTF-8 text"
+            entry, fix = command.flags.pop("system"), "name a file of UTF-8 text, by its path from this folder"
+            command.findings.append(Finding(f"{entry.key}: {system} cannot be read", entry.where, why, fix))
     elif isinstance(system, str) and "\\n" in system:
         command.becomes("system", system.replace("\\n", "\n"), "\\\\n is a line break")
     command.check("rows")

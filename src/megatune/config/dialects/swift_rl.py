@@ -14,6 +14,7 @@ from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
+from megatune.config.rules import layout
 from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import is_number
 
@@ -40,9 +41,12 @@ def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Readin
     Raises:
         MegatuneError: what `find` and `count_rows` raise.
     """
-    processes = run.loaded.settings.run.num_processes or 1
+    asked = run.loaded.settings.run.num_processes
+    wrong = run.loaded.check_rules(world_size=asked, rules=[layout.world]) if asked else []
+    processes = run.loaded.settings.parallel.smallest_world if wrong else asked or 1  # refused once
     keys = Keys(run, run.loaded.for_world(processes), processes)
-    keys.reading.findings += keys.loaded.findings
+    keys.reading.dialect = run.loaded.dialect
+    keys.reading.findings += [*keys.loaded.findings, *wrong]
     _data(keys)
     _rollouts(keys)
     _algorithm(keys)
@@ -106,9 +110,6 @@ def _rollouts(keys: Keys) -> None:
     A step is one generation there: its responses are trained in steps_per_generation updates.
     """
     group, batch = int(keys.value("num_generations")), batch_of(keys)
-    if group < 1:
-        keys.refuse("num_generations", "responses to the same prompt are compared", "write --num_generations 8")
-        group = 2
     updates = _updates(keys)
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
@@ -130,8 +131,11 @@ def _rollouts(keys: Keys) -> None:
     keys.put("prompt_length", max(1, length), "data.cutoff_len")
     keys.put("response_length", response, "max_completion_length")
     keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are left out")
+    if (penalty := keys.value("repetition_penalty")) != 1:
+        why = f"the trainer's log-probabilities know of no penalty, {penalty:g}"
+        keys.refuse("repetition_penalty", why, "write --repetition_penalty 1.0")
     for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.data else [])):
-        for flag in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        for flag in ("temperature", "top_p", "top_k"):
             keys.put(f"{role}.generating_args.{flag}", keys.value(flag), flag)
     if "validation" in keys.reading.data:
         count = keys.value("num_generations_eval") or group
@@ -209,12 +213,13 @@ def _algorithm(keys: Keys) -> None:
     if estimator == "grpo":
         keys.put("norm_mean_type", "group", "scale_rewards")
         keys.put("norm_std_type", None if scale == "none" else scale, "scale_rewards")
-    if not is_number(beta := 0.04 if keys.value("beta") is None else keys.value("beta")):
-        keys.refuse("beta", "", "write --beta with a number")
+    if not is_number(beta := 0.04 if keys.value("beta") is None else keys.value("beta")) or beta < 0:
+        keys.refuse("beta", "expected a number, at least 0", "write --beta 0.04, the default")
         beta = 0.04
     in_reward = keys.value("kl_in_reward") if "kl_in_reward" in given else estimator == "rloo"
     if beta and in_reward:
-        keys.refuse("kl_in_reward", "the divergence is in the loss", "write --kl_in_reward false, or --beta 0")
+        why = "the divergence is in the loss" + "; rloo has it in rewards by itself" * (estimator == "rloo")
+        keys.refuse("kl_in_reward", why, "write --kl_in_reward false, or --beta 0", said=True)
     keys.put("use_kl_loss", bool(beta), "beta")
     keys.put("kl_loss_coef", float(beta), "beta")
     keys.put("init_kl_coef", 0.0)
@@ -234,9 +239,10 @@ def _clipping(keys: Keys) -> None:
     keys.put("pg_clip_low", float(low), "epsilon")
     keys.put("pg_clip_high", float(low if high is None else high), "epsilon_high", "epsilon")
     if (delta := keys.value("delta")) is not None:
-        if not delta > 1 + (low if high is None else high):
-            keys.refuse("delta", "it bounds what epsilon_high leaves, and is above 1 + epsilon_high", "write --delta 3")
-            delta = 3
+        if delta <= (least := 1 + (low if high is None else high)):
+            fix = f"write --delta {least + 1:g}"
+            keys.refuse("delta", "it bounds what epsilon_high leaves, and is above 1 + epsilon_high", fix)
+            delta = least + 1
         keys.put("dual_clip_bound", float(delta), "delta")
         keys.put("dual_clip_loss", True, "delta")
     level = {"token": "token", "sequence": "seq"}.get(keys.value("importance_sampling_level"))

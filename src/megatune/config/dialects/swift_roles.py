@@ -14,6 +14,7 @@ from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
+from megatune.config.rules.rule import divisors
 from megatune.config.settings import is_default, setting_value
 from megatune.config.values import shown
 
@@ -75,11 +76,11 @@ class Keys:
         origin = entry.origin if entry is not None else command.default_origin
         self.reading.put(dotted.split("."), value, where, origin)
 
-    def refuse(self, flag: str, why: str, fix: str) -> None:
-        """Refuse what a flag asks for."""
+    def refuse(self, flag: str, why: str, fix: str, said: Any = None) -> None:
+        """Refuse what a flag asks for, or `said`, which another flag lets it ask for."""
         entry = self.run.command.rollouts.get(flag)
         where = f"--{flag}" if entry is None else entry.where
-        self.reading.find(f"{flag}: {shown(self.value(flag))} is not supported", where, why, fix)
+        self.reading.find(f"{flag}: {shown(said or self.value(flag))} is not supported", where, why, fix)
 
     def refuse_others(self) -> None:
         """Refuse settings whose effect would be missed."""
@@ -207,7 +208,13 @@ def _sampler(keys: Keys) -> None:
         keys.put(f"{above}.strategy_config.{name}", value, "vllm_engine_kwargs")
     if (most := keys.value("vllm_max_num_seqs")) is not None:
         keys.put("max_running_requests", most, "vllm_max_num_seqs")
-    keys.put("actor_infer.num_gpus_per_worker", keys.value("vllm_tensor_parallel_size"), "vllm_tensor_parallel_size")
+    each = keys.value("vllm_tensor_parallel_size")
+    if keys.devices % each:
+        size = max(size for size in divisors(keys.devices) if size < each)
+        why = f"engines are on all {keys.devices} devices"
+        keys.refuse("vllm_tensor_parallel_size", why, f"write --vllm_tensor_parallel_size {size}")
+        keys.put(f"{above}.strategy_config.tensor_parallel_size", each := 1)
+    keys.put("actor_infer.num_gpus_per_worker", each, "vllm_tensor_parallel_size")
     if keys.value("router_replay_mode") == "R3":
         keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
     elif keys.value("router_replay_mode") != "disabled":
