@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_of_model import SPARSE
 
+from megatune.cli.main import main
 from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
 from megatune.config.entry import is_rl_file
@@ -421,6 +422,23 @@ def test_files_of_rl_are_told_from_others(tmp_path):
     (tmp_path / "odd.yaml").write_text("? [a]\n: 1\n", encoding="utf-8")
     assert not is_rl_file(tmp_path / "odd.yaml")
     assert all(is_rl_file(path) for path in FILES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("key", ["sft_train", "chosen_key", "distill_loss_weight", "custom_envs"])
+@pytest.mark.parametrize("verb", ["rl", "train"])
+def test_a_file_of_another_pipeline_is_one_finding_for_every_verb(tmp_path, key, verb, capsys):
+    """And none that sends its reader to the other verb, which would send it back."""
+    roles = "student_pretrain: M\n" if key == "distill_loss_weight" else "actor_train: {}\n" if key != "sft_train" else ""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{roles}exp_name: x\nsequence_length: 8\n{key}: {{}}\n", encoding="utf-8")
+    assert main([verb, str(path)]) == 64
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}: this is a file of ROLL's")
+    assert said.count("fix: ") == 1
+    assert "megatune rl" not in said
+    if "docs/migrate-from-roll.md" in said:
+        page = FILES.parents[2] / "docs" / "migrate-from-roll.md"
+        assert "## Files of SFT and DPO\n" in page.read_text(encoding="utf-8")
 
 
 def test_a_variable_has_a_name(read):

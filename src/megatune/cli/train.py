@@ -53,12 +53,15 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def refuse_roles(given: Given, what: str, why: str, fix: str) -> None:
-    """Refuse a file of reinforcement learning (exit code 64)."""
-    from megatune.config.entry import is_rl_file
+    """Refuse a file of reinforcement learning, or another of ROLL's (exit code 64)."""
+    from megatune.config.entry import is_rl_file, read_file
 
     file = given.settings.source
     if file is not None and is_rl_file(file):
-        raise MegatuneError(Finding(f"{file} {what}", "", why, fix.format(file)), ExitCode.SETTINGS)
+        from megatune.config.dialects.roll import other_pipeline
+
+        other = other_pipeline([entry.key for entry in read_file(file)[0]], file)
+        raise MegatuneError(other or Finding(f"{file} {what}", "", why, fix.format(file)), ExitCode.SETTINGS)
 
 
 def _of_stage(verb: str, given: Given) -> Loaded:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS_FILES = (".yaml", ".yml", ".json")
 RL_ROLES = ("actor_train", "student_train", "actor_infer")  # of which every file of reinforcement learning has one
+_OF_ROLL = (*RL_ROLES, "defaults", "sft_train", "student_pretrain")  # and other files of ROLL's
 # In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
 _OLD_TEMPLATE = re.compile(r"^template: default(?= +# default$)", re.MULTILINE)
 
@@ -112,14 +113,14 @@ def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[F
 
 
 def is_rl_file(source: str | Path) -> bool:
-    """Tell whether a YAML file describes reinforcement learning: it has roles, or names a file that
-    may have them. False for what cannot be read."""
+    """Tell whether a YAML file is of ROLL's form, which reinforcement learning has: it has roles, or names a file
+    that may have them. False for what cannot be read."""
     try:
         node = compose(read_text(Path(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
     keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
-    return any(key in keys for key in (*RL_ROLES, "defaults"))
+    return any(key in keys for key in _OF_ROLL)
 
 
 def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], list[Finding]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,8 +80,8 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
 
 def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = None) -> ReadRL:
     """Check the keys of a file, or of what was written as one, and make the settings; see `read_roll`."""
-    if other := _other_file(reading.data, str(source)):
-        return ReadRL(None, (other,), reading=reading)
+    if other := other_pipeline(reading.data, str(source)) or _training(reading.data, str(source)):
+        return ReadRL(None, (other,))  # nothing of it is a key of this verb
     reading = replace(deepcopy(reading), refused=set(), ignored={})
     _understand(reading)
     _preset(reading)
@@ -95,11 +95,15 @@ def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = N
     return ReadRL(None if findings else settings, findings, (*reading.lines, *ignored), reading, variables)
 
 
-def _other_file(data: Mapping[str, Any], source: str) -> Finding | None:
-    """Say what a file of another pipeline, or of training, is: its keys one by one would tell nobody."""
+def other_pipeline(keys: Collection[str], source: str) -> Finding | None:
+    """Say what a file of another pipeline of ROLL's is: its keys one by one would tell nobody."""
     for other in read_part("roll", "pipelines"):
-        if any(key in data for key in other["keys"]):
+        if any(key in keys for key in other["keys"]):
             return Finding(f"this is a file of ROLL's {other['what']}", source, other["why"], other["fix"])
+    return None
+
+
+def _training(data: Mapping[str, Any], source: str) -> Finding | None:
     if {"dataset", "model_name_or_path"} & data.keys() and not set(RL_ROLES) & data.keys():
         return Finding(f"{source} has no roles: it is a file of training", fix=f"megatune train {source}")
     return None
