@@ -257,13 +257,53 @@ def test_messages_of_refused_keys(tmp_path):
     )
 
 
-def test_stages_that_are_not_built_point_to_what_is():
-    (message,) = (str(finding) for finding in load(overrides=["stage=ppo"]).findings)
+@pytest.mark.parametrize("stage", ["ppo", "orpo"])
+def test_stages_that_are_not_built_point_to_what_is(stage):
+    (message,) = (str(finding) for finding in load(overrides=[f"stage={stage}"]).findings)
     assert message == (
-        "stage=ppo: stage: ppo is not supported\n"
-        "    why: preference training and reward models are built; PPO is not\n"
-        "    fix: write stage: dpo; PPO's place is `megatune rl`"
+        f"stage={stage}: stage: {stage} is not supported\n"
+        "    why: preference training and reward models are built, of which ORPO is a loss; PPO is not\n"
+        "    fix: write stage: dpo, for ORPO with pref_loss: orpo; PPO's place is `megatune rl`"
     )
+
+
+EVALUATES = "do_eval: without eval_strategy a run evaluates after every epoch; LLaMA-Factory does once, after the last"
+DO_EVAL = [
+    ("do_eval: true", [], "epoch", [EVALUATES]),
+    ("do_eval: true\neval_strategy: steps", [], "steps", ["do_eval: eval_strategy says it"]),
+    ("eval_strategy: steps", ["do_eval=true"], "steps", ["do_eval: eval_strategy says it"]),
+    ("do_eval: true", ["evaluation_strategy=steps"], "steps", ["do_eval: evaluation_strategy says it"]),
+    ("do_eval: false\neval_strategy: epoch", [], "epoch", []),
+    ("do_eval: false", [], "no", []),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "strategy", "notes"), DO_EVAL)
+def test_do_eval_evaluates_where_nothing_else_says_when(tmp_path, text, overrides, strategy, notes):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{text}\neval_dataset: e\n")
+    loaded = load(path, overrides)
+    assert loaded.settings.evaluation.eval_strategy == strategy
+    assert loaded.accepted_notes() == notes
+
+
+def test_do_eval_that_is_no_choice_is_said_alone(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("do_eval: maybe\neval_dataset: e\n")
+    findings = [str(each) for each in load(path).check() if "missing" not in each.what]
+    assert [each.partition("\n")[0] for each in findings] == [f"{path}:1: do_eval is 'maybe'"]
+
+
+OF_VERSION_1 = """global_batch_size dp_size dist_timeout save_epochs lr_scheduler_config batching_workers save_ckpt_as_hf
+    custom_chat_template enable_activation_checkpointing mp_shard_size""".split()
+
+
+@pytest.mark.parametrize("key", OF_VERSION_1)
+def test_keys_of_version_1_are_refused_with_the_key_to_write(key):
+    finding = next(each for each in load(overrides=[f"{key}=2"]).findings)
+    assert finding.what == f"{key}: 2 is not supported"
+    assert "version 1" in finding.why
+    assert finding.fix.startswith(("write ", "remove it: "))
 
 
 def test_two_names_of_one_setting_may_say_the_same(tmp_path):

@@ -428,7 +428,8 @@ def test_files_of_rl_are_told_from_others(tmp_path):
 @pytest.mark.parametrize("verb", ["rl", "train"])
 def test_a_file_of_another_pipeline_is_one_finding_for_every_verb(tmp_path, key, verb, capsys):
     """And none that sends its reader to the other verb, which would send it back."""
-    roles = "student_pretrain: M\n" if key == "distill_loss_weight" else "actor_train: {}\n" if key != "sft_train" else ""
+    others = {"distill_loss_weight": "student_pretrain: M\n", "sft_train": ""}
+    roles = others.get(key, "actor_train: {}\n")
     path = tmp_path / "run.yaml"
     path.write_text(f"{roles}exp_name: x\nsequence_length: 8\n{key}: {{}}\n", encoding="utf-8")
     assert main([verb, str(path)]) == 64

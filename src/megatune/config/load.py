@@ -243,6 +243,7 @@ class _Reading(Builder):
     dialect: Dialect = LLAMAFACTORY
     # By "group.name", or by the key of what sets nothing: who sets it, and to what.
     chosen: dict[str, tuple[SettingEntry, Any]] = field(default_factory=dict)
+    yielding: dict[str, SettingEntry] = field(default_factory=dict)  # keys that set what no other key sets
 
     def take(self, entries: Iterable[SettingEntry], *, last_wins: bool) -> None:
         """Take the entries of one place; they win over those of the places taken earlier."""
@@ -254,6 +255,9 @@ class _Reading(Builder):
                 self.refused.update(meant)  # that they are missing follows from it
                 continue
             row = self.dialect.row_of(entry.key)
+            if row is not None and row.yields:
+                self.yielding[entry.key] = entry
+                continue
             sets = row.read(entry.value) if row is not None and row.paths else {}
             for target, value in (sets or {entry.key: entry.value.data}).items():
                 first = None if last_wins else here.get(target)
@@ -267,7 +271,18 @@ class _Reading(Builder):
                     break
         self.chosen.update(here)
 
+    def _yield(self) -> None:
+        """Let keys set what no other key sets, and say so."""
+        for key, entry in self.yielding.items():
+            row = self.dialect.rows[key]
+            for target, value in (row.read(entry.value) or {key: entry.value.data}).items():
+                taken = self.chosen.setdefault(target, (entry, value))[0]
+                if target in all_settings() and value != all_settings()[target].default:
+                    why = row.yields if taken is entry else f"{taken.key} says it"
+                    self.ignored.setdefault(why, []).append(key)
+
     def finish(self) -> Loaded:
+        self._yield()
         infos = all_settings()
         written: dict[str, dict[str, Written]] = {group: {} for group in GROUPS}
         secrets: dict[str, str] = {}
@@ -286,7 +301,7 @@ class _Reading(Builder):
                 info = row.described(target, self.dialect.version)
                 written[info.group][info.name] = Written(entry, value, info, target)
             elif row.paths:
-                self.wrong(Written(entry, value, row.described(row.paths[0]), target))
+                self.wrong(Written(entry, value, row.described(row.paths[0]), row.paths[0]))
         groups = {group: self.group(model, written[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)

@@ -8,6 +8,7 @@ Reasons that several keys share are YAML anchors. Blocks of other names hold the
     items          of a list: an item as the system writes it -> our items
     factor         what a number is multiplied by: 60 for minutes that set seconds
     choices        a value -> "group.name" -> value: each value sets several settings
+    yields         what a user is told where the key sets something, as it does only if no other key sets that
     global_batch   true: rows of a step, from which gradient_accumulation_steps follows
     pooled_loss    true: the weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows
     ignored        why the key changes nothing; `passes` has the values that need no line
@@ -56,6 +57,7 @@ class Row:
     items: Mapping[str, list[str]] = field(default_factory=dict)
     factor: int = 1
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    yields: str = ""
     global_batch: bool = False
     pooled_loss: bool = False
     ignored: str = ""
