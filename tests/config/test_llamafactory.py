@@ -294,8 +294,8 @@ def test_do_eval_that_is_no_choice_is_said_alone(tmp_path):
     assert [each.partition("\n")[0] for each in findings] == [f"{path}:1: do_eval is 'maybe'"]
 
 
-OF_VERSION_1 = """global_batch_size dp_size dist_timeout save_epochs lr_scheduler_config batching_workers save_ckpt_as_hf
-    custom_chat_template enable_activation_checkpointing mp_shard_size""".split()
+OF_VERSION_1 = ["global_batch_size", "dp_size", "dist_timeout", "save_epochs", "lr_scheduler_config", "save_ckpt_as_hf"]
+OF_VERSION_1 += ["batching_workers", "custom_chat_template", "enable_activation_checkpointing", "mp_shard_size"]
 
 
 @pytest.mark.parametrize("key", OF_VERSION_1)

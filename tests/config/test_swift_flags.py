@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatune.cli.swift import command_of
 from megatune.config.dialects.dialect import table
 from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
 from megatune.config.settings import all_settings, setting_value
@@ -95,6 +96,19 @@ def test_every_default_that_differs_is_applied_or_kept_with_a_reason():
         if differs and (applied is ... or (not now.kept and row.read(as_read(applied)) != theirs)):
             missing.append(flag.name)
     assert missing == []
+
+
+@pytest.mark.parametrize(("flags", "merges"), [("", False), ("--merge_lora true", True)])
+def test_adapters_are_written_in_one_form(flags, merges):
+    """Megatron-SWIFT's documents train adapters so, and then merge them with `megatron export --mcore_adapter`."""
+    words = f"--model m --dataset d --output_dir o --train_iters 5 --tuner_type lora --save_safetensors false {flags}"
+    run = read_swift("sft", words.split(), env={}, on_cpu=True)
+    assert run.loaded.check(world_size=1) == []
+    checkpoint = run.loaded.settings.checkpoint
+    assert (checkpoint.save_format, checkpoint.merge_lora) == ("hf", merges)
+    assert any("peft's form" in line for line in swift_lines(run, run.loaded) if "--save_safetensors" in line)
+    export = command_of("megatron", "export").read(["--model", "m", "--mcore_adapter", "o/checkpoint-5"])
+    assert export.options.adapters == ["o/checkpoint-5"]
 
 
 OF_SWIFT = [

@@ -15,6 +15,7 @@ from model_sizes import model_class, tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from megatune.bridge.peft_model import apply_adapter, merge_adapters
 from megatune.cli.main import main
@@ -116,6 +117,48 @@ def test_logits_and_gradients_are_those_of_merged_weights(
             assert (gradients[f"{name}lora_{part}.weight"] - its).norm() <= 1e-4 * its.norm() + 1e-12
 
 
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_experts_one_by_one_of_a_family_that_is_not_trained_here(tmp_path: Path, use_rslora: bool) -> None:
+    model = tmp_path / "olmoe"
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = OlmoeConfig(vocab_size=64, num_hidden_layers=2, num_experts=4, **sizes, eos_token_id=1, pad_token_id=1)
+    OlmoeForCausalLM(config).save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    named = [name.removesuffix("weight") for name in weights if ".experts." in name or "_proj." in name]
+    assert len(named) == 2 * (4 + 3 * 4)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name in named:
+        out, into = weights[f"{name}weight"].shape
+        tensors[f"{name}lora_A.weight"] = torch.randn(4, into, generator=generator) / 4
+        tensors[f"{name}lora_B.weight"] = torch.randn(out, 4, generator=generator) / 4
+    (folder := tmp_path / "adapter").mkdir()
+    save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "use_rslora": use_rslora}
+    written["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+
+    def read(path: Path) -> Any:
+        return OlmoeForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+
+    for name in named:
+        weights[f"{name}weight"] += (
+            8 / (2 if use_rslora else 4) * tensors[f"{name}lora_B.weight"] @ tensors[f"{name}lora_A.weight"]
+        )
+    shutil.copytree(model, tmp_path / "merged")
+    save_file(weights, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    expected = logits(read(tmp_path / "merged"))
+    assert distance(logits(apply_adapter(read(model), folder).model), expected) < 1e-5
+    assert distance(logits(merge_adapters(read(model), [folder])), expected) < 1e-5
+    assert distance(logits(read(model)), expected) > 0.01
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_vl_moe"])
 def test_what_training_writes_is_what_peft_loads(family: str, model_dir: MakeModel, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -199,6 +242,9 @@ def test_names_that_say_too_much_or_too_little(tmp_path: Path, model_dir: MakeMo
     both = said(model, None, [str(tmp_path / "adaptor"), model])
     assert f"did you mean {adapter}?" in both
     assert f"{model} holds no adapter" in both
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
+    assert "is in Megatron-Core's format" in said(model, None, [str(tmp_path / "megatron")])
     config = json.loads((adapter / "adapter_config.json").read_text())
     for name, message in (("", "base_model_name_or_path is empty"), ("/gone", "there is no folder /gone, the base")):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))

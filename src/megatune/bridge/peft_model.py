@@ -28,6 +28,7 @@ from megatune.families.peft_form import (
     PREFIX,
     expert_names,
     expert_weights,
+    experts_of_others,
     leaf,
     names_of,
     patterns_of,
@@ -139,11 +140,14 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
 
 
 def _with_experts(model: PreTrainedModel) -> Architecture | None:
-    """Return the architecture of a model with experts, of a family that is known here; None of any other."""
+    """Return the architecture of a model with experts, of any family that calls them as one here; None of others."""
     config = model.config.to_dict()
-    is_sparse = any(parameter.dim() == 3 and ".experts." in name for name, parameter in model.named_parameters())
-    known = is_sparse and config["model_type"] in FAMILIES
-    return read_architecture(config, str(model.config._name_or_path)) if known else None
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.dim() == 3}
+    if not any(".experts." in name for name in shapes):
+        return None
+    if config["model_type"] not in FAMILIES:
+        return experts_of_others(shapes, config["num_hidden_layers"])
+    return read_architecture(config, str(model.config._name_or_path))
 
 
 def _module_of(name: str) -> str:

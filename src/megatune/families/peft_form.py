@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
-from megatune.families import FAMILIES
+from megatune.families import FAMILIES, read_architecture
 from megatune.families.adapters import LORA_A, LORA_B, adapters, alpha_of, module_path, takes_adapter
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.selection import Selection
@@ -77,6 +77,30 @@ def expert_weights(architecture: Architecture) -> list[Weight]:
     """List the weights of experts that may have adapters: gate and up, and down; none of a model without experts."""
     weights = FAMILIES[architecture.model_type].weight_map(architecture) if architecture.moe is not None else ()
     return [weight for weight in weights if weight.per_expert and takes_adapter(weight)]
+
+
+_STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+
+
+def experts_of_others(shapes: Mapping[str, Shape], layers: int) -> Architecture | None:
+    """Describe a model of no family here by its experts, where they are called as Qwen's and most others' are: their
+    adapters are read as those of Qwen3-MoE, of which nothing else counts. None where they are not.
+
+    Args:
+        shapes: of Transformers' parameters, by name: gate_up_proj is [E, 2 · I, h], and down_proj [E, h, I].
+        layers: of the model.
+    """
+    found = {(int(match[1]), match[2]): shapes[name] for name in shapes if (match := _STACK.fullmatch(name))}
+    sparse = {layer for layer, _ in found}
+    both = {(found.get((layer, "gate_up_proj")), found.get((layer, "down_proj"))) for layer in sparse}
+    gate_up, down = both.pop() if len(both) == 1 else (None, None)
+    if gate_up is None or down is None or gate_up != (down[0], 2 * down[2], down[1]):
+        return None
+    config = {"hidden_size": down[1], "moe_intermediate_size": down[2], "intermediate_size": down[2]}
+    config |= {"num_experts": down[0], "num_experts_per_tok": 1, "num_hidden_layers": layers, "rms_norm_eps": 1e-6}
+    config |= {"mlp_only_layers": sorted({*range(layers)} - sparse), "num_attention_heads": 1, "head_dim": down[1]}
+    config |= {"num_key_value_heads": 1, "vocab_size": 1, "max_position_embeddings": 1, "hidden_act": "silu"}
+    return read_architecture({"model_type": "qwen3_moe", **config}, "its experts")
 
 
 def expert_names(architecture: Architecture) -> set[str]:

@@ -13,6 +13,7 @@ from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import has_score, is_adapter, read_peft_config
 from megatune.families.scores import num_labels
 from megatune.families.weight_index import no_weights, read_whole_index
+from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
 
 CONFIG = "config.json"
@@ -169,6 +170,9 @@ def _folders(names: Sequence[str]) -> Iterator[Path]:
 
 def _no_adapter(path: Path) -> Finding:
     where, fix = "--adapter_name_or_path", "name a folder that peft or a run with finetuning_type: lora has written"
+    if is_torch_dist(path):
+        why = "it is in Megatron-Core's format, which has no form of adapters that others read"
+        return Finding(f"the adapter in {path} is not read", where, why, "merge it where it was trained")
     if path.is_dir():
         return Finding(f"{path} holds no adapter", where, f"it has no {ADAPTER_CONFIG}", fix)
     near = nearest_folder(path)
