@@ -96,7 +96,7 @@ def experts_of_others(shapes: Mapping[str, Shape], layers: int) -> Architecture 
     gate_up, down = both.pop() if len(both) == 1 else (None, None)
     if gate_up is None or down is None or gate_up != (down[0], 2 * down[2], down[1]):
         return None
-    config = {"hidden_size": down[1], "moe_intermediate_size": down[2], "intermediate_size": down[2]}
+    config: dict[str, Any] = {"hidden_size": down[1], "moe_intermediate_size": down[2], "intermediate_size": down[2]}
     config |= {"num_experts": down[0], "num_experts_per_tok": 1, "num_hidden_layers": layers, "rms_norm_eps": 1e-6}
     config |= {"mlp_only_layers": sorted({*range(layers)} - sparse), "num_attention_heads": 1, "head_dim": down[1]}
     config |= {"num_key_value_heads": 1, "vocab_size": 1, "max_position_embeddings": 1, "hidden_act": "silu"}
