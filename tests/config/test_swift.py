@@ -325,7 +325,9 @@ def test_rlhf_is_a_preference_stage(flags, path, expected):
 
 
 def test_cached_rows_alone_are_not_held_out():
-    run = read_swift("sft", ["--model", "m", "--cached_dataset", "c", "--train_iters", "5"], env={})  # 0.01 in version 3
+    run = read_swift(
+        "sft", ["--model", "m", "--cached_dataset", "c", "--train_iters", "5"], env={}
+    )  # 0.01 in version 3
     assert findings(run) == []
     assert value(run, "data.dataset") == ["c"]
     assert value(run, "data.val_size") == 0.0
@@ -494,18 +496,3 @@ def test_a_number_of_processes_that_is_none_is_found_elsewhere(count):
     """Where the processes are decided, for every verb."""
     run = read(NPROC_PER_NODE=count)
     assert value(run, "run.num_processes") is None
-
-
-def test_a_variable_of_a_file_has_a_name(tmp_path):
-    (path := tmp_path / "flags.yaml").write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
-    run = read_swift("sft", [str(path)], env={}, config=CONFIG)
-    assert any("ENV: 'A=B' is not a valid name of a variable" in finding for finding in findings(run))
-    assert "A=B" not in run.command.variables
-
-
-def test_a_system_message_of_a_file_that_cannot_be_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "system.txt").write_bytes(b"\xff")
-    text, missing = (read(f"--system {name}.txt").loaded.findings[0] for name in ("system", "none"))
-    assert (text.what, text.why) == ("system: system.txt cannot be read", "it is not UTF-8 text")
-    assert (missing.what, missing.why) == ("system: none.txt cannot be read", "No such file or directory")

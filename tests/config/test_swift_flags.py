@@ -227,3 +227,20 @@ def test_rules_name_the_flag_that_was_written(flag: str) -> None:
     words = f"--model m --dataset d --train_iters 5 --{flag} simpo --ref_model r".split()
     (finding,) = read_swift("rlhf", words, env={}).loaded.check()
     assert finding.what == f"--ref_model r with --{flag} simpo"
+
+
+def test_a_variable_of_a_file_has_a_name(tmp_path):
+    (path := tmp_path / "flags.yaml").write_text("model: m\ndataset: [d]\nENV: {'A=B': 1}\n", encoding="utf-8")
+    run = read_swift("sft", [str(path)], env={})
+    assert any("ENV: 'A=B' is not a valid name of a variable" in finding for finding in map(str, run.loaded.findings))
+    assert "A=B" not in run.command.variables
+
+
+def test_a_system_message_of_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "system.txt").write_bytes(b"\xff")
+    words = "--model m --dataset d --output_dir o --train_iters 5 --system".split()
+    runs = [read_swift("sft", [*words, f"{name}.txt"], env={}) for name in ("system", "none")]
+    text, missing = (run.loaded.findings[0] for run in runs)
+    assert (text.what, text.why) == ("system: system.txt cannot be read", "it is not UTF-8 text")
+    assert (missing.what, missing.why) == ("system: none.txt cannot be read", "No such file or directory")
