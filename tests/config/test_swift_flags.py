@@ -239,7 +239,7 @@ def test_a_variable_of_a_file_has_a_name(tmp_path):
 def test_a_system_message_of_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "system.txt").write_bytes(b"\xff")
-    words = "--model m --dataset d --output_dir o --train_iters 5 --system".split()
+    words = ["--model", "m", "--dataset", "d", "--output_dir", "o", "--train_iters", "5", "--system"]
     runs = [read_swift("sft", [*words, f"{name}.txt"], env={}) for name in ("system", "none")]
     text, missing = (run.loaded.findings[0] for run in runs)
     assert (text.what, text.why) == ("system: system.txt cannot be read", "it is not UTF-8 text")
