@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_of_model import SPARSE
 
+from megatune.architecture import DeltaNet
 from megatune.cli.main import main
 from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
@@ -308,6 +310,18 @@ def test_adapters_are_of_layers_that_the_model_has(read):
     assert (finding.what, finding.where) == ("lora_target has foo", words[0])
 
 
+def test_the_built_in_engine_samples_from_no_layers_of_linear_attention(read):
+    read(SMALL)
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16, "conv_kernel_size": 4}
+    model = replace(SPARSE, model_type="qwen3_next", delta=DeltaNet(layers=(True,) * SPARSE.num_layers, **sizes))
+    word = "actor_infer.strategy_args.strategy_name="
+    (finding,) = read_roll("run.yaml", [f"{word}builtin"], lambda settings: model).findings
+    assert (finding.what, finding.where) == (
+        "actor_infer: the built-in engine cannot sample from qwen3_next", f"{word}builtin",
+    )  # fmt: skip
+    assert not read_roll("run.yaml", [f"{word}vllm"], lambda settings: model).findings
+
+
 def test_reference_is_run_only_where_something_needs_it(read):
     reference = (
         "reference: {device_mapping: '[0, 1]', strategy_args: {strategy_name: megatron_infer, strategy_config: null}}\n"
@@ -321,6 +335,12 @@ def test_reference_is_run_only_where_something_needs_it(read):
     assert adapters.settings.reference is None
     assert adapters.settings.algorithm.enable_reference
     assert adapters.settings.actor_train.settings.finetuning.lora_target == ["all"]
+    other = "reference.model_args.model_name_or_path=other"
+    (found,) = read(
+        SMALL + reference, "use_kl_loss=true", "actor_train.model_args.lora_target=all-linear", other
+    ).findings
+    assert (found.what[:19], found.where) == ("reference is other,", other)
+    assert not read(SMALL + reference, "actor_train.model_args.lora_target=all-linear", other).findings
 
 
 def test_the_base_below_adapters_may_be_quantized(read):

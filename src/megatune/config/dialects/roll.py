@@ -164,9 +164,8 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     actor_infer = infer_role(roles, sampled, "actor_infer", run.pretrain, generating)
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
     algorithm = algorithm_settings(top, updates)
-    adapters = actor_train is not None and actor_train.settings.finetuning.finetuning_type == "lora"
     top.check("policy", **dict(algorithm), teacher=top.mapping("teacher"), critic=top.mapping("critic"))
-    reference = _reference(top, roles, algorithm, has_adapters=adapters)
+    reference = _reference(top, roles, algorithm, actor_train)
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.parts["reward_model"], roles) if top.parts["reward_model"].at else None
     teachers = _teachers(top, roles)
@@ -198,10 +197,15 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     return settings
 
 
-def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, *, has_adapters: bool) -> ModelRole | None:
-    """Make the reference, and leave it out where nothing needs it."""
+def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, trained: ModelRole | None) -> ModelRole | None:
+    """Make the reference, and leave it out where nothing needs it, or the policy has adapters: it is the model below
+    them."""
     part, needed = top.parts["reference"], algorithm.enable_reference
     role = model_role(roles, part, "reference", roles.run.pretrain, trains=False) if part.at else None
+    has_adapters = trained is not None and trained.settings.finetuning.finetuning_type == "lora"
+    if has_adapters and role is not None and trained is not None:
+        own, base = (each.settings.model.model_name_or_path for each in (role, trained))
+        part.check("adapted", needed=needed, own=own, base=base)
     uses = [name for name in ("use_kl_loss", "add_token_level_kl", "enable_reference") if getattr(algorithm, name)]
     top.check("reference", at=part.at, needed=needed, has_adapters=has_adapters, uses=uses)
     return role if needed and not has_adapters else None

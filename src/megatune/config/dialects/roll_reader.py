@@ -224,7 +224,8 @@ class Part:
         """Read a list of mappings, each by the same group."""
         if isinstance(data, list) and all(isinstance(item, dict) for item in data):
             return [self.read(item, Section((group,)), f"{place}.")[group] for item in data]
-        self.reader.find(f"{self.key(place)} is {quoted(data)}", self.place(place), "expected a list of mappings")
+        what, fix = f"{self.key(place)} is {quoted(data)}", f"write {place}: [{{KEY: VALUE, ...}}, ...]"
+        self.reader.find(what, self.place(place), "expected a list of mappings", fix)
         return []
 
 

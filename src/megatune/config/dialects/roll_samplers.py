@@ -11,6 +11,7 @@ from megatune.config.dialects.roll_roles import STRATEGY, Roles, no_model, read_
 from megatune.config.rl.role import RoleSettings, SamplerSettings
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import SHARE_KEYS, USUAL_SHARE, InferRole
+from megatune.config.settings import with_settings
 from megatune.config.values import counted, is_number
 
 
@@ -39,6 +40,8 @@ def infer_role(
     each, lengths = 1 if engine == "builtin" else _per_engine(engine, config, part), roles.lengths
     most_key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
     most = config.get(most_key)
+    named = with_settings(settings, {"model.model_name_or_path": model})
+    architecture = roles.model_of(named) if model and roles.model_of is not None else None
     part.check(
         "engines",
         role=name,
@@ -47,6 +50,7 @@ def infer_role(
         takes=counted(each, "device"),
         devices=len(devices),
         config=defaultdict(lambda: None, config),
+        delta_family=architecture.model_type if architecture is not None and architecture.delta else None,
         is_policy=part.name in ("actor_infer", "student_infer"),
         most_key=most_key,
         most=most if isinstance(most, int) else None,
