@@ -110,6 +110,15 @@ def test_the_engine_tells_the_experts_that_training_replays(read):
     ]
 
 
+def test_a_model_without_experts_has_none_to_replay(read):
+    read(SMALL)
+    word = "actor_train.router_replay.mode=R3"
+    (finding,) = read_roll("run.yaml", [word], lambda settings: replace(SPARSE, moe=None)).findings
+    assert finding.what.startswith("actor_train.router_replay.mode is R3, and ")
+    assert finding.where == word
+    assert not read_roll("run.yaml", [word], lambda settings: SPARSE).findings
+
+
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
     words = ("seed=7", "actor_infer.generating_args.max_new_tokens=9", "tracker_kwargs={api_key: hush, project: p}")
     first = read(SMALL.replace("pretrain: M", "pretrain: ${reward_pretrain}"), "reward_pretrain=M", *words)

@@ -189,6 +189,7 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
         model_size=parallel.model_parallel_size,
         expert_size=parallel.expert_parallel_size,
         smallest=parallel.smallest_world,
+        dense_family=architecture.model_type if trains and architecture is not None and not architecture.moe else None,
     )
     role = ModelRole(
         **{
