@@ -1,19 +1,22 @@
-"""Roles of a run whose workers and engines are in this process: all of a run but Ray."""
+"""Roles of a run whose engines are in this process, and whose workers are there or on ranks of the pool: all of a run
+but Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from digits import problems
+from torch import distributed
 
-from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.rl.settings import InferRole, RLSettings
 from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
@@ -65,6 +68,44 @@ class LocalGroup:
         return each.ask(method, *args).result() if isinstance(each, EngineServer) else getattr(each, method)(*args)
 
 
+class RankGroup(LocalGroup):
+    """The workers of a role on all ranks, of which the first one calls; the others `serve`."""
+
+    def __init__(self, worker: Any, channel: Any) -> None:
+        super().__init__(worker)
+        self.name, self.channel, self.size = worker.role.name, channel, channel.size()
+        self.ranks = range(self.size)
+
+    def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
+        return self.start(method, *args).result()
+
+    def start(self, method: str, *args: Any) -> Any:
+        others = [self.start_one(rank, method, *args) for rank in range(1, self.size) if method != "join"]
+        own = partial(super().call, method, *args)
+        return SimpleNamespace(result=cache(lambda: [*own(), *(each for other in others for each in other.result())]))
+
+    def start_one(self, rank: int, method: str, *args: Any) -> Any:
+        if not rank:
+            return super().start_one(0, method, *args)
+        distributed.send_object_list([(self.name, method, args)], rank, self.channel)
+
+        def answer() -> list[Any]:
+            distributed.recv_object_list(found := [None], rank, self.channel)
+            return found
+
+        return SimpleNamespace(result=answer)
+
+
+def serve(workers: Mapping[str, Any], channel: Any) -> int:
+    """Answer what the first rank calls, until it calls nothing more."""
+    while True:
+        distributed.recv_object_list(asked := [None], 0, channel)
+        if asked[0] is None:
+            return 0
+        name, method, args = asked[0]
+        distributed.send_object_list(LocalGroup(workers[name]).call(method, *args), 0, channel)
+
+
 async def score_here(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
     """Score in this process, without a limit."""
     return [judged(load_job(job), answer) for answer in answers]
@@ -89,7 +130,7 @@ def run_a_step(settings: RLSettings, model: Path) -> tuple[int, str]:
 
 
 def run_file(settings: RLSettings) -> int:
-    """On one rank of the pool: run what a file says, with the rows and the models that it names."""
+    """On ranks of the pool: run what a file says, with the rows and the models that it names."""
     settings, source = with_folders(settings)
     return _run(settings, source, *read(settings, source))
 
@@ -104,10 +145,15 @@ def _run(
     training.build = models.build = _built_once
     run_dir, rollout = Path(settings.run.output_dir) / "launch", settings.rollout
 
-    def model_group(host: Any, role: ModelRole | None) -> ModelGroup | None:
-        context = RankContext(RankEnv(0, 0, 1, 1, "127.0.0.1", 1, 0), run_dir)
-        return None if role is None else ModelGroup(role, LocalGroup(host(context, settings, role)))
-
+    channel, rank = distributed.new_group(), distributed.get_rank()
+    context = RankContext(RankEnv(rank, rank, channel.size(), channel.size(), "127.0.0.1", 1, 0), run_dir)
+    frozen = [settings.reference, *settings.teachers.values()]
+    hosts = [(PolicyWorker, settings.actor_train), (ValueWorker, settings.critic)]
+    hosts += [(ReferenceWorker, role) for role in frozen]
+    workers = {role.name: host(context, settings, role) for host, role in hosts if role is not None}
+    if rank:
+        return serve(workers, channel)
+    models_of = {name: ModelGroup(worker.role, RankGroup(worker, channel)) for name, worker in workers.items()}
     loop = asyncio.new_event_loop()
 
     def engines(role: InferRole, max_running: int, context: int) -> EngineGroup:
@@ -118,17 +164,18 @@ def _run(
 
     longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
     judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}
-    policy = model_group(PolicyWorker, settings.actor_train)
-    assert policy is not None
     roles = Roles(
         engines(settings.actor_infer, rollout.max_running_requests, longest),
-        policy,
-        model_group(ReferenceWorker, settings.reference),
-        model_group(ValueWorker, settings.critic),
-        {name: made for name, role in settings.teachers.items() if (made := model_group(ReferenceWorker, role))},
+        models_of["actor_train"],
+        models_of.get("reference"),
+        models_of.get("critic"),
+        {name: models_of[role.name] for name, role in settings.teachers.items()},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
     )
     # Drawing takes longer than all steps of most runs; test_rl_command.py has it drawn.
     with contextlib.closing(loop), mock.patch.object(LossPlot, "on_train_end"):
         pool = RewardPool(settings.rewards, score_here)
-        return drive(settings, model, trained, validation, roles, pool, stop_requested)
+        code = drive(settings, model, trained, validation, roles, pool, stop_requested)
+    for other in range(1, channel.size()):
+        distributed.send_object_list([None], other, channel)
+    return code

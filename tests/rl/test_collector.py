@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from digits import with_samples
 from megatune.config.rl.rollout import Generating, GroupFilter
 from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
+from megatune.rl.pipeline.files import record_step, replay_step
 from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of
 from megatune.rl.pipeline.learn import sampled_by
 from megatune.rl.pipeline.report import pass_at_k, sample_metrics, validation_metrics
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem, Request, Response, Sample
+from megatune.training.storage.files import read_json_lines
 
 SAMPLING = Sampling(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
 
@@ -259,6 +262,17 @@ def test_the_next_step_is_sampled_while_the_trainer_works(run: Any) -> None:
         run(_moments(100))
         assert len(collector._domains["a"].ready) + len(collector._domains["b"].ready) == sampled
         assert len(engines.seen) == 2 * (4 + sampled) or not ratio
+
+
+def test_recorded_rollouts_are_replayed_with_any_text(tmp_path: Path) -> None:
+    """Also with what ends a line elsewhere than in JSON lines."""
+    problem, text = _problem("a", 0), "one\u2028two\x85three\x0cfour"
+    group = Group(problem, 3, 3, 1)
+    group.responses = {0: _response("a-0", [5, 6], "stop", ((0, 1),))}
+    record_step(tmp_path, 1, [with_samples(group, [text])])
+    (again,) = replay_step(tmp_path, 1, {("a", problem.id): problem})
+    assert [sample.text for sample in again.samples] == [text]
+    assert [record["number"] for record in read_json_lines(tmp_path / "rollouts-000001.jsonl")] == [3]
 
 
 def test_a_part_goes_on_with_what_it_has(run: Any) -> None:

@@ -24,6 +24,7 @@ from megatune.plan.run.preflight import Preflight, preflight
 from megatune.rehearse.model import RealModel
 from megatune.rehearse.outcome import Outcome, failed, left, passed, refused
 from megatune.rehearse.settings import layout_words
+from megatune.training.storage.files import read_json_lines
 
 SETTINGS, TEMPLATE, DATA, DISK = "1 settings, plan", "1 template", "1 data", "1 folders, disk"
 CHECKED_ROWS = 2000  # of each data set
@@ -142,10 +143,7 @@ def _to_read(settings: Settings, real_tokenizer: bool) -> Settings:
 
 def _bad_rows(path: Path) -> tuple[list[Finding], int]:
     """Return what is wrong with the first bad rows, and how many there are."""
-    if not path.is_file():
-        return [], 0
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    bad = [row for row in rows if row["code"] != TOO_LONG]
+    bad = [row for row in read_json_lines(path) if row["code"] != TOO_LONG]
     return [Finding(row["reason"], row["where"], row["detail"]) for row in bad[:_MOST_NAMED]], len(bad)
 
 

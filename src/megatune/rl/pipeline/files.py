@@ -151,7 +151,8 @@ def replay_step(folder: Path, step: int, problems: Mapping[tuple[str, str], Prob
     """
     path = folder / f"rollouts-{step:06d}.jsonl"
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as lines:  # `splitlines` would break texts, too: at U+2028, for one
+            records = [json.loads(line) for line in lines]
         routing = read_arrays(path.with_suffix(".npz"))
         return [group_from(record, problems[record["domain"], record["problem"]], routing) for record in records]
     except (OSError, ValueError, KeyError) as error:
