@@ -16,7 +16,7 @@ from digits import RESPONSE, make_model, settings
 from local_roles import read, run, run_a_step, run_file
 
 from megatune.config.dialects.roll import read_roll
-from megatune.config.rl.role import Validation
+from megatune.config.rl.role import RouterReplay, Validation
 from megatune.config.rl.rollout import Generating, PromptData
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
@@ -120,6 +120,22 @@ def test_a_synchronous_run_carries_responses_to_its_next_steps(pool, model, tmp_
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["staleness"] > 0 for record in steps] == [False] + [True] * 5
     assert all(record["staleness"] <= 1 and record["log_prob_gap_mean"] < 1e-5 for record in steps)
+
+
+def test_an_asynchronous_run_replays_experts(pool, tmp_path):
+    """Also of the few tokens that tell whether an engine has the weights."""
+    model = make_model(tmp_path / "model", has_experts=True)
+    found = _settings(model, tmp_path / "out", 3)
+    found = replace(
+        found,
+        rollout=found.rollout.model_copy(update={"async_generation_ratio": 1.0}),
+        actor_train=found.actor_train.model_copy(update={"router_replay": RouterReplay(mode="R3")}),
+        actor_infer=found.actor_infer.model_copy(update={"device_mapping": [1], "return_routing": True}),
+    )
+    pool.run(1, run, found, model, limit=LIMIT)
+    steps = [record for record in _records(tmp_path / "out") if "reward" in record]
+    assert [record["staleness"] for record in steps] == [0, 1, 1]
+    assert steps[0]["log_prob_gap_mean"] < 1e-5
 
 
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):

@@ -209,16 +209,21 @@ def why_nothing(metrics: Mapping[str, float], samples: int) -> str:
 
 def rollouts_of(samples: Sequence[Sample]) -> Rollouts:
     """Return samples as the trainer takes them."""
-    routing = [sample.response.routing for sample in samples if sample.response.routing is not None]
     return Rollouts(
         [np.concatenate([sample.problem.prompt_ids, sample.response.response_ids]) for sample in samples],
         [len(sample.problem.prompt_ids) for sample in samples],
         {"rollout_log_probs": [sample.response.log_probs[sample.response.sampled] for sample in samples]},
         {"scores": np.array([sample.score for sample in samples], np.float32)},
-        routing if routing and len(routing) == len(samples) else None,
+        routing_of([sample.response for sample in samples]),
         [sample.response.observed for sample in samples] if any(each.response.observed for each in samples) else [],
         [sample.problem.shown for sample in samples] if any(each.problem.shown for each in samples) else [],
     )
+
+
+def routing_of(responses: Sequence[Response]) -> list[np.ndarray] | None:
+    """Return the experts of each response; None where the engine has not returned those of all."""
+    found = [response.routing for response in responses if response.routing is not None]
+    return found if found and len(found) == len(responses) else None
 
 
 def _is_at_limit(response: Response, longest: int) -> bool:

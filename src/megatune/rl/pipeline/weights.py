@@ -10,7 +10,7 @@ import numpy as np
 
 from megatune.config.rl.settings import RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pipeline.learn import Learner, sampled_by
+from megatune.rl.pipeline.learn import Learner, routing_of, sampled_by
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rollout.mismatch import Mismatch
 from megatune.rl.samples import Problem, Request, Response, Rollouts
@@ -138,7 +138,8 @@ class Weights:
         requests = [self._request(place, version, prompt) for place, prompt in enumerate(prompts)]
         responses = self._engines.run(self._sampled(requests))
         tokens = [np.concatenate([prompt, own.response_ids]) for prompt, own in zip(prompts, responses, strict=True)]
-        ours = learner.log_probs(Rollouts(tokens, [len(prompt) for prompt in prompts]))
+        lengths = [len(prompt) for prompt in prompts]
+        ours = learner.log_probs(Rollouts(tokens, lengths, routing=routing_of(responses)))
         return learner.checked(ours, [sampled_by(response, version) for response in responses], version)
 
     async def _sampled(self, requests: Sequence[Request]) -> list[Response]:
