@@ -23,7 +23,7 @@ CRITICS = ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "seed_os
 TEACHER, CRITIC = 1, 2  # seeds of other models of a family
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "nobody", "had", "been", "there", "before")
 SAMPLES, STEPS = 8, 4
-RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of losses, norms and metrics; the worst of all seeds were ... and ...
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of losses, norms and metrics
 COMPARED = ("loss", "grad_norm", "teacher_kl", "actor/", "critic/")
 
 MakeModel = Callable[..., str]
