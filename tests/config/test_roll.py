@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_of_model import SPARSE
 
-from megatune.architecture import DeltaNet
 from megatune.cli.main import main
 from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml
 from megatune.config.dialects.roll_reader import read_devices
@@ -108,15 +106,6 @@ def test_the_engine_tells_the_experts_that_training_replays(read):
         "write pipeline_parallel_size: 1",
         "write enable_prefix_caching: true",
     ]
-
-
-def test_a_model_without_experts_has_none_to_replay(read):
-    read(SMALL)
-    word = "actor_train.router_replay.mode=R3"
-    (finding,) = read_roll("run.yaml", [word], lambda settings: replace(SPARSE, moe=None)).findings
-    assert finding.what.startswith("actor_train.router_replay.mode is R3, and ")
-    assert finding.where == word
-    assert not read_roll("run.yaml", [word], lambda settings: SPARSE).findings
 
 
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
@@ -310,25 +299,6 @@ def test_judges_on_one_device_take_no_more_than_its_memory(read):
     assert read(SMALL, *words, "rewards.more.device_mapping=[1, 2]", "actor_infer.device_mapping=[3]").findings == ()
     (wrong,) = read(SMALL, *words, share.format("more", 90), share.format("math", 0.1)).findings
     assert (wrong.what, wrong.where) == ("rewards.more: gpu_memory_utilization is 90", share.format("more", 90))
-
-
-def test_adapters_are_of_layers_that_the_model_has(read):
-    read(SMALL)
-    words = ["actor_train.model_args.lora_target=foo"]
-    (finding,) = read_roll("run.yaml", words, lambda settings: SPARSE).findings
-    assert (finding.what, finding.where) == ("lora_target has foo", words[0])
-
-
-def test_the_built_in_engine_samples_from_no_layers_of_linear_attention(read):
-    read(SMALL)
-    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 16, "conv_kernel_size": 4}
-    model = replace(SPARSE, model_type="qwen3_next", delta=DeltaNet(layers=(True,) * SPARSE.num_layers, **sizes))
-    word = "actor_infer.strategy_args.strategy_name="
-    (finding,) = read_roll("run.yaml", [f"{word}builtin"], lambda settings: model).findings
-    assert (finding.what, finding.where) == (
-        "actor_infer: the built-in engine cannot sample from qwen3_next", f"{word}builtin",
-    )  # fmt: skip
-    assert not read_roll("run.yaml", [f"{word}vllm"], lambda settings: model).findings
 
 
 def test_reference_is_run_only_where_something_needs_it(read):
