@@ -138,7 +138,7 @@ def test_problems_with_answers_are_for_reinforcement_learning(
     found = draft(Answers(model=model, data=problems, **machine))
     assert (found.goal, found.verb) == ("rl", "rl")
     write_settings(found.file, found.text)
-    read = read_roll(str(found.file), [], lambda settings: None)
+    read = read_roll(str(found.file), [], lambda settings, stage: None)
     assert read.findings == ()
     assert read.settings is not None
     # Sampling and training are timed together, for the steps that the file has.

@@ -350,7 +350,7 @@ def test_experts_are_balanced_as_their_config_json_says(read, kind, weight):
     engine = "strategy_args: {strategy_name: megatron_train}"
     critic = f"critic={{device_mapping: [0, 1], model_args: {{model_name_or_path: M}}, {engine}}}"
     balancing = [f"{role}.strategy_args.strategy_config.moe_router_load_balancing_type={kind}" for role in ROLES]
-    found = read_roll("run.yaml", ["adv_estimator=gae", critic, *balancing], lambda settings: SPARSE)
+    found = read_roll("run.yaml", ["adv_estimator=gae", critic, *balancing], lambda settings, stage: SPARSE)
     assert found.findings == ()
     roles = (found.settings.actor_train, found.settings.critic)
     assert [role.settings.experts.moe_aux_loss_coeff for role in roles] == [weight, weight]

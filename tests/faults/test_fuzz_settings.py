@@ -291,7 +291,7 @@ class _Checked:
         Path("rl.yaml").write_bytes(text)
         is_rl_file("rl.yaml")
         try:
-            read = read_roll("rl.yaml", words, lambda settings: self.architecture)
+            read = read_roll("rl.yaml", words, lambda settings, stage: self.architecture)
             self._placed(read.findings, "rl.yaml")
             settings = read.require_valid()
         except MegatuneError as error:
@@ -301,7 +301,7 @@ class _Checked:
         with changed_environment({**read.variables, **settings.run.system_envs}):
             pass
         Path("again.yaml").write_text(run_yaml(read), encoding="utf-8")
-        again = read_roll("again.yaml", (), lambda settings: self.architecture)
+        again = read_roll("again.yaml", (), lambda settings, stage: self.architecture)
         assert not again.findings, f"{again.findings}"
         assert repr(again.settings) == repr(settings)
 

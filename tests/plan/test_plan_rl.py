@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from activation_cases import CASES
+from activation_cases import CASES, REWARD
 from measured_memory import measure_log_probs
 from transformers import AutoModelForCausalLM
 
 from megatune.cli.main import main
-from megatune.config.rl.settings import InferRole
+from megatune.config.rl.settings import InferRole, RewardRole
 from megatune.errors import ExitCode
 from megatune.families import load_architecture
 from megatune.plan.catalogue import find_machine, find_model
@@ -29,6 +29,7 @@ from megatune.plan.rl.roles import (
     OLD_PASS,
     REFERENCE_PASS,
     SAMPLE,
+    SCORES,
     SYNC,
     TRAIN,
     engine_memory,
@@ -109,6 +110,24 @@ def test_a_judge_on_devices_of_a_trainer_leaves_them_while_it_trains() -> None:
     assert shared.parts[TRAIN].keys() == {"framework"}
     assert shared.parts[SAMPLE]["weights"] == shared.offloaded > 0
     assert alone.parts[TRAIN] == alone.parts[SAMPLE] == shared.parts[SAMPLE]
+
+
+def test_a_reward_model_has_the_devices_while_it_scores() -> None:
+    question = question_of(COLOCATED)
+    settings, reference = question.settings, question.settings.reference
+    assert reference is not None
+    model = reference.model_copy(update={"name": "rewards.help"})
+    rewards = {"help": RewardRole("help", "reward_model", model=model)}
+    scored = replace(question.models["reference"], architecture=REWARD)
+    models = {**question.models, "rewards.help": scored}
+    question = replace(question, settings=replace(settings, rewards=rewards), models=models)
+    (held,) = (role.of_place[0] for role in shares(question) if role.role == "rewards.help")
+    assert held.parts[SCORES]["weights"] == held.offloaded > 0
+    assert held.parts[SAMPLE] == held.parts[TRAIN] == held.parts[REFERENCE_PASS]
+    assert "weights" not in held.parts[SAMPLE]
+    seconds = plan_rl(question).seconds.phases
+    assert list(seconds).index(SCORES) == list(seconds).index(SAMPLE) + 1
+    assert 0 < seconds[SCORES] < seconds[REFERENCE_PASS]  # of two layers
 
 
 def test_layouts_of_published_steps_are_found_to_fit() -> None:
@@ -298,7 +317,15 @@ def test_machines_are_the_catalogue_s(file: Path, capsys: pytest.CaptureFixture[
     assert find_machine("h200").device.memory > find_machine("h100").device.memory
 
 
-@pytest.mark.parametrize("name", ["dense: tp2 pp2 sp, bf16", "experts: ep2, fp32", "dense: packed, 2 rows, bf16"])
+_FORWARD = [
+    "dense: tp2 pp2 sp, bf16",
+    "experts: ep2, fp32",
+    "dense: packed, 2 rows, bf16",
+    "reward model: tp2 sp, bf16",
+]
+
+
+@pytest.mark.parametrize("name", _FORWARD)
 def test_forward_passes_hold_what_is_planned(pool, name: str) -> None:
     """At least, and a little more: a layer is planned as if it freed nothing on the way."""
     one = CASES[name]

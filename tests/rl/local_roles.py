@@ -171,6 +171,7 @@ def _run(
         models_of.get("critic"),
         {name: models_of[role.name] for name, role in settings.teachers.items()},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
+        {name: made for name, role in settings.scorers.items() if (made := model_group(ReferenceWorker, role))},
     )
     # Drawing takes longer than all steps of most runs; test_rl_command.py has it drawn.
     with contextlib.closing(loop), mock.patch.object(LossPlot, "on_train_end"):

@@ -247,7 +247,7 @@ def test_which_parts_are_trained_is_as_in_roll(model):
     changed = "actor_train.model_args.freeze_module_prefix"
 
     def frozen(value: str) -> tuple[bool, bool]:
-        read = read_roll(EXAMPLE, [f"{changed}={value}"], lambda settings: load_architecture(model))
+        read = read_roll(EXAMPLE, [f"{changed}={value}"], lambda settings, stage: load_architecture(model))
         found = read.require_valid().actor_train.settings.finetuning
         return found.freeze_vision_tower, found.freeze_multi_modal_projector
 

@@ -18,6 +18,7 @@ from local_roles import run_file
 from megatron.core import parallel_state
 from pool import RankPool
 from pool_launch import CommandLine
+from test_reward_models import with_score
 from torch import Tensor
 
 from megatune.cli.rehearse import run as rehearse
@@ -90,6 +91,11 @@ MEANINGS = [
     ("--overlong_filter true", "algorithm.max_len_mask", True),
     ("--reward_funcs format accuracy --reward_weights 1 2", "rewards.grpo.arguments.reward_weights", [1.0, 2.0]),
     ("--reward_funcs soft_overlong --soft_cache_length 8", "rewards.grpo.arguments.soft_max_length", 512),
+    ("--reward_model r", "rewards.grpo.kind", "swift"),
+    ("--reward_model r", "rewards.grpo.model.settings.model.model_name_or_path", "r"),
+    ("--reward_model r", "rewards.grpo.model.settings.precision.bf16", True),
+    ("--reward_model r --reward_weights 1 0.5", "rewards.grpo.score_weight", 0.5),
+    ("--reward_model r --reward_weights 3 0.5", "rewards.grpo.arguments.reward_weights", [3.0]),
     ("--temperature 0.7", "actor_infer.generating_args.temperature", 0.7),
     ("", "actor_infer.generating_args.temperature", 0.9),
     ("--tuner_type lora --lora_rank 4", "actor_train.settings.finetuning.lora_rank", 4),
@@ -164,6 +170,10 @@ REFUSED = [
     ("--beta high", "beta: high is not supported"),
     ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
     ("--reward_weights 1 2", "reward_weights: [1, 2] is not supported"),
+    ("--reward_model r --reward_weights 1", "reward_weights: [1] is not supported"),
+    ("--reward_model r s", "reward_model: [r, s] is not supported"),
+    ("--reward_model r --reward_model_plugin genrm", "reward_model_plugin: [genrm] is not supported"),
+    ("--reward_model r --dynamic_sample true", "rewards.grpo has a reward model and query_filter_config"),
     ("--reward_funcs soft_overlong", "soft_cache_length: null is not supported"),
     ("--external_plugins nowhere.py", "external_plugins: [nowhere.py] is not supported"),
     ("--vllm_mode server", "vllm_mode: server is not supported"),
@@ -408,6 +418,9 @@ def test_a_command_line_runs_and_its_file_says_the_same(
     --logging_steps 1 --tensor_model_parallel_size {ranks} --vllm_mode colocate --temperature 1.0 --beta 0.1
     --max_length 64 --tuner_type {tuner} --merge_lora {str(tuner == "lora").lower()}"""
     if ranks == 1:
+        # The model of its page: functions and a reward model, whose score is the last of those that are summed.
+        reward = with_score(make_checkpoint("qwen3", tmp_path / "reward"))
+        words = words.replace("--reward_weights 1 2", f"--reward_weights 1 2 9 --reward_model {reward}")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("NPROC_PER_NODE", "1")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -424,7 +437,7 @@ def test_a_command_line_runs_and_its_file_says_the_same(
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in metrics if "reward" in line]
     assert len(steps) == 2
-    assert all(0 <= line["reward"] <= 1 for line in steps)
+    assert all((0 <= line["reward"] <= 1) == (ranks == 2) for line in steps)
     assert any(line["grad_norm"] > 0 for line in steps)
     whole, merged = (tmp_path / "out" / name / "model.safetensors" for name in ("", "merged"))
     assert (whole.is_file(), merged.is_file()) == (tuner == "full", tuner == "lora")
@@ -432,3 +445,4 @@ def test_a_command_line_runs_and_its_file_says_the_same(
     again = read_file(str(tmp_path / "out" / "run.yaml"), [])
     assert again.require_valid().rewards["grpo"].arguments["reward_weights"] == [1.0, 2.0]
     assert again.require_valid().rollout.rollout_batch_size == 2
+    assert again.require_valid().rewards["grpo"].score_weight == (9 if ranks == 1 else 1)

@@ -10,6 +10,7 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 STAGE = "rm"
+SCORER = "scorer"  # in place of a stage: of a role that scores with a reward model as it is
 _TEXT_ONLY = "reward models are made from language models that read text only"
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -32,10 +33,11 @@ def score_problems(config: Mapping[str, Any], *, has_vision: bool) -> Iterator[t
 
 
 def as_trained(architecture: Architecture, stage: str, where: str) -> Architecture:
-    """Return the model that a stage trains, made of the one that it starts from: with stage rm a reward model.
+    """Return the model that a stage trains, made of the one that it starts from: with stage rm a reward model; with
+    SCORER the reward model that it is.
 
     Raises:
-        MegatuneError: SETTINGS, when the stage cannot train it.
+        MegatuneError: SETTINGS, when the stage cannot train it, or it scores nothing.
     """
     if stage == STAGE:
         if architecture.vision is not None or not architecture.has_classifier:
@@ -44,7 +46,11 @@ def as_trained(architecture: Architecture, stage: str, where: str) -> Architectu
             why = why if architecture.vision is None else _TEXT_ONLY
             raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)
         return replace(architecture, num_labels=1, tie_word_embeddings=False)
-    if architecture.num_labels:
+    if stage == SCORER and not architecture.num_labels:
+        what, why = "it is a language model", "a reward model has a score in place of the output layer"
+        fix = "name one that `megatune rm` has trained, or a published ...ForSequenceClassification with one label"
+        raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
+    if architecture.num_labels and stage != SCORER:
         what, why = f"stage {stage} with a reward model", "it has a score in place of the output layer"
         fix = "write stage: rm, or name a language model"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)

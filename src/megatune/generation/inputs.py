@@ -44,8 +44,14 @@ def find_model(path: Path) -> Path:
     return folder
 
 
-def check_writes(folder: Path, adapters: Sequence[Path] = ()) -> None:
+_SCORES = "load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
+
+
+def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str = _SCORES) -> None:
     """Refuse a reward model, or an adapter that makes one.
+
+    Args:
+        fix: what scores with it.
 
     Raises:
         MegatuneError: (INPUT) naming it.
@@ -54,7 +60,6 @@ def check_writes(folder: Path, adapters: Sequence[Path] = ()) -> None:
     scoring += [str(path) for path in adapters if has_score(path)]
     if scoring:
         what, why = "it is a reward model", "it has a score in place of the output layer, and writes no text"
-        fix = "load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
         raise MegatuneError(Finding(what, scoring[-1], why, fix), ExitCode.INPUT)
 
 

@@ -89,6 +89,12 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
     return write
 
 
+def conversation_writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """Return what writes whole conversations, whose last message is an answer, by the tokenizer's chat template; see
+    `prompt_writer`."""
+    return _chat_template(tokenizer, add_generation_prompt=False)
+
+
 def swift_reader(
     data: PromptData, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None
 ) -> Callable[[Mapping[str, Any]], Asked]:

@@ -117,17 +117,17 @@ class _Models:
         self.errors: list[MegatuneError] = []
         self._known: dict[tuple[str | None, str], Architecture | None] = {}
 
-    def __call__(self, settings: Settings) -> Architecture | None:
-        key = (settings.model.model_name_or_path, settings.run.stage)
+    def __call__(self, settings: Settings, stage: str) -> Architecture | None:
+        key = (settings.model.model_name_or_path, stage)
         if key not in self._known:
-            self._known[key] = self._read(settings)
+            self._known[key] = self._read(settings, stage)
         return self._known[key]
 
-    def _read(self, settings: Settings) -> Architecture | None:
+    def _read(self, settings: Settings, stage: str) -> Architecture | None:
         name = settings.model.model_name_or_path
         try:
             folder = RunModel(settings, asks=self._asks).config_dir(name) if name else None
-            return None if folder is None else load_architecture(folder, settings.run.stage)
+            return None if folder is None else load_architecture(folder, stage)
         except MegatuneError as error:
             self.errors.append(error)
             return None

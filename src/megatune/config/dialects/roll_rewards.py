@@ -8,11 +8,11 @@ from typing import Any
 
 from megatune.config.dialects.dialect import read_part
 from megatune.config.dialects.roll_reader import REWARD, Part, part_of
-from megatune.config.dialects.roll_roles import Roles
+from megatune.config.dialects.roll_roles import Roles, model_role
 from megatune.config.dialects.roll_samplers import infer_role, sampling_of
 from megatune.config.rl.role import RoleSettings
 from megatune.config.rl.rollout import ENVIRONMENTS, Generating, GroupFilter, RewardSettings
-from megatune.config.rl.settings import InferRole, RewardRole
+from megatune.config.rl.settings import REWARD_MODEL, InferRole, RewardRole
 from megatune.config.values import is_number, shown
 
 _ADDRESSES = ("code_url", "judge_api_url")
@@ -52,7 +52,9 @@ def _judging(part: Part) -> Generating:
 
 def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
     (kind, function), keys, own = _kind(part), part.of(RoleSettings), part.of(RewardSettings)
-    part.check("reward", kind=kind, domain=domain, reward_model=roles.top.parts["reward_model"].tree)
+    scores = kind == REWARD_MODEL or (kind == "swift" and bool(keys.devices))
+    judges = roles.top.parts["reward_model"].tree
+    part.check("reward", kind=kind, domain=domain, reward_model=judges, scores=scores)
     arguments = _arguments(kind, part) | _environment(part)
     judge = None
     if kind == "llm_judge":
@@ -68,6 +70,9 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
         arguments=arguments,
         group_filter=_group_filter(part),
         judge=judge,
+        model=model_role(roles, part, part.name, None, trains=False) if scores else None,
+        score_weight=own.score_weight,
+        truncated_score=own.truncated_score,
     )
 
 

@@ -23,9 +23,10 @@ from megatune.config.rl.settings import ModelRole
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.settings import Settings, all_settings, with_settings
 from megatune.config.values import Value
+from megatune.families.scores import SCORER, STAGE
 
-# Settings of a role's engine -> the model's numbers; None where they cannot be read.
-ModelOf = Callable[[Settings], Architecture | None]
+# (settings of a role's engine, the stage that its model is read for) -> its numbers; None where they cannot be read.
+ModelOf = Callable[[Settings, str], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
 _MODEL, STRATEGY = "model_args", "strategy_args.strategy_config"
@@ -173,7 +174,7 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
     settings = _settings(roles, loaded.settings, part, name, default_model, len(devices), trains)
     loaded, architecture = replace(loaded, settings=settings), None
     if roles.model_of is not None and settings.model.model_name_or_path:
-        architecture = roles.model_of(settings)
+        architecture = roles.model_of(settings, SCORER if name.startswith("rewards.") else settings.run.stage)
     if trains and architecture is not None:
         loaded, lines = of_model(_with_encoder(loaded, architecture), architecture)
         part.reader.lines += lines
@@ -210,7 +211,7 @@ def _settings(
     """Return the settings of an engine with what other keys of the file say."""
     keys, top, parallel, optimizer = part.of(RoleSettings), roles.run, settings.parallel, settings.optimizer
     changes: dict[str, Any] = {
-        "run.stage": "rm" if name == "critic" else "sft",
+        "run.stage": STAGE if name.startswith(("critic", "rewards.")) else "sft",
         "run.output_dir": top.output_dir,
         "run.seed": top.seed,
         "run.run_name": top.tracker_kwargs.name or top.exp_name,

@@ -88,7 +88,8 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
     """Roles that work at the same time have devices of their own."""
     infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
     ahead = settings.rollout.async_generation_ratio > 0
-    others = {role.name: role.devices for role in (settings.actor_train, settings.reference, settings.critic) if role}
+    models = (settings.actor_train, settings.reference, settings.critic, *settings.scorers.values())
+    others = {role.name: role.devices for role in models if role}
     for name, devices in others.items():
         if ahead and (shared := infer & set(devices)):
             why = f"{_numbers(shared)}: what runs at the same time cannot take turns on a device"

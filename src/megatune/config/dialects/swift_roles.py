@@ -4,7 +4,7 @@ devices, engines and the reward."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.entry import SettingEntry
 from megatune.config.load import Loaded
+from megatune.config.rl.settings import REWARD_MODEL
 from megatune.config.rules.rule import divisors
 from megatune.config.settings import is_default, setting_value
 from megatune.config.values import shown
@@ -76,6 +77,13 @@ class Keys:
         origin = entry.origin if entry is not None else command.default_origin
         self.reading.put(dotted.split("."), value, where, origin)
 
+    def role(self, name: str) -> None:
+        """Write the devices of a role, which has all of them, and the dtype of its model."""
+        precision = self.loaded.settings.precision
+        dtype = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+        self.put(f"{name}.device_mapping", [*range(self.devices)], "run.num_processes")
+        self.put(f"{name}.model_args.dtype", dtype, "precision.bf16", "precision.fp16")
+
     def refuse(self, flag: str, why: str, fix: str, said: Any = None) -> None:
         """Refuse what a flag asks for, or `said`, which another flag lets it ask for."""
         entry = self.run.command.rollouts.get(flag)
@@ -113,7 +121,7 @@ class Keys:
 
 def write_roles(keys: Keys) -> None:
     """Every role has all devices, by turns."""
-    command, loaded = keys.run.command, keys.loaded
+    command = keys.run.command
     if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("LOCAL_RANK"):
         what, why = "grpo is started once, on one machine", "Ray starts the processes of all machines"
         fix = "join the machines to a Ray cluster, and write a file with the devices of all: docs/rl.md"
@@ -125,13 +133,11 @@ def write_roles(keys: Keys) -> None:
     if command.variables.get("USE_MODELSCOPE_HUB") == "1":
         keys.put("model_download_type", "MODELSCOPE")
     reference = ["reference"] if keys.written("use_kl_loss") else []
-    precision, is_lora = loaded.settings.precision, keys.setting("finetuning.finetuning_type") == "lora"
+    is_lora = keys.setting("finetuning.finetuning_type") == "lora"
     if is_lora:
         reference = []  # the model without its adapters is one
-    dtype = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
     for role in ("actor_train", "actor_infer", *reference):
-        keys.put(f"{role}.device_mapping", [*range(keys.devices)], "run.num_processes")
-        keys.put(f"{role}.model_args.dtype", dtype, "precision.bf16", "precision.fp16")
+        keys.role(role)
     for role in ("actor_train", *reference):
         _engine(keys, role)
     if is_lora:
@@ -223,15 +229,16 @@ def _sampler(keys: Keys) -> None:
 
 def write_rewards(keys: Keys) -> None:
     """One domain, whose reward is the weighted sum of all."""
-    names = keys.value("reward_funcs") or []
-    if not names:
+    names, models = keys.value("reward_funcs") or [], keys.value("reward_model") or []
+    if not names and not models:
         fix = "write --reward_funcs accuracy format, or names of a file of --external_plugins"
         keys.reading.find("reward_funcs is missing", why="nothing would be rewarded", fix=fix)
     weights = keys.value("reward_weights") or []
     numbers = [number for each in weights if (number := _as_number(each)) is not None]
-    if weights and (len(numbers) != len(names) or len(numbers) != len(weights)):
-        keys.refuse("reward_weights", "", "write a number for each of reward_funcs")
-    arguments: dict[str, Any] = {"reward_funcs": list(names), "reward_weights": numbers}
+    if weights and (len(numbers) != len(names) + len(models) or len(numbers) != len(weights)):
+        of_model = ", and for reward_model" * bool(models)
+        keys.refuse("reward_weights", "", f"write a number for each of reward_funcs{of_model}")
+    arguments: dict[str, Any] = {"reward_funcs": list(names), "reward_weights": numbers[: len(names)]}
     if plugins := keys.value("external_plugins"):
         arguments["external_plugins"] = [os.path.abspath(path) for path in plugins]
         for path in plugins:
@@ -254,14 +261,35 @@ def write_rewards(keys: Keys) -> None:
         if flag in typed:
             keys.run.command.whys[typed[flag].where] = said if flag == "reward_funcs" else "in rewards.grpo"
     above = "rewards.grpo"
-    keys.put(f"{above}.worker_cls", "swift", "reward_funcs")
     keys.put(f"{above}.tag_included", [""])
-    keys.put(f"{above}.world_size", 8)
-    keys.put(f"{above}.arguments", arguments, "reward_funcs")
+    if names or not models:
+        keys.put(f"{above}.worker_cls", "swift", "reward_funcs")
+        keys.put(f"{above}.world_size", 8)
+        keys.put(f"{above}.arguments", arguments, "reward_funcs")
+    else:
+        keys.put(f"{above}.worker_cls", REWARD_MODEL, "reward_model")
+    if models:
+        _reward_model(keys, above, numbers[len(names) :])
     if keys.value("dynamic_sample"):
         keys.put(f"{above}.query_filter_config.type", "std_filter", "dynamic_sample")
         keys.put(f"{above}.query_filter_config.filter_args", {"std_threshold": 0}, "dynamic_sample")
         keys.put("is_use_additional_prompts", True, "dynamic_sample")
+
+
+def _reward_model(keys: Keys, above: str, weights: Sequence[float]) -> None:
+    """A reward model on all devices, by turns: its score is the last of those that are summed, as in ms-swift where it
+    trains without Megatron; with Megatron it never asks the model."""
+    first, *more = keys.value("reward_model")
+    if more:
+        keys.refuse("reward_model", "one reward model scores", f"write --reward_model {first}")
+    if keys.value("reward_model_plugin") not in (None, ["default"]):
+        why, fix = "its score is the reward, as of the plugin default", "score by a function of --external_plugins"
+        keys.refuse("reward_model_plugin", why, fix)
+    keys.put(f"{above}.model_args.model_name_or_path", first, "reward_model")
+    keys.role(above)
+    _engine(keys, above)
+    if weights:
+        keys.put(f"{above}.score_weight", weights[0], "reward_weights")
 
 
 def _as_number(text: Any) -> float | None:

@@ -44,7 +44,7 @@ class StrategySettings(Group):
     run, and `megatune explain` explains them.
     When: Required for roles with a model.
     - megatron_train: this program's engine, in any layout; actor_train and critic
-    - megatron_infer: the same, forward only; reference and teachers
+    - megatron_infer: the same, forward only; reference, teachers and reward models
     - hf_infer: as megatron_infer, with a whole model on each device; of a role that samples the same as builtin
     - builtin: this program's engine for sampling, one device each
     - vllm: vLLM, in this environment or the one of py_executable
@@ -78,7 +78,8 @@ class RoleSettings(Group):
     How: Of roles with devices it follows from them.
     When: As many as there are cores to spare: rewards are scored while others are still sampled."""
     infer_batch_size: Annotated[Count, "samples"] = 16
-    """Samples of one micro-batch that only runs forward: log-probabilities of actor_train and reference, values.
+    """Samples of one micro-batch that only runs forward: log-probabilities of actor_train and reference, values, scores
+    of a reward model.
     How: No activations are kept, so more fit than in training.
     When: Smaller where the logits of long samples fill a device."""
     model_update_frequency: Annotated[Count, "steps"] = 1

@@ -154,6 +154,15 @@ class RewardSettings(Group):
     - loose: the letter alone counts
     - soft: ± 0.5
     - strict: the box is needed"""
+    score_weight: float = 1.0
+    """What the score of a reward model is multiplied by.
+    How: With worker_cls: swift and a model the product is added to the sum of its functions.
+    When: Where its scores are much larger, or smaller, than what they are added to."""
+    truncated_score: float | None = None
+    """The score of a response that was cut at response_length, in place of the reward model's. null is its own.
+    How: A reward model reads every response as a finished turn, and cannot know that one was cut.
+    When: Below what it gives to most responses, such as -1, if responses grow to the limit; max_len_mask leaves them
+    out."""
     response_length_penalty_coef: float = 0.0
     """How much short responses of crossthinkqa lose.
     How: It multiplies a penalty from -0.5 at 100 tokens to 0 at 400.

@@ -22,6 +22,7 @@ from megatune.config.settings import Settings
 # The key of strategy_config by which an engine's part of a device's memory is set, and that part where it is not.
 SHARE_KEYS = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 USUAL_SHARE = 0.9
+REWARD_MODEL = "reward_model"  # the kind of a reward that is the score of a reward model
 UNSCORED = "unscored"  # the kind of a reward that scores nothing, and its domain
 # Headings -> groups by where they stand; ROLE and DOMAIN mean the name of a role and of a domain.
 _GROUPS: dict[str, dict[str, type[Group]]] = {
@@ -37,7 +38,7 @@ class ModelRole(RoleSettings):
     """A role with a model of our engine.
 
     Attributes:
-        name: "actor_train", "reference", "critic", "teacher.NAME".
+        name: "actor_train", "reference", "critic", "teacher.NAME"; "rewards.DOMAIN" of a reward model.
         settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
             of actor_train also say what the run is reported to (`logging`).
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
@@ -124,8 +125,9 @@ class RewardRole:
 
     Attributes:
         kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
-            "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name", or
-            "environment", whose own rewards are the score; UNSCORED of a distillation without rewards.
+            "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name",
+            "environment", whose own rewards are the score, or "reward_model", whose score is that of `model` alone;
+            UNSCORED of a distillation without rewards.
         tag_included: tags of the rows of this domain.
         workers: processes.
         arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,
@@ -133,6 +135,8 @@ class RewardRole:
             an environment `environment`: its name, arguments and max_turns.
         judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
             the one that several domains share (cluster).
+        model: a reward model, whose score is added to what the kind says, times score_weight.
+        truncated_score: in place of the model's score of a response that was cut.
     """
 
     domain: str
@@ -143,6 +147,9 @@ class RewardRole:
     arguments: dict[str, Any] = field(default_factory=dict)
     group_filter: GroupFilter = field(default_factory=GroupFilter)
     judge: InferRole | None = None
+    model: ModelRole | None = None
+    score_weight: float = 1.0
+    truncated_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,11 @@ class RLSettings:
     reward_model: InferRole | None = None
     teachers: dict[str, ModelRole] = field(default_factory=dict)
     validation: Validation | None = None
+
+    @property
+    def scorers(self) -> dict[str, ModelRole]:
+        """The reward models, by domain."""
+        return {domain: role.model for domain, role in self.rewards.items() if role.model is not None}
 
     @property
     def samples_per_step(self) -> int:

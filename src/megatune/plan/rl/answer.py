@@ -21,6 +21,7 @@ from megatune.plan.rl.roles import (
     OLD_PASS,
     REFERENCE_PASS,
     SAMPLE,
+    SCORES,
     SYNC,
     TRAIN_CRITIC,
     VALUES,
@@ -218,6 +219,8 @@ def _seconds(question: RLQuestion, phase: str, rollout: Rollout) -> float:
         return _sync_seconds(question) / max(1, actor.model_update_frequency)
     if phase == SAMPLE:
         return rollout.prefill + rollout.decode
+    if phase == SCORES:
+        return sum(_forward(question, scorer) for scorer in settings.scorers.values())
     if phase == REFERENCE_PASS:
         own = _forward(question, settings.reference or actor) if settings.algorithm.enable_reference else 0.0
         return own + sum(_forward(question, teacher) for teacher in settings.teachers.values())

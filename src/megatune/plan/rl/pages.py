@@ -202,7 +202,8 @@ def notes(found: RLAnswer) -> Iterator[str]:
     yield from question.notes
     yield f"{device.name}: {size(device.memory)} can be used, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
     yield "responses end with a constant chance at each token, and are cut at the longest length"
-    yield "no group is filtered, and rewards are computed while others are sampled: neither takes time of its own"
+    rewards = "rewards, but those of reward models, are computed while others are sampled"
+    yield f"no group is filtered, and {rewards}: neither takes time of its own"
     if device.on_cpu:
         yield "on a CPU offloaded weights stay in the same memory"
     else:
@@ -307,8 +308,15 @@ def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, An
         if len(infer.devices) % (more := 2 * infer.devices_per_engine) == 0:
             spread = infer.model_copy(update={"devices_per_engine": more})
             yield [(f"actor_infer: tensor_parallel_size: {more}", {"actor_infer": spread})]
-    for role in (settings.actor_train, settings.reference, settings.critic):
+    for role in (settings.actor_train, settings.reference, settings.critic, *settings.scorers.values()):
         if role is not None:
             sizes = [role.infer_batch_size >> power for power in range(1, role.infer_batch_size.bit_length())]
             fewer = ((size, role.model_copy(update={"infer_batch_size": size})) for size in sizes)
-            yield [(f"{role.name}: infer_batch_size: {size}", {role.name: each}) for size, each in fewer]
+            yield [(f"{role.name}: infer_batch_size: {size}", _with(settings, each)) for size, each in fewer]
+
+
+def _with(settings: RLSettings, role: ModelRole) -> dict[str, Any]:
+    """Return what of the settings a role changes: a field of its name, or the reward whose model it is."""
+    if (domain := role.name.removeprefix("rewards.")) == role.name:
+        return {role.name: role}
+    return {"rewards": {**settings.rewards, domain: replace(settings.rewards[domain], model=role)}}

@@ -90,7 +90,8 @@ class Lengths:
 
 def model_roles(settings: RLSettings) -> tuple[ModelRole, ...]:
     """Return the roles with a model of the engine, in the order in which a step needs them."""
-    roles = (settings.actor_train, settings.reference, *settings.teachers.values(), settings.critic)
+    scorers = settings.scorers.values()
+    roles = (settings.actor_train, *scorers, settings.reference, *settings.teachers.values(), settings.critic)
     return tuple(role for role in roles if role is not None)
 
 
@@ -174,9 +175,9 @@ class RLQuestionReader(PlanReader):
             self._known[name, stage] = self.found(lambda: find_model(name, stage=stage))
         return self._known[name, stage]
 
-    def _architecture(self, settings: Settings) -> Architecture | None:
+    def _architecture(self, settings: Settings, stage: str) -> Architecture | None:
         """Return the numbers of a role's model, for the rules of its layout."""
-        found = self._model(settings.model.model_name_or_path or "", settings.run.stage)
+        found = self._model(settings.model.model_name_or_path or "", stage)
         return found.architecture if found else None
 
     def _models(self, settings: RLSettings) -> dict[str, PlannedModel]:

@@ -36,8 +36,8 @@ from megatune.plan.operators.operator import chain
 from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
 from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, Lengths, RLQuestion, infer_roles, model_roles
 
-SYNC, SAMPLE, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
-    "sync", "rollout", "reference", "old log-probs", "values", "train critic", "train",
+SYNC, SAMPLE, SCORES, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
+    "sync", "rollout", "scores", "reference", "old log-probs", "values", "train critic", "train",
 )  # fmt: skip
 # In which phases a role is active; it sleeps in the others.
 _ACTIVE = {ACTOR: (SYNC, OLD_PASS, TRAIN), REFERENCE: (REFERENCE_PASS,), CRITIC: (VALUES, TRAIN_CRITIC)}
@@ -314,6 +314,7 @@ class RoleShares:
 def phases(question: RLQuestion) -> tuple[str, ...]:
     """Return the phases that a step has, in their order."""
     settings, found = question.settings, [SYNC, SAMPLE]
+    found += [SCORES] if settings.scorers else []
     if settings.algorithm.enable_reference or settings.teachers:
         found.append(REFERENCE_PASS)
     if settings.algorithm.enable_old_logprobs_recompute:
@@ -357,7 +358,8 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
     forward = forward_memory(forward_case(question, role, longest=True))
     training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
     bucket = _BUCKETS * _bucket_bytes(question)
-    active = _ACTIVE.get(role.name, (REFERENCE_PASS,))
+    scores = role in question.settings.scorers.values()
+    active = _ACTIVE.get(role.name, (SCORES,) if scores else (REFERENCE_PASS,))
     if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
         active = (*active, REFERENCE_PASS)
 
@@ -374,8 +376,8 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
         full = {**state, "activations": activations, **stays}
         if takes_turns and on_cpu:  # copies are made before what was copied is freed
             full["copies"] = max(0, sum(moved.values()) - activations)
-        by_phase = {SYNC: {**light, "buckets": bucket}, REFERENCE_PASS: working, OLD_PASS: working, VALUES: working,
-                    TRAIN_CRITIC: full, TRAIN: full}  # fmt: skip
+        by_phase = dict.fromkeys((SCORES, REFERENCE_PASS, OLD_PASS, VALUES), working)
+        by_phase |= {SYNC: {**light, "buckets": bucket}, TRAIN_CRITIC: full, TRAIN: full}
         parts = {phase: by_phase[phase] if phase in active else asleep for phase in phases(question)}
         return Held(role.name, parts, sum(moved.values()) if takes_turns else 0)
 

@@ -18,6 +18,7 @@ from megatune.rl.pipeline.files import Progress, dump_samples, record_step, repl
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports, tell_failures, validation_metrics
 from megatune.rl.pipeline.sampler import MakeSampler, sample_all
+from megatune.rl.pipeline.scores import RewardModels
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems
@@ -31,6 +32,7 @@ class Driver:
     """Runs the steps.
 
     Attributes:
+        scores: adds what reward models say.
         sampler: makes what samples and scores.
         progress: how far the run has come; changed by every step.
         note: told each phase as it begins, and the step, counted from 1.
@@ -41,6 +43,7 @@ class Driver:
     weights: Weights
     learner: Learner
     pool: RewardPool
+    scores: RewardModels
     sampler: MakeSampler
     problems: Problems
     validation: Problems | None
@@ -108,8 +111,12 @@ class Driver:
                 if self._validates and step % run.eval_steps == 0:
                     with phases("validation"):
                         self._validate(step)
+                        self._wake(step)
             with phases("rollout"):
                 taken = self.roles.engines.run(self._collector.take())
+            if self.scores:
+                with phases("scores"):
+                    self.scores.score(taken.groups)
         learned = self.learner.learn(taken.groups, step, phases)
         self._keep(step, taken)
         self.progress.step = step + 1
@@ -141,6 +148,13 @@ class Driver:
         self._collector.regenerate_stale(step + 1)
         return found
 
+    def _wake(self, step: int) -> None:
+        """Let the engines sample on after a reward model may have had their devices."""
+        if self.roles.engines.forgot:
+            self._sync(step + 1)
+        elif self.scores:
+            self.weights.resume()
+
     def _sync(self, version: int) -> dict[str, float]:
         """Give the engines the weights; those that were started again take part from here on."""
         engines = self.roles.engines
@@ -169,6 +183,7 @@ class Driver:
         began, generating = time.monotonic(), self.settings.validation.generating_args
         sampler = self.sampler(generating, "eval")
         groups = self.roles.engines.run(sample_all(self.validation.all(), sampler, generating))
+        self.scores.score(groups)
         report = EvalReport(
             step=step,
             epoch=None,

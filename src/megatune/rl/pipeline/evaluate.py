@@ -7,14 +7,17 @@ from pathlib import Path
 
 from megatune.config.rl.rollout import Generating
 from megatune.config.rl.settings import RLSettings
+from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.files import dump_samples
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.report import tell_failures, validation_metrics
+from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.sampler import sample_all, sampler_maker
+from megatune.rl.pipeline.scores import RewardModels
 from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.training.storage.files import write_atomically, writing
@@ -47,15 +50,22 @@ def evaluate(settings: RLSettings, model: str) -> int:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
-    devices = {device for role in samplers(settings) for device in role.devices}
+    devices = {device for role in (*samplers(settings), *settings.scorers.values()) for device in role.devices}
     found: dict[str, dict[str, float]] = {}
     per_node, limit = settings.run.num_gpus_per_node, settings.run.rpc_timeout
     with Cluster(folder / "launch", devices, devices_per_node=per_node, call_limit=limit) as cluster:
-        pool, (engines, judges) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
+        pool, (engines, judges, scorers) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
         pool.clients |= judge_clients(settings, judges)
+        scheduler = DeviceScheduler(engines, [*scorers.values()], [*judges.values()])
+        for scorer in scorers.values():
+            scorer.group.call("join")
+            scheduler.load(scorer)
+        scores = RewardModels(settings, scheduler, scorers, pool, load_tokenizer(source))
         make = sampler_maker(settings, engines, pool, source)
         for name, generating in _ways(asked).items():
+            scheduler.sample()
             groups = engines.run(sample_all(problems.all(), make(generating, "eval"), generating))
+            scores.score(groups)
             found[name] = validation_metrics(groups)
             print(_line(name, found[name], groups), flush=True)
             tell_failures(groups, "count as wrong")

@@ -127,6 +127,11 @@ class EngineGroup:
         if self._interrupted is not None and not self._interrupted.done():
             self._interrupted.set_result(None)
 
+    @property
+    def forgot(self) -> bool:
+        """Whether they sleep, and have no weights when they wake."""
+        return bool(self._asleep) and self.sleep_level > 1
+
     async def generate(self, requests: Sequence[Request]) -> list[Response]:
         """Have one engine sample requests, those of a group, in one call; return once all have their responses, or are
         aborted: with what each has then, or without any."""

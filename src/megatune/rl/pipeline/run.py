@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from megatune.config.rl.rollout import PromptData
-from megatune.config.rl.settings import UNSCORED, ModelRole, RewardRole, RLSettings
+from megatune.config.rl.settings import REWARD_MODEL, UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.config.values import ranges
 from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode
@@ -26,6 +26,7 @@ from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.sampler import sampler_maker
+from megatune.rl.pipeline.scores import RewardModels, check_scored
 from megatune.rl.pipeline.startup import Roles, check_resume, devices_of, load_roles, start_roles, with_folders
 from megatune.rl.pipeline.weights import Weights
 from megatune.rl.problems import Problems, read_problems
@@ -109,6 +110,7 @@ def drive(
         weights=Weights(settings, scheduler, roles.policy, roles.engines),
         learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
         pool=pool,
+        scores=RewardModels(settings, scheduler, roles.scorers, pool, load_tokenizer(source)),
         sampler=sampler_maker(settings, roles.engines, pool, source),
         problems=problems,
         validation=validation,
@@ -182,6 +184,7 @@ def _problems(settings: RLSettings, source: Path, data: PromptData, length: int,
     vision = vision_of(source, tokenizer, data)
     found = read_problems(data, settings.rewards, tokenizer, length, vision=vision, **rows)
     check_pictures(settings, found.all())
+    check_scored(settings, found.all(), tokenizer)
     return found
 
 
@@ -211,6 +214,7 @@ def start_lines(settings: RLSettings) -> list[str]:
     """Return lines on the roles, on a step, and on what log-probabilities are those of."""
     generating, rollout, infer = settings.actor_infer.generating_args, settings.rollout, settings.actor_infer
     models = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
+    models += settings.scorers.values()
     ahead = rollout.async_generation_ratio
     turns = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
     step = f"{rollout.rollout_batch_size} prompts x {rollout.num_return_sequences_in_group} responses"
@@ -221,7 +225,7 @@ def start_lines(settings: RLSettings) -> list[str]:
         *(
             f"role       rewards.{name}: {reward_line(role)}"
             for name, role in settings.rewards.items()
-            if name != UNSCORED
+            if role.kind not in (UNSCORED, REWARD_MODEL)
         ),
         f"sampling   temperature {generating.temperature:g}, top_p {generating.top_p:g}, top_k {generating.top_k}"
         + _truncation(settings),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Roles:
 
     Attributes:
         judges: by role's name.
+        scorers: reward models, by domain.
     """
 
     engines: EngineGroup
@@ -46,11 +47,12 @@ class Roles:
     critic: ModelGroup | None
     teachers: Mapping[str, ModelGroup]
     judges: Mapping[str, EngineGroup]
+    scorers: Mapping[str, ModelGroup] = field(default_factory=dict)
 
     @property
     def models(self) -> list[ModelGroup]:
         """All that have a model of our engine."""
-        found = [self.policy, self.critic, self.reference, *self.teachers.values()]
+        found = [self.policy, self.critic, self.reference, *self.teachers.values(), *self.scorers.values()]
         return [each for each in found if each is not None]
 
 
@@ -63,14 +65,7 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
     """
 
     def trained(role: ModelRole, name: str) -> ModelRole:
-        model = RunModel(role.settings, asks=True)
-        asked = role.settings.model.model_name_or_path
-        assert asked is not None, "refused by the settings' checks"
-        model.config_dir(asked)
-        folder = model.fetch() or asked
-        output = Path(settings.run.output_dir) / name
-        changes = {"model.model_name_or_path": folder, "run.output_dir": str(output)}
-        return role.model_copy(update={"settings": with_settings(model.settings, changes)})
+        return _with_folder(role, Path(settings.run.output_dir) / name)
 
     actor = trained(settings.actor_train, "")
     source = actor.settings.model.model_name_or_path
@@ -81,12 +76,22 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         settings,
         actor_train=actor,
         actor_infer=_sampled(infer),
-        **_judges(settings),
+        **_scoring(settings),
         reference=trained(settings.reference, "reference") if settings.reference else None,
         critic=trained(settings.critic, "critic") if settings.critic else None,
         teachers={name: trained(role, name) for name, role in settings.teachers.items()},
     )
     return _with_adapter(changed, Path(str(source))), Path(str(source))
+
+
+def _with_folder(role: ModelRole, output: Path) -> ModelRole:
+    """Return a role with a folder for its model, and one for what it writes."""
+    model = RunModel(role.settings, asks=True)
+    asked = role.settings.model.model_name_or_path
+    assert asked is not None, "refused by the settings' checks"
+    model.config_dir(asked)
+    changes = {"model.model_name_or_path": model.fetch() or asked, "run.output_dir": str(output)}
+    return role.model_copy(update={"settings": with_settings(model.settings, changes)})
 
 
 def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
@@ -109,15 +114,21 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
 
 
 def with_own_weights(settings: RLSettings, model: Path) -> RLSettings:
-    """Return the settings with engines that sample from a model of their own, and with folders of the judges'."""
+    """Return the settings with engines that sample from a model of their own, and with folders of what scores."""
     infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model)})
-    return replace(settings, actor_infer=_judge(infer), **_judges(settings))
+    return replace(settings, actor_infer=_judge(infer), **_scoring(settings))
 
 
-def _judges(settings: RLSettings) -> dict[str, Any]:
-    """Return the roles that judge, with folders of their models."""
+def _scoring(settings: RLSettings) -> dict[str, Any]:
+    """Return the roles that judge, and reward models, with folders of their models."""
+    output = Path(settings.run.output_dir)
     rewards = {
-        name: replace(role, judge=_judge(role.judge)) if role.judge else role for name, role in settings.rewards.items()
+        name: replace(
+            role,
+            judge=_judge(role.judge) if role.judge else None,
+            model=_with_folder(role.model, output) if role.model else None,
+        )
+        for name, role in settings.rewards.items()
     }
     return {"rewards": rewards, "reward_model": _judge(settings.reward_model) if settings.reward_model else None}
 
@@ -130,7 +141,7 @@ def _sampled(role: InferRole) -> InferRole:
     """
     name = role.model_name_or_path
     folder = str(open_model(name).fetch()) if is_hub_id(name) else name
-    check_writes(find_model(Path(folder)))
+    check_writes(find_model(Path(folder)), fix="write worker_cls: reward_model and this model in rewards.DOMAIN")
     return role.model_copy(update={"model_name_or_path": folder})
 
 
@@ -148,7 +159,7 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
     """
     trained = {"actor_train": settings.actor_train, "critic": settings.critic, "reference": settings.reference}
     models = {name: role for name, role in trained.items() if role is not None}
-    models |= {f"teacher.{name}": role for name, role in settings.teachers.items()}
+    models |= {role.name: role for role in (*settings.teachers.values(), *settings.scorers.values())}
     specs = [_model_spec(settings, name, role) for name, role in models.items()]
     found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
     groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
@@ -158,19 +169,25 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
         groups["actor_train"],
         groups.get("reference"),
         groups.get("critic"),
-        {name: groups[f"teacher.{name}"] for name in settings.teachers},
+        {name: groups[role.name] for name, role in settings.teachers.items()},
         judges,
+        {name: groups[role.name] for name, role in settings.scorers.items()},
     )
 
 
-def start_engines(cluster: Cluster, settings: RLSettings) -> tuple[EngineGroup, dict[str, EngineGroup]]:
-    """Start the engines alone: those that sample, and judges by their role's name.
+def start_engines(
+    cluster: Cluster, settings: RLSettings
+) -> tuple[EngineGroup, dict[str, EngineGroup], dict[str, ModelGroup]]:
+    """Start what samples and scores alone: the engines, judges by their role's name, and reward models by domain.
 
     Raises:
         MegatuneError: see `Cluster.start`.
     """
-    found = cluster.start([_engine_spec(settings, role) for role in samplers(settings)])
-    return _engines(settings, found, has_own_weights=True)
+    scorers = settings.scorers
+    specs = [_model_spec(settings, role.name, role) for role in scorers.values()]
+    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
+    models = {name: ModelGroup(role, found[role.name]) for name, role in scorers.items()}
+    return *_engines(settings, found, has_own_weights=True), models
 
 
 def samplers(settings: RLSettings) -> list[InferRole]:
@@ -285,4 +302,5 @@ def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
 def devices_of(settings: RLSettings) -> set[int]:
     """Return all devices of all roles."""
     trained = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
-    return {device for role in (*trained, *samplers(settings)) if role is not None for device in role.devices}
+    others = (*settings.scorers.values(), *samplers(settings))
+    return {device for role in (*trained, *others) if role is not None for device in role.devices}

@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Unscored:
-    """What scores nothing: of a distillation without rewards."""
+    """What scores nothing: of a distillation without rewards, and before a reward model scores."""
 
     def __call__(self, answer: Answer) -> Verdict:
         return Verdict(0.0, 0.0)

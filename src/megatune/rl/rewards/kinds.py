@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatune.config.named import named
-from megatune.config.rl.settings import UNSCORED
+from megatune.config.rl.settings import REWARD_MODEL, UNSCORED
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.environments import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
@@ -58,6 +58,7 @@ KINDS: dict[str, Kind] = {
     "swift": Kind("swift:SwiftRewards", limit=60.0, columns=()),
     "python": Kind("", limit=60.0, columns=()),
     "environment": Kind("", limit=60.0, columns=()),
+    REWARD_MODEL: Kind("answer:Unscored", columns=()),
     UNSCORED: Kind("answer:Unscored", columns=()),
 }
 ENVIRONMENT = "environment"  # of a role's arguments: what a role that plays is made with

@@ -140,14 +140,18 @@ class RewardPool:
         reply = loop.create_future()
         domain.waiting.append((answer_of(sample), reply))
         loop.call_soon(domain.dispatch)  # together with the others of its group
-        self._settle(domain, sample, await reply)
+        self.settle(sample, await reply)
 
     async def _ask(self, domain: str, messages: list[dict[str, str]]) -> str:
         return await self.clients[domain](messages)
 
-    def _settle(self, domain: _Domain, sample: Sample, reply: Mapping[str, Any]) -> None:
-        """Write what a reward said into its sample, and count it."""
-        failure = reply.get("error")
+    def settle(self, sample: Sample, reply: Mapping[str, Any]) -> None:
+        """Write what a reward said into its sample, and count it.
+
+        Raises:
+            MegatuneError: see `score`.
+        """
+        domain, failure = self._domains[sample.problem.domain], reply.get("error")
         if failure is None:
             domain.failures_in_a_row = 0
             sample.score = reply["score"]

@@ -1,5 +1,5 @@
 """What every role with a model of our engine does on a rank: join the others, compute forward, move between device and
-host; and the roles that do no more than that: the reference, and teachers."""
+host; and the roles that do no more than that: the reference, teachers and reward models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import build
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
-from megatune.engine.step import evaluating, token_log_probs
+from megatune.engine.step import evaluating, token_log_probs, token_scores
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -102,6 +102,11 @@ class ModelWorker(ABC):
             phase: that the heartbeats have.
         """
         return self._forward(phase, rollouts, partial(token_log_probs, temperature=self.rl.sampling_temperature))
+
+    def values(self, rollouts: Rollouts) -> Answer:
+        """Compute the score, of a model that has one, of the state before each token of the responses: where its
+        log-probability is computed."""
+        return self._forward("values", rollouts, token_scores)
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.

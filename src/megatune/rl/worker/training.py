@@ -13,12 +13,12 @@ from megatune.config.settings import with_settings
 from megatune.data.batches import Batch
 from megatune.engine import device
 from megatune.engine.groups import build
-from megatune.engine.step import Objective, StepTotals, token_scores
+from megatune.engine.step import Objective, StepTotals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.objectives.policy.objective import ValueObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.batching import Answer, mini_batches
+from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.model import ModelWorker, Ready, offload_of
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import check_continues, load_checkpoint
@@ -233,7 +233,3 @@ class ValueWorker(TrainedWorker):
 
     def objective(self, num_samples: int) -> ValueObjective:
         return ValueObjective(self.rl.algorithm.value_clip)
-
-    def values(self, rollouts: Rollouts) -> Answer:
-        """Compute the value of the state before each token of the responses: where its log-probability is computed."""
-        return self._forward("values", rollouts, token_scores)
