@@ -73,7 +73,7 @@ def test_a_reward_model_is_no_judge(tmp_path: Path) -> None:
     with pytest.raises(MegatuneError, match="it is a reward model") as caught:
         with_own_weights(settings, model)
     assert caught.value.exit_code == ExitCode.INPUT
-    assert "fix: write worker_cls: reward_model and this model in rewards.DOMAIN" in str(caught.value)
+    assert "fix: write worker_cls: reward_model in rewards.DOMAIN" in str(caught.value)
 
 
 def test_a_model_of_the_run_is_asked() -> None:

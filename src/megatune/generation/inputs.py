@@ -47,11 +47,11 @@ def find_model(path: Path) -> Path:
 _SCORES = "load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
 
 
-def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str = _SCORES) -> None:
+def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str | None = None) -> None:
     """Refuse a reward model, or an adapter that makes one.
 
     Args:
-        fix: what scores with it.
+        fix: what to write instead; None: what loads it.
 
     Raises:
         MegatuneError: (INPUT) naming it.
@@ -60,7 +60,7 @@ def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str = _SCORES
     scoring += [str(path) for path in adapters if has_score(path)]
     if scoring:
         what, why = "it is a reward model", "it has a score in place of the output layer, and writes no text"
-        raise MegatuneError(Finding(what, scoring[-1], why, fix), ExitCode.INPUT)
+        raise MegatuneError(Finding(what, scoring[-1], why, fix or _SCORES), ExitCode.INPUT)
 
 
 def has_tokenizer(folder: Path) -> bool:

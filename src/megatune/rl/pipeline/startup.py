@@ -141,7 +141,8 @@ def _sampled(role: InferRole) -> InferRole:
     """
     name = role.model_name_or_path
     folder = str(open_model(name).fetch()) if is_hub_id(name) else name
-    check_writes(find_model(Path(folder)), fix="write worker_cls: reward_model and this model in rewards.DOMAIN")
+    is_judge = role.name != "actor_infer"
+    check_writes(find_model(Path(folder)), fix="write worker_cls: reward_model in rewards.DOMAIN" if is_judge else None)
     return role.model_copy(update={"model_name_or_path": folder})
 
 
