@@ -1,4 +1,5 @@
-"""Writes a small random model that reads single characters, and problems of addition: `python make.py FOLDER`."""
+"""Writes a small random model that reads single characters, problems of addition, and pairs of a right and a wrong
+answer: `python make.py FOLDER`."""
 
 import json
 import random
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+=#"
 NUM_TEST = 1000
+MISTAKES = (-10, -9, -2, -1, 1, 2, 9, 10)
 # A question as it is, an answer with its end.
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -44,13 +46,26 @@ def write_model(folder: Path, characters: str) -> None:
 
 
 def write_problems(folder: Path) -> None:
-    """All pairs of two-digit numbers but those of the test, once with answers and once as problems."""
+    """All pairs of two-digit numbers but those of the test: with answers, with a right and a wrong one, and as
+    problems."""
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(0).shuffle(pairs)
     tested, trained = pairs[:NUM_TEST], pairs[NUM_TEST:]
     warmup = [{"instruction": f"{first}+{second}=", "output": str(first + second)} for first, second in trained]
     (folder / "warmup.json").write_text(json.dumps(warmup))
-    (folder / "dataset_info.json").write_text(json.dumps({"addition": {"file_name": "warmup.json"}}))
+    ranked = [
+        {
+            "instruction": f"{first}+{second}=",
+            "chosen": str(first + second),
+            "rejected": str(max(0, first + second + random.Random(first * 100 + second).choice(MISTAKES))),
+        }
+        for first, second in trained
+    ]
+    (folder / "ranked.json").write_text(json.dumps(ranked))
+    columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
+    sets = {"addition": {"file_name": "warmup.json"}}
+    sets["ranked"] = {"file_name": "ranked.json", "ranking": True, "columns": columns}
+    (folder / "dataset_info.json").write_text(json.dumps(sets))
     for name, chosen in (("train", trained), ("test", tested)):
         rows = [
             {
@@ -58,6 +73,7 @@ def write_problems(folder: Path) -> None:
                 "tag": "addition",
                 "messages": [{"role": "user", "content": f"{first}+{second}="}],
                 "ground_truth": str(first + second),
+                "checked": "exact",  # the tag in ppo.yaml's validation
             }
             for first, second in chosen
         ]

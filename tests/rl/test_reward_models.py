@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,19 +17,23 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS
 from local_roles import read, run_file
 from pool_launch import CommandLine
 from safetensors.torch import load_file, save_file
+from script_kit import run_script
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 from worker_kit import settings_of, started
 
+from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.settings import RLSettings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.rl.cluster import session
+from megatune.rl.pipeline.scores import check_scored
 from megatune.rl.reading import read_file
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import merged
 from megatune.rl.worker.model import ReferenceWorker
 
 LIMIT = 120.0
+EXAMPLE = Path(__file__).parents[2] / "examples/rl/ppo.yaml"
 ALL = {**EXPERT_LAYOUTS, **LAYOUTS}
 QUESTIONS = [f"{first}+{first + 1}=" for first in range(10)]
 # Of the policy, and of the reward model, whose tokenizer has other numbers and marks who speaks.
@@ -274,6 +280,35 @@ def test_a_reward_model_in_two_processes_shares_the_engine_s_device(folder, comm
     assert found["sampled"]["reward"] == pytest.approx(evaluated[-1], rel=1e-9)
 
 
+def test_the_example_of_ppo_runs(pool, tmp_path, monkeypatch):
+    """In one process. Its validation says whether sums are right, which the reward model only guesses."""
+    run_script(EXAMPLE.with_name("make.py"), tmp_path)
+    reward = with_score(Path(shutil.copytree(tmp_path / "model", tmp_path / "reward")))
+    alone = dict.fromkeys(("actor_train", "critic", "reference", "rewards.addition"), "[0]")
+    changed = {
+        "pretrain": tmp_path / "model",
+        "reward_pretrain": reward,
+        "output_dir": tmp_path / "out",
+        "rollout_dump_dir": tmp_path / "out/dump",
+        "actor_train.data_args.file_name": f"[{tmp_path}/train.jsonl]",
+        "validation.data_args.file_name": f"[{tmp_path}/test.jsonl]",
+        **{f"{role}.device_mapping": devices for role, devices in alone.items()},
+        "rewards.addition.strategy_args.strategy_config.tensor_model_parallel_size": 1,
+        "max_steps": 1,
+        "logging_steps": 1,
+    }
+    monkeypatch.chdir(EXAMPLE.parents[2])
+    asked = read_roll(EXAMPLE, [f"{key}={value}" for key, value in changed.items()]).require_valid()
+    pool.run(1, run_file, asked, limit=LIMIT)
+    lines = dumped(tmp_path / "out")
+    assert len(lines) == 256
+    whole = [line for line in lines if line["finish"] == "stop"]
+    expected = of_transformers(reward, *([each[key] for each in whole] for key in ("prompt", "response")))
+    assert [each["score"] for each in whole] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert {line["score"] for line in lines if line["finish"] == "length"} == {-3.0}
+    assert {each["eval_reward"] for each in records(tmp_path / "out") if "eval_reward" in each} <= {0.0, 0.001, 0.002}
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -336,6 +371,13 @@ def test_a_tokenizer_that_cannot_write_what_it_reads_is_refused(folder, tmp_path
     settings = settings_from(file, tmp_path / "run.yaml")
     with pytest.raises(MegatuneError, match=r"rewards\.sums: the tokenizer has no chat template, and differs"):
         read(settings, folder / "model")
+
+
+def test_prompts_with_images_are_refused(folder, tmp_path):
+    settings = settings_from(ppo(folder, tmp_path / "out"), tmp_path / "run.yaml")
+    seen: Any = [SimpleNamespace(domain="sums", shown=object())]
+    with pytest.raises(MegatuneError, match=r"rewards\.sums has a reward model, and prompts have images"):
+        check_scored(settings, seen, AutoTokenizer.from_pretrained(folder / "model"))
 
 
 def test_a_response_beyond_its_context_has_no_score(pool, folder, tmp_path):
