@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -238,6 +239,16 @@ def test_a_file_of_flags_is_told_of_them_by_their_names(rows: Path, tmp_path: Pa
         (f"{path}:8", "epsilon is -1", "write epsilon: 0.2, the default"),
         (f"{path}:9", "max_completion_length is 0", "write max_completion_length: 1"),
     ]
+
+
+def test_a_reward_model_alone_is_the_reward(rows: Path) -> None:
+    words = NEEDED.replace("--reward_funcs format", "--reward_model r --reward_weights 2 --cosine_max_len 9")
+    run = read_swift("rlhf", f"{words} --dataset {rows} --train_iters 6".split(), env={}, config=CONFIG, on_cpu=True)
+    keys = grpo_keys(run, find_prompts, count_rows)
+    reward = read_keys(keys, "the command line").require_valid().rewards["grpo"]
+    assert (reward.kind, reward.score_weight, reward.arguments) == ("reward_model", 2, {})
+    said = "\n".join([*swift_lines(run, run.loaded.for_world(None)), *keys.lines])
+    assert re.search(r"--cosine_max_len 9 +ignored", said), said
 
 
 def test_without_data_there_is_one_reason() -> None:

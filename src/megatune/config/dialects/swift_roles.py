@@ -257,7 +257,7 @@ def write_rewards(keys: Keys) -> None:
             fix = f"write --soft_cache_length {max(1, longest // 4)}"
             keys.refuse("soft_cache_length", f"soft_overlong takes a number below soft_max_length {longest}", fix)
     said = f"arguments of rewards.grpo, whose scores are summed: {', '.join(names)}"
-    for flag in ("reward_funcs", "reward_weights", "external_plugins", *arguments):
+    for flag in ("reward_funcs", "reward_weights", "external_plugins", *arguments) if names else ():
         if flag in typed:
             keys.run.command.whys[typed[flag].where] = said if flag == "reward_funcs" else "in rewards.grpo"
     above = "rewards.grpo"
