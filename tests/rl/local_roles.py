@@ -147,7 +147,7 @@ def _run(
 
     channel, rank = distributed.new_group(), distributed.get_rank()
     context = RankContext(RankEnv(rank, rank, channel.size(), channel.size(), "127.0.0.1", 1, 0), run_dir)
-    frozen = [settings.reference, *settings.teachers.values()]
+    frozen = [settings.reference, *settings.teachers.values(), *settings.scorers.values()]
     hosts = [(PolicyWorker, settings.actor_train), (ValueWorker, settings.critic)]
     hosts += [(ReferenceWorker, role) for role in frozen]
     workers = {role.name: host(context, settings, role) for host, role in hosts if role is not None}
@@ -171,7 +171,7 @@ def _run(
         models_of.get("critic"),
         {name: models_of[role.name] for name, role in settings.teachers.items()},
         {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
-        {name: made for name, role in settings.scorers.items() if (made := model_group(ReferenceWorker, role))},
+        {name: models_of[role.name] for name, role in settings.scorers.items()},
     )
     # Drawing takes longer than all steps of most runs; test_rl_command.py has it drawn.
     with contextlib.closing(loop), mock.patch.object(LossPlot, "on_train_end"):

@@ -41,7 +41,7 @@ def infer_role(
     most_key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
     most = config.get(most_key)
     named = with_settings(settings, {"model.model_name_or_path": model})
-    architecture = roles.model_of(named) if model and roles.model_of is not None else None
+    architecture = roles.model_of(named, named.run.stage) if model and roles.model_of is not None else None
     part.check(
         "engines",
         role=name,
