@@ -7,7 +7,12 @@ import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_LAYOUTS
 from settings_gradients import run_with, worst_error
 
-from megatune.engine.layers.feed_forward import fused_swiglu, reference_swiglu
+from megatune.engine.layers.feed_forward import (
+    clamped_swiglu,
+    fused_clamped_swiglu,
+    fused_swiglu,
+    reference_swiglu,
+)
 from megatune.engine.layers.gradients import add_weight_gradient
 
 LAYOUTS_OF_SWITCH = {**LAYOUTS, "dp2, grad overlap": MORE_LAYOUTS["dp2, grad overlap"]}
@@ -80,6 +85,20 @@ def test_fused_swiglu_keeps_only_its_input():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         fused_swiglu(gate_up)
     assert [tensor.data_ptr() for tensor in kept] == [gate_up.data_ptr()]
+
+
+def test_fused_clamped_swiglu_equals_the_plain_one_and_keeps_its_arguments():
+    gate_up, probs = (5 * torch.randn(64, 48, dtype=torch.float64)).requires_grad_(), torch.rand(64).double()
+    inputs, grad = (gate_up, probs.requires_grad_()), torch.randn(64, 24, dtype=torch.float64)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        ours = fused_clamped_swiglu(*inputs, 7.0)
+    plain = clamped_swiglu(*inputs, 7.0)
+    assert torch.equal(ours, plain)
+    pairs = zip(*(torch.autograd.grad(output, inputs, grad) for output in (ours, plain)), strict=True)
+    assert all(torch.allclose(mine, other, rtol=1e-12) for mine, other in pairs)
+    assert (gate_up.abs() > 7).sum() > 100  # what is beyond a limit has no gradient
+    assert [tensor.data_ptr() for tensor in kept] == [each.data_ptr() for each in inputs]
 
 
 @pytest.mark.parametrize("layout", ["1", "tp2 sp"])

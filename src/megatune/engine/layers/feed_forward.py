@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.engine import device
 from megatune.engine.layers.linear import linear_layer
+from megatune.engine.layers.norm import wide_of
 
 
 def linear_layers(config: TransformerConfig) -> MLPSubmodules:
@@ -84,11 +85,17 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
     """Compute (up + 1) · gate · sigmoid(1.702 · gate) of gates up to a limit and ups within plus and minus it, as
-    Transformers' GptOssExperts. From [..., 2 · f], gates and ups in turn, to [..., f]."""
-    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    Transformers' GptOssExperts, times each row's probability. From [R, 2 · f], gates and ups in turn, and [R] to [R, f]
+    in the dtype of `gate_up`."""
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate) * probs[:, None]).to(gate_up.dtype)
+
+
+def fused_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
+    """Compute the same in one pass over memory each way, keeping only the arguments for the backward pass."""
+    return _ClampedSwiGLU.apply(gate_up, probs, limit)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -104,6 +111,33 @@ class _SwiGLU(torch.autograd.Function):
         return _backward(gate_up, grad)
 
 
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate_up, probs)
+        ctx.limit = limit
+        return _clamped_forward(gate_up, probs, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return *_clamped_backward(*ctx.saved_tensors, grad, ctx.limit), None
+
+
+@device.compiled
+def _clamped_backward(gate_up: Tensor, probs: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gates and ups, [R, 2 · f], and of probabilities, [R]; nothing beyond a limit has one."""
+    wide, grad = wide_of(gate_up), wide_of(grad)
+    gate, up = wide[:, ::2], wide[:, 1::2]
+    swish, more = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    share = torch.sigmoid(1.702 * swish)
+    weighted = grad * probs[:, None]
+    grad_gate = weighted * more * share * (1 + 1.702 * swish * (1 - share)) * (gate <= limit)
+    grad_up = weighted * swish * share * (up.abs() <= limit)
+    grads = torch.stack((grad_gate, grad_up), -1).flatten(-2).to(gate_up.dtype)
+    return grads, (grad * more * swish * share).sum(-1).to(probs.dtype)
+
+
 @device.compiled
 def _backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of `gate_up`, [..., 2 · f], from that of the output, [..., f]."""
@@ -113,3 +147,4 @@ def _backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 _forward = device.compiled(reference_swiglu)
+_clamped_forward = device.compiled(clamped_swiglu)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
-from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu
-from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient, keeping_inputs
+from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu, fused_clamped_swiglu
+from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
 from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, copied_once, on_host
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.norm import RMSNorm
@@ -117,18 +117,12 @@ class GroupedExperts(torch.nn.Module):
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
         """Compute silu(gate) · up · probability, or what else the experts' gates are: [R, 2 · f] to [R, f]."""
         if (limit := self.config.moe_swiglu_limit) is not None:
-            if self.config.bias_activation_fusion:
-                return keeping_inputs(_weighted_clamped_swiglu, gate_up, probs, limit)
-            return _weighted_clamped_swiglu(gate_up, probs, limit)
+            activate = fused_clamped_swiglu if self.config.bias_activation_fusion else clamped_swiglu
+            return activate(gate_up, probs, limit)
         if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(gate_up, None, probs[:, None])
         gate, up = gate_up.chunk(2, -1)
         return (self.config.activation_func(gate) * up * probs[:, None]).to(gate_up.dtype)
-
-
-def _weighted_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
-    """See `GroupedExperts._activate`."""
-    return (clamped_swiglu(gate_up, limit) * probs[:, None]).to(gate_up.dtype)
 
 
 def _weight(shape: tuple[int, int, int], config: Any) -> Weight:
