@@ -33,8 +33,6 @@ REASONS = {
     "Moonlight-16B-A3B SFT TP 2 CP 2 EP 8, 8k": _RING,
     "Qwen3-30B-A3B PP 4 EP 8, FSDP": "it gathers weights across machines, and does not say how many of "
     "these gathers it hides; with gathers inside machines it is within 40 %",
-    "DeepSeek-V2-Lite FSDP 8 EP 4": "whether layers are compiled, and how rows are padded for the grouped kernel, is "
-    "not published; it is planned as compiled, without padding",
     "Qwen1.5-MoE-A2.7B ZeRO 2": "each of 60 experts is a Python loop's turn, with hooks of DeepSpeed at each of its "
     "three matrices, which are not counted; the planner counts twelve operators a turn",
     "Qwen3-30B-A3B TP 2 EP 8": "experts are exchanged over two machines whose network is not published: with half of "
@@ -43,8 +41,6 @@ REASONS = {
     "hides, and in which dtypes, is not published. The planner has its own exchanges in their place",
     "Qwen3-30B-A3B LoRA, FSDP 8, 16k, all again": "a trainer of reinforcement learning: with Qwen3-4B, trained whole, "
     "the same publisher's takes 1.9 times as long as its fine-tuning (26,026 and 49,717 tokens/s)",
-    "DeepSeek-V2, 4 layers, PP 2 EP 4, 4k, A100": "a stage's four devices may share a switch of PCIe, of which the "
-    "planner knows one rate for all eight; the dense model in two stages is planned 27 % too slow, too",
     "Qwen2.5-VL-7B TP 2, 2k, encoder frozen": _PICTURES,
     "Qwen2.5-VL-7B LoRA, 2k": _PICTURES,
     **{

@@ -73,7 +73,7 @@ def test_each_experts_weight_gradient_is_launched_by_itself() -> None:
 def test_a_slow_host_counts_where_the_device_waits_for_it() -> None:
     short = _case("cutoff_len=512 expert_model_parallel_size=4", gpus=4)
     slow = dataclasses.replace(short, engine=Engine(host=2.0))
-    assert step_time(slow).total > 1.6 * step_time(short).total
+    assert step_time(slow).total > 1.5 * step_time(short).total
 
 
 def test_attention_over_context_parallel_ranks_is_as_fast_as_to_whole_rows_where_kernels_are() -> None:

@@ -68,7 +68,7 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
     yield from core_attention(heads)
     if shapes.architecture.attention_output_gate:
         # The gate's sigmoid, and the product, which the projection saves.
-        work = elementwise(shapes, shapes.tokens * (shapes.architecture.query_size / shapes.tp), 4, 6, 4)
+        work = elementwise(shapes, shapes.tokens * (shapes.architecture.query_size / shapes.tp), 5, 9, 4)
         yield Operator("gate", Memory(2 * heads.context, heads.context, 2 * heads.context), *work)
     yield linear(
         shapes, "self_attention.linear_proj", "proj", heads.queries * heads.value_channels,
@@ -105,14 +105,17 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
         for count, saved, channels in ((heads.queries, query, sizes[0]), (heads.groups, key, sizes[1])):
             one = norm_memory(shapes, tokens * count, d, saved, has_kernel=not architecture.wide_qk_norms)
             memory = one._replace(forward=one.forward + source, backward=one.backward + query + key)
-            yield Operator("qk_norm", memory, *norm_work(shapes, tokens * channels))
+            work = norm_work(shapes, tokens * channels, has_kernel=not architecture.wide_qk_norms)
+            yield Operator("qk_norm", memory, *work)
     # Queries of several groups do not lie side by side: they are copied.
     copied = query if heads.groups > 1 else 0
     # Both passes make two products and their sum, or fused two of them.
     passes = (2, 2, 2) if shapes.performance.apply_rope_fusion else (7, 7, 14)
     rotated = elementwise(shapes, tokens * sum(sizes), *passes)
     yield Operator("rope", Memory(0, source + copied + 2 * query, source + 2 * query), *rotated)
-    yield Operator("split", Memory(0), *elementwise(shapes, tokens * mixed, 2, 2, 3))
+    # Gates lie among queries: backward the gradients of parts are filled up with zeros and added.
+    passes = (3, 13, 6) if architecture.attention_output_gate else (2, 2, 3)
+    yield Operator("split", Memory(0), *elementwise(shapes, tokens * mixed, *passes))
 
 
 def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
@@ -144,7 +147,7 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     yield Operator("rope", Memory(0, 2 * query, 3 * query))
     yield linear(shapes, f"{name}_kv_up_proj", "mla_up_proj", mla.kv_lora_rank, into_others, gathers=spread)
     # Rotary embedding of a part of the channels, and queries and keys concatenated from their parts.
-    joined = elementwise(shapes, shapes.tokens * (2 * architecture.query_size / shapes.tp), 6, 6, 30)
+    joined = elementwise(shapes, shapes.tokens * (2 * architecture.query_size / shapes.tp), 5, 6, 30)
     yield Operator("mla_up_proj", Memory(0, query + others, query + others), *joined)
 
 
@@ -154,6 +157,12 @@ def core_attention(heads: Heads) -> Iterator[Operator]:
     across = {"all_gather": _all_gather, "a2a": _all_to_all, "p2p": _ring}
     memory, context_copy = (across[shapes.cp_comm_type] if shapes.cp > 1 else _whole_rows)(heads)
     yield _attention(heads, memory)
+    if shapes.architecture.attention_sinks and not shapes.engine.runs:
+        # Outputs are weighed in fp32; backward the sinks' gradients are of their product with the outputs' gradients.
+        numbers = shapes.tokens * heads.queries * heads.value_channels
+        yield Operator(
+            "core_attn", Memory(0), *elementwise(shapes, numbers, *((6, 14, 6) if shapes.wide else (2, 3, 5)))
+        )
     if shapes.cp > 1 and shapes.cp_comm_type == "p2p":
         yield _merging(shapes)
     yield Operator("context", Memory(context_copy))

@@ -138,6 +138,8 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
         passes = 2 + 20 / size, 2 + 16 / size
     else:
         passes, backward = (6.0, 8.0), backward + forward
+    if shapes.architecture.logits_softcap is not None:  # three operators, and of the backward pass four more
+        passes = passes[0] + 6, passes[1] + (15 if shapes.performance.cross_entropy_loss_fusion else 9)
     output = Operator("output", memories[0], forward, backward, launches, weight)
     loss = Operator("loss", memories[1], *elementwise(shapes, shapes.tokens * columns, *passes, 20))
     return layer_norm(shapes), output, loss
@@ -190,6 +192,8 @@ def _padded_vocabulary(shapes: Shapes) -> int:
 
 
 # --- gated delta nets: projections, convolution, the chunked rule and the gated norm ----------------------------------
+# Whatever the model's dtype they compute in fp32, operator by operator. Bytes that these move were counted, operator by
+# operator; a test counts them again.
 
 
 def delta_net(shapes: Shapes) -> Iterator[Operator]:
@@ -202,15 +206,15 @@ def delta_net(shapes: Shapes) -> Iterator[Operator]:
     yield linear(shapes, f"{_NAME}.in_proj", "qkv", hidden, rows, gathers=spread)
     # What the projection gives is kept whole: the convolution and the norm's gate save parts of it.
     kept, wide = tokens * rows * size, 4 * tokens * mixed
-    conv = elementwise(shapes, tokens * mixed, 12, 24, 10)
-    yield Operator("conv", Memory(kept, 3 * wide + tokens * mixed * size, 6 * wide), *conv)
+    memory = Memory(kept, 3 * wide + tokens * mixed * size, 6 * wide)
+    yield Operator("conv", memory, (Moved(88 * tokens * mixed),), (Moved(234 * tokens * mixed),), 16)
     # Three numbers of each head in fp32: what decays, its softplus and its argument; and one of the dtype.
     small = tokens * heads * (12 + size)
-    yield Operator("decay", Memory(small, 4 * tokens * heads, 8 * tokens * heads))
+    yield Operator("decay", Memory(small, 4 * tokens * heads, 8 * tokens * heads), launches=8)
     yield _rule(shapes, delta, heads, mixed)
     # Its input, the rule's output; fp32 copies are made on the way.
-    gated = elementwise(shapes, tokens * values, 8, 16, 8)
-    yield Operator("norm", Memory(tokens * values * size, 12 * tokens * values, 24 * tokens * values), *gated)
+    memory = Memory(tokens * values * size, 12 * tokens * values, 24 * tokens * values)
+    yield Operator("norm", memory, (Moved(66 * tokens * values),), (Moved(217 * tokens * values),), 14)
     yield linear(shapes, f"{_NAME}.out_proj", "proj", values, hidden, scatters=spread, shares_gradient=True)
 
 
@@ -229,5 +233,11 @@ def _rule(shapes: Shapes, delta: DeltaNet, heads: int, mixed: int) -> Operator:
     # Products of a token and head: with keys and queries of the chunk, of the triangular system, with the state.
     columns = 3 * e + 2 * CHUNK + (CHUNK * (d + e) / 2 + CHUNK * e) / d
     forward = Product(tokens * heads, columns, d, 4)
+    # Numbers of keys, of these for each value head, of values, of a chunk's scores and of its states, with their bytes.
+    numbers = mixed - heads * e, 2 * heads * d, 2 * heads * e, 2 * heads * CHUNK, 2 * heads * d * e / CHUNK
+    moved, moved_back = (
+        Moved(tokens / 2 * sum(number * bytes_ for number, bytes_ in zip(numbers, each, strict=True)))
+        for each in ((90, 18, 69, 48, 23), (316, 112, 77, 236, 62))
+    )
     launches = 40 * int(parts + 1) + 4 * whole // CHUNK
-    return Operator("rule", memory, (forward,), (forward, forward, forward), launches)
+    return Operator("rule", memory, (forward, moved), (forward, forward, forward, moved_back), launches)

@@ -20,7 +20,7 @@ from megatune.plan.operators.linear import (
     made,
     swiglu_work,
 )
-from megatune.plan.operators.operator import Memory, Operator, Wait
+from megatune.plan.operators.operator import Memory, Moved, Operator, Product, Wait
 from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
@@ -67,9 +67,12 @@ def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     channels = moe.shared_expert_intermediate_size // shapes.tp
     overlaps = shapes.experts.moe_shared_expert_overlap
     operators = [*feed_forward(shapes, "shared_experts", channels, overlapped=overlaps)]
-    if moe.shared_expert_gate:  # its output and the gate's are multiplied
-        gate = Memory(shapes.hidden + 2 * shapes.part * shapes.size, shapes.hidden, shapes.hidden)
-        operators.append(Operator("shared_experts", gate))
+    gated, numbers = moe.shared_expert_gate, shapes.part * shapes.architecture.hidden_size
+    # The sum with the routed experts' output, and backward of the input's gradients; what a gate says multiplies it.
+    gate = Memory(shapes.hidden + 2 * shapes.part * shapes.size, shapes.hidden, shapes.hidden) if gated else Memory(0)
+    operators.append(
+        Operator("shared_experts", gate, *elementwise(shapes, numbers, *(6, 12, 4) if gated else (3, 3, 1)))
+    )
     for operator in operators:
         kept, forward, backward = operator.memory
         yield operator._replace(memory=Memory(kept, forward + shapes.hidden, backward + shapes.hidden))
@@ -86,7 +89,14 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     )
     kept, added = (0 if shares else shapes.hidden) + scores + 5 * choices, 2 * scores + input_copy + shapes.hidden
     memory = Memory(kept, added, added + shapes.hidden)
-    return Operator("moe", memory, *linear_work(shapes, shapes.part, moe.num_experts, shapes.architecture.hidden_size))
+    # Transformer Engine multiplies 16-bit numbers and adds them up in fp32; without it both are fp32.
+    is_wide = shapes.router_size > shapes.size and shapes.engine.products != "streams"
+    of_router, copied = (shapes.but(size=shapes.router_size), 3 * shapes.hidden) if is_wide else (shapes, 0)
+    hidden_size = shapes.architecture.hidden_size
+    ahead, back, launches, weight = linear_work(of_router, shapes.part, moe.num_experts, hidden_size)
+    # The gradient of its input is added to that of the experts' input.
+    ahead, back = (*ahead, Moved(copied)), (*back, Moved(2 * copied + 3 * shapes.hidden))
+    return Operator("moe", memory, ahead, back, launches, weight)
 
 
 def routed_experts(shapes: Shapes) -> Iterator[Operator]:
@@ -105,9 +115,11 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
     # Rows are copied into the experts' order and back; between ranks once more on either side.
     copies = 2 if shapes.ep == 1 or shapes.engine.dispatch != "ranks" else 4
     looped = LOOPED * local if shapes.engine.products == "loop" else 0
+    # A token's rows are read once more and added up.
+    passes = 2 * copies + (1 + 1 / moe.router_topk if shapes.engine.dispatch == "ranks" else 0)
     yield Operator(
         "moe", Memory(places, tokens_in_rows + sent, 2 * tokens_in_rows + combined),
-        *elementwise(shapes, mean_rows * hidden, 2 * copies, 2 * copies, 10 * copies + looped),
+        *elementwise(shapes, mean_rows * hidden, passes, passes, 10 * copies + looped),
     )  # fmt: skip
     if shapes.ep > 1:
         yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))
@@ -115,15 +127,38 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
     fc1 = Memory(_kept_input(shapes, _FC1, tokens_in_rows), gate_up, gate_up + tokens_in_rows + 2 * weight)
     fc1 = _with_adapters(shapes, _FC1, fc1, rows, hidden, 2 * channels, local)
     up = Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, _FC1))
-    yield made(shapes, up, 2 * local * channels * hidden)
-    yield Operator("moe_act", _activation(shapes, numbers), *swiglu_work(shapes, mean_rows * channels))
+    yield made(shapes, _biased(shapes, up, mean_rows, 2 * channels, local), 2 * local * channels * hidden)
+    work = swiglu_work(shapes, mean_rows * channels)
+    if moe.swiglu_limit is not None and not shapes.performance.bias_activation_fusion:
+        work = elementwise(shapes, mean_rows * channels, 22, 62, 9)
+    yield Operator("moe_act", _activation(shapes, numbers), *work)
     kept = _kept_input(shapes, _FC2, numbers * size)
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
     fc2 = _with_adapters(shapes, _FC2, fc2, rows, channels, hidden, local)
     down = Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, _FC2))
-    yield made(shapes, down, local * channels * hidden)
+    yield made(shapes, _biased(shapes, down, mean_rows, hidden, local, weighed=True), local * channels * hidden)
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
+
+
+def _biased(
+    shapes: Shapes, operator: Operator, rows: float, columns: float, experts: int, *, weighed: bool = False
+) -> Operator:
+    """Add biases to a product's R rows, by a product with [R, experts], which says whose row each is.
+
+    Args:
+        weighed: and what of its output counts, which has a gradient.
+    """
+    if not shapes.architecture.add_bias_linear or shapes.engine.products == "streams":  # or in the product's kernel
+        return operator
+    ahead, back = Product(rows, columns, experts, shapes.size), Product(rows, experts, columns, shapes.size)
+    weight = (Product(experts, columns, rows, shapes.size),) if shapes.weights_trained else ()
+    return operator._replace(
+        forward=(*operator.forward, ahead, Moved(3 * rows * columns * shapes.size)),
+        backward=(*operator.backward, *([back] if weighed else [])),
+        weight_gradient=(*operator.weight_gradient, *weight),
+        launches=operator.launches + 6,
+    )
 
 
 def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, int]:

@@ -31,9 +31,11 @@ def layer_norm(shapes: Shapes) -> Operator:
     return Operator("layernorm", memory, *norm_work(shapes, numbers))
 
 
-def norm_work(shapes: Shapes, numbers: float) -> Work:
-    """Return the kernels of RMSNorm over `numbers` activations."""
-    return elementwise(shapes, numbers, *((2, 4, 1) if shapes.performance.rms_norm_fusion else (10, 16, 7)))
+def norm_work(shapes: Shapes, numbers: float, *, has_kernel: bool = True) -> Work:
+    """Return the kernels of RMSNorm over `numbers` activations; operator by operator in fp32, see `norm_memory`."""
+    if shapes.performance.rms_norm_fusion and has_kernel:
+        return elementwise(shapes, numbers, 2, 4, 1)
+    return elementwise(shapes, numbers, *((20, 48, 9) if shapes.wide else (9, 21, 7)))
 
 
 def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int, *, has_kernel: bool = True) -> Memory:
@@ -221,7 +223,7 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
 
 def swiglu_work(shapes: Shapes, numbers: float) -> Work:
     """Return the kernels of the activation of the gate, times up, over T · f numbers."""
-    return elementwise(shapes, numbers, *((3, 5, 1) if _activation_is_fused(shapes) else (6, 13, 4)))
+    return elementwise(shapes, numbers, *((3, 5, 1) if _activation_is_fused(shapes) else (5, 13, 4)))
 
 
 def _activation_is_fused(shapes: Shapes) -> bool:

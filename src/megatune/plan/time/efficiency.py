@@ -115,7 +115,7 @@ _CORE = Reference(peak=1, single=1, multiprocessors=1, watts=1)
 EFFICIENCIES = {
     "volta": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
     "turing": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
-    "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=2.0, attention=_FLASH_2, packed=_FLASH_2),
+    "ampere": Efficiency(reference=_A100, tile=(128, 256), demand=1.82, attention=_FLASH_2, packed=_FLASH_2),
     "ada": Efficiency(reference=_A100, tile=(128, 256), demand=1.65, attention=_FLASH_2, packed=_FLASH_2),
     "hopper": Efficiency(
         reference=_H100, tile=(128, 256), ceiling=0.88, demand=1.51, attention=(0.60, 0.48), packed=(0.35, 0.28)
@@ -140,7 +140,7 @@ class Rates:
 
     Attributes:
         peak: FLOP/s of the data sheet.
-        dense: FLOP/s of large products.
+        dense, single: FLOP/s of large products, of this dtype and of fp32 numbers.
         attention, packed: FLOP/s of attention, forward and backward.
         bandwidth: bytes/s of the data sheet.
         multiprocessors: over which tiles are distributed.
@@ -148,6 +148,7 @@ class Rates:
 
     peak: float
     dense: float
+    single: float
     attention: tuple[float, float]
     packed: tuple[float, float]
     bandwidth: float
@@ -197,7 +198,7 @@ def _rates(device: Device, dtype: str, efficiency: Efficiency) -> Rates:
         return forward, backward
 
     return Rates(
-        peak, dense, attending(efficiency.attention), attending(efficiency.packed), device.bandwidth,
+        peak, dense, share * single, attending(efficiency.attention), attending(efficiency.packed), device.bandwidth,
         device.multiprocessors or reference.multiprocessors, efficiency,
     )  # fmt: skip
 
@@ -234,7 +235,7 @@ def _product_seconds(rates: Rates, product: Product) -> float:
     rows, columns, depth, _, matrices, grouped = product
     efficiency = rates.efficiency
     a, b = efficiency.tile
-    of_dtype = rates.dense * (FP8_SPEEDUP if product.itemsize == 1 else 1)
+    of_dtype = {1: rates.dense * FP8_SPEEDUP, 4: rates.single}.get(product.itemsize, rates.dense)
     if grouped == "rows":
         tiles = (rows / a + 0.5) * math.ceil(columns / b)
     else:
