@@ -54,9 +54,12 @@ def write_problems(folder: Path) -> None:
     warmup = [{"instruction": f"{first}+{second}=", "output": str(first + second)} for first, second in trained]
     (folder / "warmup.json").write_text(json.dumps(warmup))
     ranked = [
-        {"instruction": f"{first}+{second}=", "chosen": str(first + second), "rejected": str(first + second + mistake)}
+        {
+            "instruction": f"{first}+{second}=",
+            "chosen": str(first + second),
+            "rejected": str(max(0, first + second + random.Random(first * 100 + second).choice(MISTAKES))),
+        }
         for first, second in trained
-        for mistake in random.Random(100 * first + second).sample(MISTAKES, 4)
     ]
     (folder / "ranked.json").write_text(json.dumps(ranked))
     columns = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
