@@ -63,14 +63,14 @@ def streamed(model: Path, data: Path, output_dir: Path, **changes: Any) -> Setti
 def straight(pool: RankPool, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks, never interrupted."""
     folder = tmp_path_factory.mktemp("straight")
-    assert pool.run(2, train, streamed(model, data, folder / "out", **DP2), folder) == [0, 0]
+    assert pool.run(2, train, streamed(model, data, folder / "out", eval_on_start=True, **DP2), folder) == [0, 0]
     return folder / "out"
 
 
 def test_a_crashed_run_ends_as_if_nothing_had_happened(
     pool: RankPool, model: Path, data: Path, straight: Path, tmp_path: Path
 ) -> None:
-    settings = streamed(model, data, tmp_path / "out", dataloader_num_workers=0, **DP2)
+    settings = streamed(model, data, tmp_path / "out", eval_on_start=True, dataloader_num_workers=0, **DP2)
     assert pool.run(2, train, settings, tmp_path, 8) == [-1, -1]
     state = json.loads((tmp_path / "out/checkpoint-6/training/state.json").read_text())
     assert state["stream"]["first_row"] == NUM_ROWS - HELD_OUT, "row 48 is in the first block of the second epoch"
@@ -88,7 +88,7 @@ def test_a_crashed_run_ends_as_if_nothing_had_happened(
     assert {step: record["eval_loss"] for step, record in evaluations(straight).items()} == {
         step: record["eval_loss"] for step, record in evaluations(tmp_path / "out").items()
     }
-    assert list(evaluations(straight)) == [6, 12]
+    assert list(evaluations(straight)) == [0, 6, 12]
     for folder in (straight, tmp_path / "out"):
         bad = [json.loads(line) for line in (folder / "bad_rows.jsonl").read_text().splitlines()]
         assert [row["where"] for row in bad] == [f"{data}:7", f"{data}:34"]

@@ -94,9 +94,8 @@ class Stream:
 
     def epoch_after(self, row: int) -> float | None:
         """Return the epochs done when the rows before this one are trained; None in the first, of unknown length."""
-        assert self._meta is not None, "no step yet"
-        meta = self._meta.end
-        if meta.epoch_rows is None:
+        meta = self._meta.end if self._meta is not None else None  # what is evaluated first has no step before it
+        if meta is None or meta.epoch_rows is None:
             return None
         return meta.epoch + min(max(row - meta.epoch_first_row, 0) / meta.epoch_rows, 1.0)
 
