@@ -78,6 +78,13 @@ WRONG = [
         "    fix: write freeze_extra_modules: embed_tokens, or others of them",
     ),
     (
+        "qwen3_vl",
+        [FREEZE, "freeze_extra_modules=lm_head", "freeze_vision_tower=false", "freeze_language_model=true"],
+        "freeze_extra_modules: [lm_head] with freeze_language_model: true\n"
+        "    why: what it names is of the language model\n"
+        "    fix: remove freeze_extra_modules or freeze_language_model",
+    ),
+    (
         "qwen3",
         [FREEZE, "freeze_trainable_modules=[]"],
         "freeze_trainable_modules names nothing\n"
@@ -200,9 +207,9 @@ WRONG = [
     (
         "qwen3_vl",
         [LORA, "additional_target=norm", "freeze_vision_tower=false", "freeze_language_model=true"],
-        "additional_target with freeze_language_model: true\n"
-        "    why: its modules are the language model's\n"
-        "    fix: remove additional_target, or freeze_language_model",
+        "additional_target: [norm] with freeze_language_model: true\n"
+        "    why: what it names is of the language model\n"
+        "    fix: remove additional_target or freeze_language_model",
     ),
     (
         "qwen3_moe",

@@ -12,6 +12,7 @@ _TYPE = "finetuning.finetuning_type"
 _FREEZE = Needs(_TYPE, ("freeze",), "it says what freeze trains", is_method=True, is_lenient=True)
 _LORA = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True, is_lenient=True)
 _ADAPTERS = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True)
+_DECODER = Needs("finetuning.freeze_language_model", (False,), "what it names is of the language model")
 _FROZEN = Needs(_TYPE, ("lora",), "an update is much smaller than a step between values of so few bits")
 _SFT = Needs("run.stage", ("sft",), "the paper derives it for answers, and other stages have losses of their own")
 _FOUR_BITS = Needs("finetuning.quantization_bit", (4,), "it says how values of 4 bits are made")
@@ -60,21 +61,21 @@ class FinetuningSettings(Group):
     - full: trains every parameter
     - freeze: trains the layers of freeze_trainable_layers, and what freeze_extra_modules names
     - lora: trains low-rank adapters beside frozen matrices, in peft's format"""
-    freeze_trainable_layers: Annotated[int, "layers", _FREEZE] = 2
+    freeze_trainable_layers: Annotated[int, "layers", _FREEZE, _DECODER] = 2
     """With freeze: the layers that are trained, the last ones; a negative number trains the first ones.
     How: The other layers keep their weights, and have no gradients and no optimizer state.
     When: Raise it until the run learns what it should; the last ones cost least, since gradients end at the first layer
     that is trained."""
-    freeze_trainable_modules: Annotated[list[str], _FREEZE] = Field(default=["all"])
+    freeze_trainable_modules: Annotated[list[str], _FREEZE, _DECODER] = Field(default=["all"])
     """With freeze: the modules of the trained layers that are trained; all trains them whole.
     How: They are Transformers' modules directly inside a layer: self_attn, mlp, input_layernorm,
     post_attention_layernorm.
     When: Name mlp alone to teach facts and leave attention as it is; leave it at all otherwise."""
-    freeze_extra_modules: Annotated[list[str], _FREEZE] = Field(default=[])
+    freeze_extra_modules: Annotated[list[str], _FREEZE, _DECODER] = Field(default=[])
     """With freeze: modules outside of the layers that are trained as well.
     How: They are Transformers' modules: embed_tokens, norm, lm_head; the norm is the one behind the last layer.
     When: Set it for new tokens, whose embeddings must be learnt."""
-    use_llama_pro: Annotated[bool, _FREEZE] = False
+    use_llama_pro: Annotated[bool, _FREEZE, _DECODER] = False
     """With freeze: train layers spread evenly over the model, those that LLaMA Pro's expansion added.
     How: Layers are counted in as many groups as freeze_trainable_layers says, and the last layer of each is trained.
     When: For checkpoints that LLaMA Pro's script expanded by as many layers."""
@@ -140,7 +141,7 @@ class FinetuningSettings(Group):
     are among them, and with freeze_vision_tower: false those of the vision encoder; routers, embeddings and the output
     layer are not.
     When: all learns best. q_proj,v_proj is what small adapters usually have; leave experts out where they are many."""
-    additional_target: Annotated[list[str], _LORA] = Field(default=[])
+    additional_target: Annotated[list[str], _LORA, _DECODER] = Field(default=[])
     """With lora: modules outside of the layers that are trained whole and saved with the adapters.
     How: Names are those of Transformers' modules: embed_tokens, norm, lm_head. They have gradients and optimizer state
     as in full fine-tuning.

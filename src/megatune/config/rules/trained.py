@@ -50,7 +50,7 @@ def targets(context: Context) -> Iterator[Problem]:
 
 
 def whole_modules(context: Context) -> Iterator[Problem]:
-    """Modules that are trained whole are outside of the layers, not frozen, and not tied."""
+    """Modules that are trained whole are outside of the layers, and not tied."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or not finetuning.additional_target:
         return
@@ -68,9 +68,6 @@ def whole_modules(context: Context) -> Iterator[Problem]:
         fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
         fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
         yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
-    if finetuning.freeze_language_model:
-        what, why = f"`{_WHOLE}` with `freeze_language_model: true`", "its modules are the language model's"
-        yield Problem((_WHOLE, "freeze_language_model"), what, why, f"remove `{_WHOLE}`, or `freeze_language_model`")
 
 
 def experts(context: Context) -> Iterator[Problem]:
