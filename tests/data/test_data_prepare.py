@@ -233,10 +233,15 @@ def test_evaluation_rows_depend_on_the_seed_and_the_rows_alone(folder: Path) -> 
     assert texts(prepared(folder, "good", val_size=5.0, seed=1).evaluation) != texts(first.evaluation)
 
 
-def test_holding_out_everything_is_refused(folder: Path) -> None:
-    with pytest.raises(MegatuneError, match="val_size: 40 leaves nothing to train on") as caught:
-        prepared(folder, "good", val_size=40.0)
+@pytest.mark.parametrize(
+    ("rows", "val_size", "fix"),
+    [(None, 40.0, "write val_size: 39, or less"), (1, 0.2, "add rows, or remove val_size and eval_strategy")],
+)
+def test_holding_out_everything_is_refused(folder: Path, rows: int | None, val_size: float, fix: str) -> None:
+    with pytest.raises(MegatuneError, match=f"val_size: {val_size:g} leaves nothing to train on") as caught:
+        prepared(folder, "good", val_size=val_size, max_samples=rows)
     assert caught.value.exit_code == ExitCode.SETTINGS
+    assert [each.fix for each in caught.value.findings] == [fix]
 
 
 def test_evaluation_from_a_data_set_of_its_own(folder: Path) -> None:

@@ -189,8 +189,10 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
     num_rows = len(ranks)
     count = int(val_size) if val_size >= 1 else ceil(val_size * num_rows)
     if count >= num_rows:
-        what, why = f"val_size: {val_size:g} leaves nothing to train on", f"{num_rows} rows are usable"
-        raise MegatuneError(Finding(what, why=why, fix=f"at most {num_rows - 1}"), ExitCode.SETTINGS)
+        what, why = f"val_size: {val_size:g} leaves nothing to train on", f"usable rows: {num_rows}"
+        fewer = f"write val_size: {num_rows - 1}, or less"
+        fix = fewer if num_rows > 1 else "add rows, or remove val_size and eval_strategy"
+        raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
     order = np.argsort(ranks, kind="stable")
     held_out = np.zeros(num_rows, dtype=bool)
     held_out[order[:count]] = True
