@@ -23,8 +23,12 @@ TEMPLATES = {
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen3_vl_nothink",
+    "qwen3_vl_moe": "qwen3_vl_nothink",
+    "qwen3_5": "qwen3_5_nothink",
+    "qwen3_5_moe": "qwen3_5_nothink",
     "mistral3": "mistral_small",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "internvl": "intern_vl",
 }
 
@@ -53,9 +57,9 @@ class Model:
         return prepare(settings, self.tokenizer, vision=self.vision(settings))
 
 
-def make_model(folder: Path, family: str) -> Model:
+def make_model(folder: Path, family: str, **sizes: Any) -> Model:
     """A checkpoint whose images have at least one token and few more."""
-    path = make_checkpoint(family, folder / family)
+    path = make_checkpoint(family, folder / family, **sizes)
     processor = json.loads((path / "preprocessor_config.json").read_text())
     if "height" not in processor.get("size", {}):
         processor.pop("size", None)
