@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_sizes import MakeModel
 
 from megatune.architecture import Architecture
 from megatune.config.derived import as_adapter, with_adapters
@@ -106,6 +107,37 @@ def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_pa
     assert "use_dora is true" in text
     assert "create_new_adapter: true" in text
     assert len(found.findings) == 3
+
+
+ENCODER = {"freeze_vision_tower": False, "freeze_language_model": True}
+
+
+@pytest.mark.parametrize(
+    ("has", "words", "refused"),
+    [
+        ({}, ["freeze_vision_tower=false"], "freeze_vision_tower is false, that of {} is true"),
+        ({}, ["freeze_multi_modal_projector=false"], "freeze_multi_modal_projector is false, that of {} is true"),
+        ({}, ["freeze_language_model=true"], "freeze_language_model is true, that of {} is false"),
+        (ENCODER, ["freeze_vision_tower=true"], "freeze_vision_tower is true, that of {} is false"),
+        (ENCODER, ["freeze_vision_tower=false", "additional_target=norm"], None),
+        ({"lora_target": [r".*deepstack.*linear_fc1"], "freeze_deepstack_mergers": False}, [], None),
+    ],
+)
+def test_parts_of_a_vision_language_model_are_those_of_the_adapter(
+    has: dict[str, Any], words: list[str], refused: str | None, model_dir: MakeModel, tmp_path: Path
+) -> None:
+    """Refused once, with a fix that the adapter allows: which layers have adapters cannot be changed."""
+    architecture = load_architecture(model_dir("qwen3_vl"))
+    adapter = save_adapter(tmp_path / "adapter", architecture, **has)
+    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
+    if refused is None:
+        assert not found.findings
+        kept = FinetuningSettings(finetuning_type="lora", lora_rank=4, lora_alpha=12, **has)
+        assert adapter_weights(architecture, found.settings.finetuning) == adapter_weights(architecture, kept)
+    else:
+        (finding,) = found.findings
+        assert refused.format(adapter) in str(finding)
+    assert not found.check_rules(architecture, rules=trained.RULES)
 
 
 def test_processes_that_read_the_model_later_train_the_same(architecture: Architecture, tmp_path: Path) -> None:

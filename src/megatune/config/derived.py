@@ -86,7 +86,7 @@ def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
         return loaded
     folders, taken = [Path(path) for path in finetuning.adapter_name_or_path], {}
     findings: list[Finding] = []
-    last = None if finetuning.create_new_adapter else folders.pop()
+    last = folders.pop() if finetuning.continues_adapter else None
     for folder in [*folders, *([last] if last is not None else [])]:
         try:
             if folder is last:
@@ -108,7 +108,7 @@ def as_adapter(finetuning: FinetuningSettings, architecture: Architecture) -> Fi
     Raises:
         MegatuneError: INPUT, see `settings_of`.
     """
-    if finetuning.finetuning_type != "lora" or not finetuning.adapter_name_or_path or finetuning.create_new_adapter:
+    if not finetuning.continues_adapter:
         return finetuning
     taken = settings_of(Path(finetuning.adapter_name_or_path[-1]), architecture)
     whole = dict.fromkeys((*taken["additional_target"], *finetuning.additional_target))

@@ -26,6 +26,7 @@ from megatune.families.peft_form import (
     names_of,
     stacked_tensors,
 )
+from megatune.families.selection import SWITCHES
 from megatune.families.trained import module_of
 from megatune.families.weight_index import read_header, some
 from megatune.families.weights import HFTensor, Stack, Weight, all_shapes, experts_of, hf_shapes, layers_of
@@ -203,9 +204,6 @@ class _Reading:
         self.adapter.scalings |= dict.fromkeys(modules, config.scaling_of(path, rank))
 
 
-_FREEZES = {Stack.VISION: "freeze_vision_tower", Stack.PROJECTOR: "freeze_multi_modal_projector"}
-
-
 def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
     """Return the settings, by their names, that training an adapter further has to have.
 
@@ -223,7 +221,11 @@ def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
     if problems:
         fix = "merge it into the model (create_new_adapter: true, or megatune export) and train a new one"
         raise MegatuneError([Finding(what, str(folder), why, fix) for what, why in problems], ExitCode.INPUT)
-    opened = {name: False for stack, name in _FREEZES.items() if any(weight.stack is stack for weight, _ in targets)}
+    stacks = {weight.stack for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
+    adapted = {weight.stack for weight, _ in targets}
+    if Stack.DECODER not in adapted:
+        stacks.discard(Stack.DECODER)  # modules of it may be trained whole
+    frozen = {name: stack not in adapted for stack, name in SWITCHES.items() if stack in stacks}
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
@@ -231,7 +233,7 @@ def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
         "additional_target": list(dict.fromkeys(saved)),
         "use_rslora": adapter.config.use_rslora,
         "use_dora": adapter.config.use_dora,
-        **opened,
+        **frozen,
     }
 
 

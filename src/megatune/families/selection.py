@@ -9,6 +9,14 @@ from typing import Protocol
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.weights import Stack
 
+# What leaves a part of the model as it is.
+SWITCHES = {
+    Stack.DECODER: "freeze_language_model",
+    Stack.VISION: "freeze_vision_tower",
+    Stack.PROJECTOR: "freeze_multi_modal_projector",
+    Stack.DEEPSTACK: "freeze_deepstack_mergers",
+}
+
 
 class Selection(Protocol):
     """What is trained; immutable, a key of caches."""

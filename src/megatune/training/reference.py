@@ -221,7 +221,7 @@ def open_reference(
     preference, finetuning = settings.preference, settings.finetuning
     has_adapters = finetuning.finetuning_type == "lora"
     # What is trained further: an adapter, and with it modules that are trained whole.
-    goes_on = bool(finetuning.adapter_name_or_path) and not finetuning.create_new_adapter
+    goes_on = finetuning.continues_adapter
     if preference.ref_model is not None:
         model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings)
         _check_fits(context, settings, load_architecture(source), model_dir)
@@ -229,7 +229,7 @@ def open_reference(
         digest = ""
     else:
         chain = finetuning.adapter_name_or_path[: -1 if goes_on else None] if has_adapters else []
-        model_dir, digest, is_start = source, base, not (has_adapters and goes_on)
+        model_dir, digest, is_start = source, base, not goes_on
         is_loaded = resumed is None
         if has_adapters:
             is_loaded = not (finetuning.additional_target and (goes_on or resumed is not None))

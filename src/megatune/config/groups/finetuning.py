@@ -171,6 +171,11 @@ class FinetuningSettings(Group):
     How: The new adapter starts at zero beside the merged model.
     When: To add a task to a model that adapters changed before."""
 
+    @property
+    def continues_adapter(self) -> bool:
+        """Whether the last of `adapter_name_or_path` is trained further: its file says what has adapters."""
+        return self.finetuning_type == "lora" and bool(self.adapter_name_or_path) and not self.create_new_adapter
+
     def __hash__(self) -> int:
         """Hash some of the settings: lists have no hash of their own, and equal settings have the same one."""
         return hash((self.finetuning_type, self.freeze_trainable_layers, self.lora_rank, *self.lora_target))

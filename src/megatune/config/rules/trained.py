@@ -16,18 +16,11 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_form import peft_problems
-from megatune.families.selection import is_frozen, is_whole_match
+from megatune.families.selection import SWITCHES, is_frozen, is_whole_match
 from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
 from megatune.families.weights import HFTensor, Stack, layers_of
 
 _TARGET, _WHOLE = "lora_target", "additional_target"
-# What leaves a part of the model as it is.
-_SWITCHES = {
-    Stack.DECODER: "freeze_language_model",
-    Stack.VISION: "freeze_vision_tower",
-    Stack.PROJECTOR: "freeze_multi_modal_projector",
-    Stack.DEEPSTACK: "freeze_deepstack_mergers",
-}
 _PARTS = {Stack.VISION: "vision encoder", Stack.PROJECTOR: "projector", Stack.DEEPSTACK: "deepstack mergers"}
 _TIED = tuple(map(module_of, (EMBEDDING, OUTPUT_LAYER)))
 _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal_projector")
@@ -36,7 +29,7 @@ _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal
 def targets(context: Context) -> Iterator[Problem]:
     """Every name of lora_target is that of a linear layer which may have an adapter, and is not frozen."""
     architecture, finetuning = _of_adapters(context)
-    if architecture is None:
+    if architecture is None or finetuning.continues_adapter:
         return
     for target in finetuning.lora_target:
         if target in ALL_TARGETS:
@@ -107,13 +100,13 @@ def saved(context: Context) -> Iterator[Problem]:
 def parts(context: Context) -> Iterator[Problem]:
     """Parts of a vision-language model that are said to be trained have adapters."""
     architecture, finetuning = _of_adapters(context)
-    if architecture is None or architecture.vision is None:
+    if architecture is None or architecture.vision is None or finetuning.continues_adapter:
         return
     beside = adapters(architecture, finetuning)
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     having = {weight.stack for weight in weights if weight.engine in beside}
     for stack in {weight.stack: None for weight in weights if weight.stack in _PARTS}:
-        switch = _SWITCHES[stack]
+        switch = SWITCHES[stack]
         if stack in having or getattr(finetuning, switch) is not False:
             continue
         what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
@@ -186,9 +179,9 @@ def _layers_that_match(target: str, architecture: Architecture) -> str:
 
 
 def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> Problem:
-    (switch, *_) = (_SWITCHES[stack] for stack in _SWITCHES if stack in stacks)
+    (switch, *_) = (SWITCHES[stack] for stack in SWITCHES if stack in stacks)
     if getattr(finetuning, switch) is None:
-        switch = _SWITCHES[Stack.VISION]
+        switch = SWITCHES[Stack.VISION]
     part = _PARTS.get(next(iter(stacks)), "language model")
     what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
     fix = f"write `{switch}: false`, or remove {target}"
@@ -227,7 +220,9 @@ def known_modules(context: Context) -> Iterator[Problem]:
 def something(context: Context) -> Iterator[Problem]:
     """A run trains something."""
     architecture, finetuning = context.architecture, context.settings.finetuning
-    if architecture is None or any(rules.layers(context)) or any(rules.adapters(context)):
+    if architecture is None or finetuning.continues_adapter:  # what is trained is in the adapter's file
+        return
+    if any(rules.layers(context)) or any(rules.adapters(context)):
         return
     found_already = any(problem for rule in (known_modules, *_OF_ADAPTERS) for problem in rule(context))
     if found_already or any(trained_weights(architecture, finetuning)):
