@@ -97,8 +97,12 @@ def test_adapters_are_merged(here: Path) -> None:
     Path("lora/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert main(["export", "--mcore_model", "plain", "--adapters", "lora", "--to_hf", "--output_dir", "hf2"]) == 0
     assert Path("hf2/chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    # As in Megatron-SWIFT's examples: a model and its adapter, or the adapter alone, which names its model.
+    words = ["--to_hf", "true", "--merge_lora", "true", "--output_dir"]
+    assert main(["megatron", "export", "--model", "m", "--mcore_adapter", "lora", *words, "hf3"]) == 0
+    assert main(["megatron", "export", "--adapters", "lora", *words, "hf4"]) == 0
     expected = load_file("merged/model.safetensors")
-    for folder in ("hf", "hf2"):
+    for folder in ("hf", "hf2", "hf3", "hf4"):
         found = load_file(f"{folder}/model.safetensors")
         assert all(torch.equal(found[name], values) for name, values in expected.items())
 

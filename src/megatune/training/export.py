@@ -52,7 +52,7 @@ class ExportOptions(Group):
     to_mcore: bool = False
     """write Megatron-Core's torch_dist format, which loads in any of its layouts"""
     to_hf: bool = False
-    """write a Hugging Face checkpoint, from mcore_model"""
+    """write a Hugging Face checkpoint, from mcore_model, or of a model and its adapters"""
     mcore_model: Annotated[str | None, Flag("DIR")] = None
     """a folder in torch_dist format; config.json and tokenizer come from model, else from the folder, else from the
     model that its args.json names"""
@@ -101,7 +101,7 @@ def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
     if not export.converts and export.export_dir is None and given.origin("export_dir") is None:
         why = "it is the folder that the model is written into"
         yield Finding("export_dir is missing", "", why, "--export_dir FOLDER")
-    if export.to_hf and not (export.mcore_model or export.model_name_or_path):
+    if export.to_hf and not (export.mcore_model or export.model_name_or_path or export.adapters):
         yield Finding("mcore_model is missing", fix="--mcore_model FOLDER, the checkpoint of Megatron-Core")
     elif export.to_mcore and not (export.mcore_model or export.model_name_or_path):
         yield Finding("model is missing", fix="--model FOLDER, or the id of a model on a hub")
@@ -142,12 +142,12 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
     from megatune.hub.megatron import is_hugging_face, is_torch_dist
     from megatune.hub.models import open_model
 
-    source = export.mcore_model or export.model_name_or_path
-    assert source is not None
+    source = export.mcore_model or export.model_name_or_path or export.adapters[0]
     weights = export.mcore_model or base
     in_megatron_form = None if is_hugging_face(weights) else export.mcore_model  # a run's checkpoint may be either
     model = open_model(base, export.model_revision, export.cache_dir, in_megatron_form)
-    if export.to_hf and export.mcore_model is None and not is_torch_dist(weights):
+    is_plain = export.mcore_model is None and not is_torch_dist(weights)
+    if export.to_hf and is_plain and not adapters:
         fix = "name the folder of Megatron-Core: --mcore_model FOLDER"
         finding = Finding("there is nothing to convert", "", f"{weights} is a Hugging Face model as it is", fix)
         raise MegatuneError(finding, ExitCode.SETTINGS)
@@ -163,7 +163,7 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
         "overwrite": export.overwrite_output_dir,
     }
     if export.to_hf:
-        line = to_hf(folder, Path(weights), adapters, target, **options)
+        line = to_hf(folder, folder if is_plain else Path(weights), adapters, target, **options)
     else:
         line = to_mcore(folder, adapters, target, name=source, **options)
     return folder if export.model_name_or_path else Path(source), target, line

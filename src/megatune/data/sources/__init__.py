@@ -216,7 +216,8 @@ def _unknown(name: str, directory: _DatasetDir, *, is_swift: bool) -> MegatuneEr
     if directory.folder is not None and not directory.folder.is_dir():
         what, fix = f"folder {directory.folder} not found", "write dataset_dir: the folder of the data sets"
         return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
-    known = ", ".join(sorted(directory.info)[:10]) or f"{directory.where} names no data set"
+    known = ", ".join(sorted(directory.info)[:10])
+    known = f"name one of: {known}" if known else f"{directory.where} names no data set"
     what = f"{name!r} is neither in {directory.where} nor a path"
     fix = did_you_mean(name, directory.info, known, count=3)
     return MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.SETTINGS)
