@@ -29,7 +29,6 @@ T = TypeVar("T")
 # What a plan does without; rules about it have nothing to say here.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
-# Generations without bfloat16.
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
 _OF_RL = "only a file of reinforcement learning has prompts and responses"
 
