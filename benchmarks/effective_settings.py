@@ -70,10 +70,10 @@ def _loaded(loaded: Loaded) -> dict[str, Any]:
 def _rl(path: Path, model: str) -> dict[str, Any]:
     """Read a file whose models are all a published one; "unknown" leaves out the rules that need its numbers."""
 
-    def model_of(settings: Settings) -> Architecture | None:
+    def model_of(settings: Settings, stage: str) -> Architecture | None:
         config, where = model_config(model, asks_hub=False)
         try:
-            return as_trained(read_architecture(config, where), settings.run.stage, where)
+            return as_trained(read_architecture(config, where), stage, where)
         except MegatuneError:  # there is no critic of it
             return None
 
