@@ -40,8 +40,9 @@ def infer_role(
     each, lengths = 1 if engine == "builtin" else _per_engine(engine, config, part), roles.lengths
     most_key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
     most = config.get(most_key)
-    named = with_settings(settings, {"model.model_name_or_path": model})
-    architecture = roles.model_of(named, named.run.stage) if model and roles.model_of is not None else None
+    architecture = None
+    if engine == "builtin" and model and roles.model_of is not None:  # what others sample from is theirs to read
+        architecture = roles.model_of(with_settings(settings, {"model.model_name_or_path": model}), settings.run.stage)
     part.check(
         "engines",
         role=name,
