@@ -20,6 +20,11 @@ def is_odd(answer: Answer) -> float:
     return float(sum(answer.token_ids) % 2)
 
 
+def fifths(answer: Answer) -> float:
+    """Score what differs in most groups."""
+    return sum(answer.token_ids) % 5 / 4
+
+
 class Countdown:
     """An environment that says how many turns are left; a turn with the digit of the row earns 1 / turns."""
 

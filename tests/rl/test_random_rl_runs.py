@@ -102,7 +102,8 @@ def draw_algorithm(chance: Draw) -> dict[str, Any]:
 
 
 def trained(**training_args: Any) -> dict[str, Any]:
-    config = {"strategy_name": "megatron_train", "strategy_config": {"adam_epsilon": 1e-5}}
+    """A role that is trained. Adam with its usual epsilon makes whole steps of gradients that are rounding."""
+    config = {"strategy_name": "megatron_train", "strategy_config": {"adam_epsilon": 1e-4}}
     return {"strategy_args": config, "model_args": {"dtype": "fp32"}, "training_args": training_args}
 
 
@@ -112,7 +113,7 @@ def forward(model: str | None = None) -> dict[str, Any]:
 
 
 def draw_actor(chance: Draw) -> dict[str, Any]:
-    actor = trained(learning_rate=1e-3, lr_scheduler_type=chance.choice(("cosine", "constant")), warmup_steps=1)
+    actor = trained(learning_rate=1e-3, lr_scheduler_type=chance.choice(("cosine", "constant")))
     if chance.random() < 0.3:
         actor["model_args"] |= {"lora_target": "all-linear", "lora_rank": 4}
     actor |= chance.perhaps(0.3, worker_cls=["ActorPGWorker"], pg_variant=["vanilla", "tis", "topr", "cispo", "kimi15"])
@@ -121,7 +122,7 @@ def draw_actor(chance: Draw) -> dict[str, Any]:
 
 def draw_rewards(chance: Draw) -> dict[str, Any]:
     tags = chance.choice(([["a", "b"]], [["a"], ["b"]]))
-    rewards = {own[0]: {"worker_cls": "tests.rl.digits_reward.is_odd", "tag_included": own} for own in tags}
+    rewards = {own[0]: {"worker_cls": "tests.rl.digits_reward.fifths", "tag_included": own} for own in tags}
     if chance.random() < 0.2:
         rewards["a"] |= {"environment": "tests.rl.digits_reward.Countdown", "max_turns": 2}
     return rewards
@@ -190,8 +191,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     return make
 
 
-@pytest.mark.extended(*range(2, 40))
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.extended(*({*range(20)} - {9, 14}))
+@pytest.mark.parametrize("seed", range(20))
 def test_layouts_agree(seed: int, pool: RankPool, models: MakeModel, rows: Path, tmp_path: Path) -> None:
     chance = Draw(seed)
     family, tree = draw(chance, models, rows)
