@@ -141,9 +141,9 @@ class DecoderModel(GPTModel):
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
             [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`, or in its place
-            the likeliest token, see `likeliest_tokens`), or logits
-            [b, s / cp, padded vocabulary / tp]; of a reward model the score of each token, fp32 [b, s / cp], with
-            labels or without.
+            what else a head asks for), or logits [b, s / cp, padded vocabulary / tp], or, where the head asks for it,
+            what goes into the output layer, [s / cp (/ tp), b, h]; of a reward model the score of each token, fp32
+            [b, s / cp], with labels or without.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         hidden_states = self.decoder(
@@ -207,6 +207,8 @@ class DecoderModel(GPTModel):
             return self.score(hidden_states)
         if self.logits_scaling != 1:
             hidden_states = hidden_states / self.logits_scaling
+        if head.hidden:
+            return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and (self.config.cross_entropy_loss_fusion or head != PLAIN):
             return self.output_layer(hidden_states, weight=weight, labels=labels, trained=trained, head=head)[0]
@@ -214,6 +216,13 @@ class DecoderModel(GPTModel):
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's part of the output layer, [padded vocabulary / tp, h]; of the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
         """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; of each row, with pictures or where

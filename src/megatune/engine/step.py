@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,10 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatune.engine.collectives import BusyTime
-from megatune.engine.layers.cross_entropy import PLAIN, Head
+from megatune.engine.layers.cross_entropy import PLAIN, Head, VocabularyPart
+from megatune.engine.layers.divergence import Teaching, aligned
 from megatune.engine.layers.moe.router import router_metrics
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
+
+# An extra of a micro-batch, `Teaching`: an objective gets the divergence from it in place of losses.
+TEACHING = "teaching"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +257,42 @@ def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[Mic
     return logits(model, batches)
 
 
+@torch.no_grad()
+def teachings(
+    model: Sequence[DistributedDataParallel],
+    teacher: list[Chunk],
+    vocab_size: int,
+    batches: Sequence[MicroBatch],
+    beta: float,
+    top_k: int | None,
+) -> list[Teaching]:
+    """Return what the teacher says of each micro-batch, to be its extra TEACHING; none before the last stage.
+
+    Args:
+        teacher: a model in the layout of the one that learns.
+        vocab_size: tokens that the teacher knows.
+        batches: as for `logits`.
+        beta, top_k: see `divergence.Teaching`.
+    """
+    with evaluating(teacher):
+        found = _collect(teacher, batches, Head(hidden=True), whole=False)
+    if not found:
+        return []
+    mine, other = model[-1].module, teacher[-1].module
+    part: VocabularyPart = mine.output_layer.part
+    weight = aligned(other.output_weight, mine.output_layer.output_size_per_partition, part)
+    shared = max(0, min(part.num_rows, vocab_size - part.first))
+    return [Teaching(each, weight, shared, other.logits_softcap, beta, top_k) for each in found]
+
+
 def _collect(
-    model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], head: Head | None
+    model: Sequence[DistributedDataParallel],
+    batches: Sequence[MicroBatch],
+    head: Head | None,
+    *,
+    whole: bool = True,
 ) -> list[Tensor]:
-    """Return what the last stage puts out, in whole rows; without a head logits."""
+    """Return what the last stage puts out, in whole rows or as it is; without a head logits."""
     found: list[Tensor] = []
 
     def forward_step(
@@ -266,7 +302,7 @@ def _collect(
 
         def collect(output: Tensor, non_loss_data: bool) -> Tensor:
             assert non_loss_data
-            found.append(whole_rows(output, mine.sequences.boundaries))
+            found.append(whole_rows(output, mine.sequences.boundaries) if whole else output)
             return output
 
         return _compute(chunk, mine, None if head is None else mine.labels, head or PLAIN), collect
@@ -301,6 +337,8 @@ def _train(
     batch = next(iterator)
     mine = local_batch(batch, objective.normalizer(batch))
     head = getattr(objective, "head", PLAIN)
+    if TEACHING in mine.extras:
+        head = replace(head, teaching=mine.extras[TEACHING])
     return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine)
 
 

@@ -14,9 +14,9 @@ tensor-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -51,16 +51,23 @@ class OutputLayer(ColumnParallelLinear):
         head: Head | None = None,
     ) -> tuple[Tensor, None]:
         """Compute logits, or with `labels` and `trained` token losses or what the head asks for in their place; see
-        `token_losses` and `likeliest_tokens`."""
+        `token_losses`, `likeliest_tokens` and `Teaching.divergences`."""
         if labels is None or trained is None:
             logits, bias = super().forward(input_, weight)
             return soft_capped(logits, self.softcap), bias
         weight = self.weight if weight is None else weight
-        first = self.tp_group.rank() * weight.shape[0]
-        part = VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
-        if head is not None and head.greedy:
+        part, head = self.part, head or PLAIN
+        if head.teaching is not None:
+            return head.teaching.divergences(input_, weight, labels, trained, part, head.temperature), None
+        if head.greedy:
             return likeliest_tokens(input_, weight, labels, trained, part), None
-        return token_losses(input_, weight, labels, trained, part, head or PLAIN), None
+        return token_losses(input_, weight, labels, trained, part, head), None
+
+    @property
+    def part(self) -> VocabularyPart:
+        """What this rank holds of the vocabulary."""
+        first = self.tp_group.rank() * self.output_size_per_partition
+        return VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +78,30 @@ class Head:
         temperature: logits are divided by it, in fp32, so that probabilities are those that tokens were sampled with.
         entropy: compute the entropy of every trained token's distribution, too, with its gradient.
         greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
+        hidden: in place of all losses, return what goes into the output layer.
+        teaching: in place of all losses, compute the divergence from what a teacher says.
     """
 
     temperature: float = 1.0
     entropy: bool = False
     greedy: bool = False
+    hidden: bool = False
+    teaching: Teaching | None = None
+
+
+class Teaching(Protocol):
+    """What a teacher says of the tokens of a micro-batch, see `divergence.Teaching`."""
+
+    def divergences(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        trained: Tensor,
+        part: VocabularyPart,
+        temperature: float,
+    ) -> Tensor:
+        """Compute them, with gradients for `hidden_states` and `weight`."""
 
 
 PLAIN = Head()
@@ -104,14 +130,23 @@ class VocabularyPart:
         """How many parts there are."""
         return 1 if self.group is None else self.group.size()
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield parts of the tokens, of nearly one size, whose logits are computed at once."""
-        if not num_tokens or not self.num_rows:
-            return
-        count = -(-num_tokens * self.num_rows * 4 // CHUNK_BYTES)
-        size = -(-num_tokens // count)
-        for start in range(0, num_tokens, size):
-            yield slice(start, min(start + size, num_tokens))
+    def chunks(self, num_tokens: int, copies: int = 1) -> Iterator[slice]:
+        """Yield parts of the tokens, of nearly one size, whose logits are computed at once.
+
+        Args:
+            copies: as many fp32 tensors of their size are made of them.
+        """
+        return chunks(num_tokens, self.num_rows * copies)
+
+
+def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
+    """Yield parts of the tokens, of nearly one size, of which each with fp32 values of so many rows fits in memory."""
+    if not num_tokens or not num_rows:
+        return
+    count = -(-num_tokens * num_rows * 4 // CHUNK_BYTES)
+    size = -(-num_tokens // count)
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
 
 
 def token_losses(
@@ -129,12 +164,21 @@ def token_losses(
     Returns:
         fp32 [b, s], or with `head.entropy` [b, s, 2], losses and entropies; 0 where a token is not trained.
     """
-    b, s = labels.shape
-    targets = labels.reshape(-1).index_select(0, trained)
-    rows = trained % s * b + trained // s  # places in the flattened hidden states
+    targets, rows = labels.reshape(-1).index_select(0, trained), places_in_states(labels, trained)
     found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
+    return at_labels(found, labels, trained)
+
+
+def places_in_states(labels: Tensor, trained: Tensor) -> Tensor:
+    """Return where trained tokens are in flattened hidden states, [s · b]: int64 [n]; see `token_losses`."""
+    b, s = labels.shape
+    return trained % s * b + trained // s
+
+
+def at_labels(found: Tensor, labels: Tensor, trained: Tensor) -> Tensor:
+    """Put values of trained tokens, [n, ...], where their labels are, [b, s, ...]; 0 elsewhere."""
     kept = found.shape[1:]
-    return found.new_zeros(b * s, *kept).index_copy(0, trained, found).view(b, s, *kept)
+    return found.new_zeros(labels.numel(), *kept).index_copy(0, trained, found).view(*labels.shape, *kept)
 
 
 @torch.no_grad()
@@ -149,9 +193,8 @@ def likeliest_tokens(
         fp32 [b, s], which holds every number of a token exactly; 0 where a token has no label. One collective of 2 · n
         numbers.
     """
-    b, s = labels.shape
-    inputs = _gather(hidden_states, part)
-    rows = trained % s * b + trained // s
+    inputs = gathered(hidden_states, part)
+    rows = places_in_states(labels, trained)
     best = inputs.new_full((2, len(rows)), -torch.inf, dtype=torch.float32)  # logits, and their tokens
     for chunk in part.chunks(len(rows)):
         logits = inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t()
@@ -162,7 +205,7 @@ def likeliest_tokens(
         parts = best.new_empty(part.size, *best.shape)
         torch.distributed.all_gather_into_tensor(parts.view(-1, len(rows)), best, group=part.group)
         best = parts.gather(0, parts[:, 0].argmax(0).expand(1, 2, -1))[0]
-    return best.new_zeros(b * s).index_copy(0, trained, best[1]).view(b, s)
+    return at_labels(best[1], labels, trained)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -173,7 +216,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden_states: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, part: VocabularyPart, head: Head
     ) -> Tensor:
-        inputs = _gather(hidden_states, part)
+        inputs = gathered(hidden_states, part)
         real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
         log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
@@ -197,8 +240,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_states, weight, targets, rows, log_sums, losses, entropies = ctx.saved_tensors
         part, head = ctx.part, ctx.head
-        inputs = _gather(hidden_states, part)
-        real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
         grad_found = grad_found / head.temperature
         grad_losses, grad_entropies = grad_found.unbind(1) if head.entropy else (grad_found, None)
@@ -206,39 +247,64 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_targets = torch.expm1(-losses) * grad_losses
         if grad_entropies is not None:
             grad_targets -= grad_entropies * torch.exp(-losses) * (entropies - losses)
-        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
-        # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
-        # the weight, and that one is there.
-        main_grad: Tensor | None = getattr(weight, "main_grad", None)
-        total: Any = main_grad
-        if ctx.needs_input_grad[1] and main_grad is None:
-            total = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk in part.chunks(len(rows)):
-            some, here = inputs.index_select(0, rows[chunk]), columns[chunk, None]
-            logits, scale = soft_capped(some @ real_weight.t(), part.softcap), grad_losses[chunk]
-            slope = None if part.softcap is None else 1 - (logits / part.softcap).square_()
+
+        def gradient(chunk: slice, logits: Tensor) -> Tensor:
+            here, scale = columns[chunk, None], grad_losses[chunk]
             if grad_entropies is None:
-                grad_logits = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature)
+                found = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature)
             else:
                 of_entropy = grad_entropies[chunk], entropies[chunk]
-                grad_logits = _grad_with_entropy(logits, log_sums[chunk], scale, *of_entropy, head.temperature)
-            del logits
-            there = grad_targets[chunk, None].to(grad_logits.dtype)
-            grad_logits.scatter_(1, here, torch.where(is_mine[chunk, None], there, grad_logits.gather(1, here)))
-            if slope is not None:
-                grad_logits.mul_(slope)
-            if grad_inputs is not None:
-                grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
-            if ctx.needs_input_grad[1]:
-                add_weight_gradient(total[: part.num_rows], grad_logits, some)
-            del grad_logits, slope
-        grad_hidden_states = None
+                found = _grad_with_entropy(logits, log_sums[chunk], scale, *of_entropy, head.temperature)
+            there = grad_targets[chunk, None].to(found.dtype)
+            return found.scatter_(1, here, torch.where(is_mine[chunk, None], there, found.gather(1, here)))
+
+        needed = ctx.needs_input_grad[:2]
+        return *propagated(hidden_states, weight, rows, part, gradient, needed), None, None, None, None
+
+
+def propagated(
+    hidden_states: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    part: VocabularyPart,
+    gradient: Callable[[slice, Tensor], Tensor],
+    needed: Sequence[bool],
+    copies: int = 1,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return gradients of hidden states and weight, see `token_losses`, from those of logits, a chunk at a time.
+
+    Args:
+        gradient: returns it of some tokens' logits, [c, v], which it may overwrite.
+        needed: which of the two are.
+        copies: see `VocabularyPart.chunks`.
+    """
+    inputs, real_weight = gathered(hidden_states, part), weight[: part.num_rows]
+    grad_inputs = torch.zeros_like(inputs) if needed[0] else None
+    # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
+    # the weight, and that one is there.
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    total: Any = main_grad
+    if needed[1] and main_grad is None:
+        total = torch.zeros_like(weight, dtype=torch.float32)
+    for chunk in part.chunks(len(rows), copies):
+        some = inputs.index_select(0, rows[chunk])
+        logits = soft_capped(some @ real_weight.t(), part.softcap)
+        slope = None if part.softcap is None else 1 - (logits / part.softcap).square_()
+        grad_logits = gradient(chunk, logits)
+        del logits
+        if slope is not None:
+            grad_logits.mul_(slope)
         if grad_inputs is not None:
-            grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
-        if not ctx.needs_input_grad[1]:
-            return grad_hidden_states, None, None, None, None, None
-        grad_weight = total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
-        return grad_hidden_states, grad_weight, None, None, None, None
+            grad_inputs.index_copy_(0, rows[chunk], grad_logits @ real_weight)
+        if needed[1]:
+            add_weight_gradient(total[: part.num_rows], grad_logits, some)
+        del grad_logits, slope
+    grad_hidden_states = None
+    if grad_inputs is not None:
+        grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
+    if not needed[1]:
+        return grad_hidden_states, None
+    return grad_hidden_states, total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
 
 
 def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -313,7 +379,7 @@ def _combine(
     return whole, all_parts[:, 1].sum(0), entropies
 
 
-def _gather(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
+def gathered(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
     """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that
     Megatron-Core's linear layers gather into, until the next one of them does."""
     if part.sequence_parallel:

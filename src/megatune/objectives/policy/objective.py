@@ -185,6 +185,38 @@ class PolicyObjective:
         return {f"actor/{name}": ((value * mask).sum(), mask.sum()) for name, value in values.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class DivergenceObjective:
+    """The divergence from a teacher's distributions, a mean over the tokens that count, of all micro-batches and ranks
+    of an update; see `engine.layers.divergence`. Micro-batches have the extra TEACHING.
+
+    Attributes:
+        temperature: of sampling, by which logits of both are divided.
+    """
+
+    temperature: float = 1.0
+
+    metric_names = ("actor/divergence",)
+    token_extras = (MASK,)
+    document_extras = ()
+
+    @property
+    def head(self) -> Head:
+        """What the output layer computes."""
+        return Head(self.temperature)
+
+    def normalizer(self, batch: MicroBatch) -> Tensor:
+        """Count tokens: int64 []."""
+        mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
+        return normalizer("token-mean", mask, batch)
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        """Compute the loss of divergences of tokens, fp32 [b, s / cp]."""
+        mask = batch.extras[MASK]
+        loss = (output * mask).sum()
+        return ObjectiveOutput(loss, {"actor/divergence": (loss, mask.sum())})
+
+
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at all other tokens, each where its token is predicted:
 # the value there is that of the state before the token.
 RETURNS, VALUES = "returns", "values"

@@ -227,7 +227,7 @@ def _teachers_penalty(
     """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation; 0 where it is off. And the mean
     distance to the teachers, without coefficients, over the tokens that have one."""
     total, distance, taught = np.zeros(len(tokens)), 0.0, 0
-    if not settings.is_pure_opd and not settings.use_opd:
+    if settings.distils or not (settings.is_pure_opd or settings.use_opd):
         return total, {}
     if not samples.teachers:
         raise ValueError("on-policy distillation: there are no log-probabilities of a teacher")

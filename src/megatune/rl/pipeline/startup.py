@@ -30,6 +30,7 @@ _WORKERS = {
     "critic": "megatune.rl.worker.training:ValueWorker",
 }
 _FROZEN = "megatune.rl.worker.model:ReferenceWorker"
+_DISTILLED = "megatune.rl.worker.distillation:DistillationWorker"  # of a role with a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ def _engines(
 def _model_spec(settings: RLSettings, name: str, role: ModelRole) -> RoleSpec:
     return RoleSpec(
         name=name,
-        target=_WORKERS.get(name, _FROZEN),
+        target=_WORKERS.get(name, _FROZEN) if role.teacher is None else _DISTILLED,
         arguments={"settings": settings, "role": role},
         devices=role.devices,
         rendezvous=True,

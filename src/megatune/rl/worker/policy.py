@@ -16,7 +16,7 @@ from megatune.engine.sequences import whole_rows
 from megatune.engine.step import Objective
 from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
-from megatune.objectives.policy.objective import OLD, ROLLOUT, PolicyObjective
+from megatune.objectives.policy.objective import OLD, ROLLOUT, DivergenceObjective, PolicyObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
 from megatune.rl.worker.batching import Answer, answer
@@ -42,7 +42,7 @@ class PolicyWorker(TrainedWorker):
         super().load(checkpoint)
         return self._ready(len(self.weight_shapes()))
 
-    def objective(self, num_samples: int) -> PolicyObjective:
+    def objective(self, num_samples: int) -> PolicyObjective | DivergenceObjective:
         role = self.role
         return PolicyObjective(
             self.rl.algorithm,

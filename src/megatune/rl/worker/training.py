@@ -171,11 +171,15 @@ class TrainedWorker(ModelWorker):
         shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
         batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
         objective = self.objective(len(samples))
-        result = train_step(self.loaded, batches, objective, learning_rate=learning_rate)
+        result = train_step(self.loaded, self._update_batches(batches), objective, learning_rate=learning_rate)
         if result.problem is not None:
             raise self._not_finite(result, step)
         self._keep(rollouts, shares[self.loaded.place.dp_rank], batches, objective)
         return result
+
+    def _update_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add what micro-batches of an update carry besides. Collective."""
+        return batches
 
     def _keep(
         self, rollouts: Rollouts, mine: Sequence[Sequence[int]], batches: Sequence[Batch], objective: Objective

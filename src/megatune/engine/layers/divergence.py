@@ -1,0 +1,211 @@
+"""How far a model's distributions of tokens are from a teacher's: the loss of generalized knowledge distillation
+(arXiv:2306.13649).
+
+As in `cross_entropy`, whose legend this file has, the output layer is part of it: logits of model and teacher are
+computed a chunk of tokens at a time, and again in the backward pass. Of the teacher a rank keeps what goes into its
+output layer.
+
+With p of the model, t of the teacher, m = β t + (1 - β) p: β KL(t ‖ m) + (1 - β) KL(p ‖ m); KL(t ‖ p) where β is 0, and
+KL(p ‖ t) where it is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatune.engine.layers.cross_entropy import (
+    VocabularyPart,
+    at_labels,
+    chunks,
+    gathered,
+    places_in_states,
+    propagated,
+    soft_capped,
+)
+
+_COPIES = 6  # fp32 tensors as large as a chunk's logits that are there together
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Teaching:
+    """What a rank holds of a teacher's distributions of a micro-batch's tokens.
+
+    Attributes:
+        hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism, what goes into its output layer.
+        weight: [rows, h], its output layer's rows of the same tokens as the model's part of the vocabulary.
+        num_rows: how many of them are real in both vocabularies; others have no probability.
+        softcap: see `VocabularyPart`.
+        beta: β.
+        top_k: only the teacher's likeliest tokens of each place have a probability, in both; None: all have.
+    """
+
+    hidden_states: Tensor
+    weight: Tensor
+    num_rows: int
+    softcap: float | None
+    beta: float
+    top_k: int | None = None
+
+    def divergences(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        trained: Tensor,
+        part: VocabularyPart,
+        temperature: float,
+    ) -> Tensor:
+        """Compute the divergence of each token's distribution, in fp32, of logits divided by the temperature.
+
+        Args: as of `cross_entropy.token_losses`; of labels only their places matter.
+
+        Returns:
+            fp32 [b, s]; 0 where a token is not trained.
+        """
+        rows, shared = places_in_states(labels, trained), replace(part, num_rows=self.num_rows)
+        found = _Divergence.apply(hidden_states, weight, rows, shared, self, temperature)
+        return at_labels(found, labels, trained)
+
+
+class _Divergence(torch.autograd.Function):
+    """Divergences of the trained tokens, fp32 [n]. Two small collectives for each chunk in the forward pass, one more
+    with `top_k`, and those that a column-parallel linear layer has."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        part: VocabularyPart,
+        teaching: Teaching,
+        temperature: float,
+    ) -> Tensor:
+        inputs, theirs = gathered(hidden_states, part), _gathered(teaching.hidden_states, part)
+        # Of each token: of both what makes probabilities of logits, the smallest logit that counts, and two sums.
+        kept = torch.zeros(7, len(rows), dtype=torch.float32, device=weight.device)
+        # As many chunks on every rank, whatever is real of its part.
+        for chunk in chunks(len(rows), len(weight) * _COPIES):
+            own = soft_capped(inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t(), part.softcap)
+            own, other = own.float().div_(temperature), _logits(theirs, rows[chunk], teaching, temperature)
+            least = _least(other, teaching.top_k, part)
+            own, other = own.masked_fill_(other < least, -torch.inf), other.masked_fill_(other < least, -torch.inf)
+            sums = _whole(torch.stack((*_sums(own), *_sums(other))), part)
+            value, weighted, _ = _terms(own, other, sums, teaching.beta)
+            kept[:, chunk] = torch.stack((*sums, least[:, 0], value.sum(1), weighted.sum(1)))
+        if part.size > 1:
+            torch.distributed.all_reduce(kept[5:], group=part.group)
+        ctx.save_for_backward(hidden_states, weight, rows, kept)
+        ctx.part, ctx.teaching, ctx.temperature = part, teaching, temperature
+        return kept[5].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_states, weight, rows, kept = ctx.saved_tensors
+        part, teaching, temperature = ctx.part, ctx.teaching, ctx.temperature
+        theirs = _gathered(teaching.hidden_states, part)
+
+        def gradient(chunk: slice, logits: Tensor) -> Tensor:
+            least, means = kept[4, chunk], kept[6, chunk]
+            other = _logits(theirs, rows[chunk], teaching, temperature)
+            is_out = other < least[:, None]
+            own = logits.float().div_(temperature).masked_fill_(is_out, -torch.inf)
+            other.masked_fill_(is_out, -torch.inf)
+            _, weighted, probabilities = _terms(own, other, kept[:4, chunk], teaching.beta)
+            scale = grad_found[chunk, None] / temperature
+            return weighted.sub_(probabilities.mul_(means[:, None])).mul_(scale).to(logits.dtype)
+
+        needed = ctx.needs_input_grad[:2]
+        found = propagated(hidden_states, weight, rows, part, gradient, needed, _COPIES)
+        return *found, None, None, None, None
+
+
+def _terms(own: Tensor, other: Tensor, sums: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what each row of the vocabulary adds to the divergence, p · its derivative by p, and p: [c, v] each.
+
+    The derivative by a logit is p · (that derivative - the mean of all, weighted by p).
+
+    Args:
+        own, other: logits, -inf where a token has no probability; may be overwritten.
+        sums: [4, c], what `_whole` returns of them.
+    """
+    is_out = other == -torch.inf
+    # One after the other: their sum would be rounded to what a logit as large is rounded to.
+    own, other = (x.sub_(a[:, None]).sub_(b[:, None]) for x, a, b in ((own, *sums[:2]), (other, *sums[2:])))
+    p, t = own.exp(), other.exp()
+    own.masked_fill_(is_out, 0), other.masked_fill_(is_out, 0)
+    if beta == 0:
+        return t * (other - own), -t, p
+    if beta == 1:
+        weighted = p * (own - other)
+        return weighted, weighted.clone(), p
+    mixed = torch.logaddexp(own + math.log1p(-beta), other + math.log(beta))
+    weighted = (1 - beta) * p * (own - mixed)
+    return weighted + beta * t * (other - mixed), weighted, p
+
+
+def _logits(inputs: Tensor, rows: Tensor, teaching: Teaching, temperature: float) -> Tensor:
+    """Compute the teacher's logits of some tokens, fp32 [c, v]."""
+    found = inputs.index_select(0, rows) @ teaching.weight[: teaching.num_rows].t()
+    return soft_capped(found, teaching.softcap).float().div_(temperature)
+
+
+def _least(logits: Tensor, top_k: int | None, part: VocabularyPart) -> Tensor:
+    """Return the smallest of the `top_k` largest logits of the whole vocabulary, [c, 1]; -inf where all count."""
+    if top_k is None:
+        return logits.new_full((len(logits), 1), -torch.inf)
+    largest = logits.topk(min(top_k, logits.shape[1])).values
+    largest = torch.nn.functional.pad(largest, (0, top_k - largest.shape[1]), value=-torch.inf)
+    if part.size > 1:
+        parts = largest.new_empty(part.size, *largest.shape)
+        torch.distributed.all_gather_into_tensor(parts.view(-1, top_k), largest.contiguous(), group=part.group)
+        largest = parts.transpose(0, 1).flatten(1).topk(top_k).values
+    return largest[:, -1:]
+
+
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each token, [c], 0 where there is none, and log Σ exp(logits - largest)."""
+    largest = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf).amax(1)
+    largest = largest.where(largest > -torch.inf, 0.0)
+    return largest, (logits - largest[:, None]).exp_().sum(1).log_()
+
+
+def _whole(sums: Tensor, part: VocabularyPart) -> Tensor:
+    """Combine `_sums` of the parts, of two models [4, c], to those of the whole vocabulary."""
+    if part.size == 1:
+        return sums
+    parts = sums.new_empty(part.size, *sums.shape)
+    torch.distributed.all_gather_into_tensor(parts.view(-1, sums.shape[1]), sums, group=part.group)
+    largest = parts[:, ::2].where(parts[:, 1::2] > -torch.inf, -torch.inf).amax(0)
+    logarithms = (parts[:, 1::2] + (parts[:, ::2] - largest)).logsumexp(0)
+    return torch.stack((largest, logarithms), 1).flatten(0, 1)
+
+
+def _gathered(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
+    """Gather the teacher's hidden states of all tokens, [s · b, h], apart from the buffer that the model's are in."""
+    if part.sequence_parallel:
+        whole = hidden_states.new_empty(len(hidden_states) * part.size, *hidden_states.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, hidden_states.contiguous(), group=part.group)
+        hidden_states = whole
+    return hidden_states.reshape(-1, hidden_states.shape[-1])
+
+
+def aligned(weight: Tensor, size: int, part: VocabularyPart) -> Tensor:
+    """Return a teacher's rows of the tokens that the model's part of the vocabulary has.
+
+    Args:
+        weight: [rows, h], this rank's part of the teacher's output layer; the parts may be of another size.
+        size: rows of the model's parts.
+    """
+    if part.size == 1 or len(weight) == size:
+        return weight[:size]
+    whole = weight.new_empty(len(weight) * part.size, weight.shape[1])
+    torch.distributed.all_gather_into_tensor(whole, weight.contiguous(), group=part.group)
+    return whole[part.first : part.first + size].clone()

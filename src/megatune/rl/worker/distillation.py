@@ -1,0 +1,70 @@
+"""The policy that learns a teacher's distributions over the vocabulary, which the same processes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatune.bridge.assemble import LoadedModel, load_model
+from megatune.data.batches import Batch
+from megatune.engine.layers.divergence import Teaching
+from megatune.engine.offload import Offload
+from megatune.engine.step import TEACHING, teachings
+from megatune.objectives.policy.objective import DivergenceObjective
+from megatune.rl.worker.model import Ready
+from megatune.rl.worker.policy import PolicyWorker
+from megatune.training.agreement import fetched_on_node
+
+
+@dataclass(frozen=True, slots=True)
+class _OnRank:
+    """An extra of a micro-batch that was made where it is used."""
+
+    value: Teaching
+
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> Teaching:
+        return self.value
+
+    def pin_memory(self) -> _OnRank:
+        return self
+
+
+class DistillationWorker(PolicyWorker):
+    """One rank of actor_train whose loss is the divergence from `ModelRole.teacher`; see `ModelWorker`.
+
+    The teacher lies beside the policy, in its layout, and comes and goes with the policy's weights. Before an update it
+    computes what goes into its output layer, for all of the update's micro-batches.
+    """
+
+    _teacher: LoadedModel
+
+    def load(self, checkpoint: str | None = None) -> Ready:
+        ready, settings = super().load(checkpoint), self.role.teacher
+        assert settings is not None, "refused by the settings' checks"
+        self.context.beat("load the teacher", 0, limit=settings.run.ddp_timeout)
+        name = settings.model.model_name_or_path
+        assert name is not None
+        source = fetched_on_node(self.context, "teacher", name, settings.model.model_revision, settings)
+        self._teacher = load_model(source, settings, self.loaded.place, trained=False)
+        self._offload = Offload([*self.loaded.model, *self._teacher.model], self.loaded.optimizer)
+        return ready
+
+    def objective(self, num_samples: int) -> DivergenceObjective:
+        return DivergenceObjective(self.rl.sampling_temperature)
+
+    @property
+    def _keeps_first(self) -> bool:
+        return False
+
+    def _update_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        algorithm, vocab_size = self.rl.algorithm, self._teacher.architecture.vocab_size
+        models = self.loaded.model, self._teacher.model
+        found = teachings(*models, vocab_size, batches, algorithm.opd_beta, algorithm.opd_top_k)
+        if not found:  # before the last pipeline stage
+            return batches
+        return [
+            replace(batch, extras={**batch.extras, TEACHING: _OnRank(each)})
+            for batch, each in zip(batches, found, strict=True)
+        ]

@@ -1,0 +1,154 @@
+"""Updates by the divergence from a teacher's distributions, beside Transformers' models and the plain formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from test_worker_training import assert_same_bits, storage_bytes, weights_of
+from torch import Tensor
+from worker_kit import NEWEST, PROMPTS, RESPONSES, TEMPERATURE, rollouts, settings_of, started
+
+from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.rl.settings import RLSettings
+from megatune.rl.samples import Rollouts
+from megatune.rl.worker.distillation import DistillationWorker
+from megatune.rl.worker.training import Trained
+from megatune.verify.reference import load_reference_model
+
+ALL = {
+    **EXPERT_LAYOUTS,
+    **SEQUENCE_LAYOUTS,
+    **LAYOUTS,
+    "dp2, overlaps": Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
+SGD = {"optimizer": "sgd", "learning_rate": 1000.0, "sgd_momentum": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
+WHOLE = (4, 2)  # one update takes all samples
+Loss = dict[str, Any]
+LOSSES: dict[str, Loss] = {
+    "JSD": {"opd_beta": 0.4},
+    "reverse": {"opd_beta": 1.0},
+    "forward, top 20": {"opd_beta": 0.0, "opd_top_k": 20},
+}
+
+
+def settings_with(
+    model: Path, teacher: Path, layout: Layout, loss: Loss, batch: tuple[int, int] = WHOLE, **options: Any
+) -> RLSettings:
+    algorithm = {"is_pure_opd": True, "opd_loss": "jsd", "adv_estimator": "reinforce", "gamma": 0.0, **loss}
+    options = {"optimizer": SGD, **options}
+    tokens = 64 if layout.packed else None
+    settings = settings_of(model, layout, batch=batch, algorithm=algorithm, packed_tokens=tokens, **options)
+    own = layout.settings({}, options.get("precision", {})).model_copy(
+        update={"run": RunSettings(ddp_timeout=30), "model": ModelSettings(model_name_or_path=str(teacher))}
+    )
+    return replace(settings, actor_train=settings.actor_train.model_copy(update={"teacher": own}))
+
+
+def samples_of(step: int) -> Rollouts:
+    """Samples of which one token does not count."""
+    made = rollouts(301, step, rollout_log_probs=0.1)
+    masks = [np.ones(size, np.float32) for size in RESPONSES]
+    masks[1][3] = 0
+    zeros = [np.zeros(size, np.float32) for size in RESPONSES]
+    extras = {"mask": masks, "weights": masks, "advantages": zeros}
+    return Rollouts(made.tokens, made.prompt_lengths, {**made.per_token, **extras})
+
+
+def train(settings: RLSettings, steps: range, checkpoint: str | None = None, save_at: int = 0) -> Any:
+    """On every rank: what the steps came to, and the weights."""
+    worker = started(DistillationWorker, settings, checkpoint)
+    found: list[Trained] = []
+    for step in steps:
+        if save_at:  # a teacher leaves the device and comes back with the policy
+            total = storage_bytes(worker._offload)
+            assert worker.offload() == total
+            assert storage_bytes(worker._offload) == 0
+            worker.onload()
+        found.append(worker.train(samples_of(step), step))
+        if step + 1 == save_at:
+            worker.save(save_at)
+    return found, weights_of(worker)
+
+
+def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step, and its gradients, by Transformers and the formula."""
+    policy, other = (load_reference_model(each, torch.float32) for each in (model, teacher))
+    samples, beta, top_k = samples_of(0), loss["opd_beta"], loss.get("opd_top_k")
+    total, count = torch.zeros(()), 0.0
+    for ids, prompt, mask in zip(samples.tokens, PROMPTS, samples.per_token["mask"], strict=True):
+        row = torch.from_numpy(ids.copy())[None]
+        with torch.no_grad():
+            theirs = other(row).logits[0, prompt - 1 : -1]
+        mine = policy(row).logits[0, prompt - 1 : -1]
+        shared = min(mine.shape[-1], theirs.shape[-1])
+        mine, theirs = mine[:, :shared] / TEMPERATURE, theirs[:, :shared] / TEMPERATURE
+        if top_k is not None:
+            chosen = theirs.topk(top_k).indices
+            mine, theirs = mine.gather(1, chosen), theirs.gather(1, chosen)
+        p, t = mine.softmax(-1), theirs.softmax(-1)
+        mixed = beta * t + (1 - beta) * p
+        of_student = 0 if beta == 1 else (1 - beta) * (p * (p / mixed).log()).sum(-1)
+        of_teacher = 0 if beta == 0 else beta * (t * (t / mixed).log()).sum(-1)
+        if beta in (0, 1):
+            value = ((t * (t / p).log()) if beta == 0 else (p * (p / t).log())).sum(-1)
+        else:
+            value = of_student + of_teacher
+        total = total + (value * torch.from_numpy(mask)).sum()
+        count += float(mask.sum())
+    (total / count).backward()
+    named = {name: each.grad for name, each in policy.named_parameters() if each.grad is not None}
+    return total.item() / count, named
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("teacher", ["a larger vocabulary", "experts"])
+@pytest.mark.parametrize(
+    "layout", ["1", "tp2 sp", "pp2 vpp2", "cp2 p2p", "dp2, overlaps", "packed", "tp2 sp, packed", "cp2, packed"]
+)
+def test_an_update_is_by_the_gradient_of_the_formula(
+    pool: Any, model_dir: Any, tmp_path: Path, loss: str, teacher: str, layout: str
+) -> None:
+    """With a teacher of another family, size or vocabulary."""
+    model, chosen = model_dir("qwen3"), ALL[layout]
+    other = model_dir("qwen3_moe") if teacher == "experts" else model_dir("qwen2", vocab_size=330, hidden_size=48)
+    dp_size = chosen.world_size // chosen.settings().parallel.model_parallel_size
+    settings = settings_with(model, other, chosen, LOSSES[loss], (4 // dp_size, 2), output=tmp_path)
+    before = pool.run(chosen.world_size, train, settings, range(0))[0][1]
+    (found,), after = pool.run(chosen.world_size, train, settings, range(1))[0]
+    value, expected = gradients(model, other, LOSSES[loss])
+    assert found.updates == 1
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    assert found.metrics["actor/divergence"] == pytest.approx(value, rel=1e-5)
+    rate = found.learning_rate
+    errors = {
+        name: float(((before[name] - after[name]).double() / rate - each).norm() / each.norm())
+        for name, each in expected.items()
+    }
+    assert not {name: error for name, error in errors.items() if not error < 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("tp2 sp", {"lora": {"lora_dropout": 0.1}}), ("dp2, overlaps", {"precision": {"bf16": True}})],
+)
+def test_offloading_and_a_resume_change_nothing(
+    pool: Any, model_dir: Any, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
+    """Of two updates a step: the teacher comes back as it was."""
+    chosen, optimizer = ALL[layout], {"learning_rate": 1e-2}
+    arguments = model_dir("qwen3"), model_dir("qwen2"), chosen, LOSSES["JSD"], (2, 1)
+    settings = settings_with(*arguments, optimizer=optimizer, output=tmp_path, **options)
+    plain, weights = pool.run(chosen.world_size, train, settings, range(5))[0]
+    assert plain[-1].loss < plain[0].loss
+    moved, others = pool.run(chosen.world_size, train, settings, range(5), None, 2)[0]
+    assert_same_bits(others, weights)
+    resumed, others = pool.run(chosen.world_size, train, settings, range(2, 5), NEWEST)[0]
+    assert_same_bits(others, weights)
+    assert [each.loss for each in resumed] == [each.loss for each in moved[2:]] == [each.loss for each in plain[2:]]
