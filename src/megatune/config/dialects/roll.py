@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatune.config.dialects.dialect import read_part
+from megatune.config.dialects.dialect import read_part, table
 from megatune.config.dialects.roll_reader import ROLE, TOP, Part, part_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
 from megatune.config.dialects.roll_roles import ModelOf, Roles, model_role
@@ -148,6 +148,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     top.check("top")
     lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
     roles = Roles(top, run, lengths, model_of)
+    top.needs(asked)
     who = "student" if asked.is_pure_opd else "actor"
     trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
     for part in (trained, sampled):
@@ -159,7 +160,9 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
         return None
     group = lengths.num_return_sequences_in_group
     samples = lengths.rollout_batch_size * group
-    actor_train = model_role(roles, trained, "actor_train", run.pretrain, trains=True)
+    teachers = _teacher_parts(top)
+    taught_by = _teacher_inside(top, trained, teachers) if asked.distils else None
+    actor_train = model_role(roles, trained, "actor_train", run.pretrain, trains=True, teacher=taught_by)
     generating = sampling_of(sampled.of(RoleSettings).generating_args, lengths.max_response_length, group)
     actor_infer = infer_role(roles, sampled, "actor_infer", run.pretrain, generating)
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
@@ -168,7 +171,6 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     reference = _reference(top, roles, algorithm, actor_train)
     critic = _critic(top, roles, algorithm.adv_estimator)
     judge = reward_model(top.parts["reward_model"], roles) if top.parts["reward_model"].at else None
-    teachers = _teachers(top, roles)
     validation = None
     if top.parts["validation"].at:
         validation = top.parts["validation"].of(Validation)
@@ -190,7 +192,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
         reference=reference,
         critic=None if critic is None else _scheduled(critic, run.max_steps * samples),
         reward_model=judge,
-        teachers=teachers,
+        teachers={} if asked.distils else _teachers(teachers, roles),
         validation=validation,
     )
     check_roles(settings, trained, sampled, roles)
@@ -218,20 +220,41 @@ def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
     return model_role(roles, part, "critic", roles.run.reward_pretrain, trains=True)
 
 
-def _teachers(top: Part, roles: Roles) -> dict[str, ModelRole]:
+def _teacher_parts(top: Part) -> dict[str, Part]:
+    """Read the role teacher, which may be several by names; {} where nothing is distilled."""
     tree, algorithm = top.mapping("teacher"), top.of(AlgorithmSettings)
-    trees = {"default": tree} if set(tree) & set(ROLE.names) else tree
-    found: dict[str, ModelRole] = {}
     if not (algorithm.use_opd or algorithm.is_pure_opd):
-        return found
-    for name, node in trees.items():
-        if isinstance(node, dict):
-            part = part_of(top.reader, node, ROLE, "teacher" if trees is not tree else f"teacher.{name}")
-            role = model_role(roles, part, f"teacher.{name}", None, trains=False)
-            if role is not None:
-                coef = 1.0 if role.opd_kl_coef is None else role.opd_kl_coef
-                found[name] = role.model_copy(update={"opd_kl_coef": coef})
+        return {}
+    if set(tree) & set(ROLE.names):
+        return {"default": part_of(top.reader, tree, ROLE, "teacher")}
+    trees = {name: node for name, node in tree.items() if isinstance(node, dict)}
+    return {name: part_of(top.reader, node, ROLE, f"teacher.{name}") for name, node in trees.items()}
+
+
+def _teachers(parts: Mapping[str, Part], roles: Roles) -> dict[str, ModelRole]:
+    found: dict[str, ModelRole] = {}
+    for name, part in parts.items():
+        role = model_role(roles, part, f"teacher.{name}", None, trains=False)
+        if role is not None:
+            coef = 1.0 if role.opd_kl_coef is None else role.opd_kl_coef
+            found[name] = role.model_copy(update={"opd_kl_coef": coef})
     return found
+
+
+def _teacher_inside(top: Part, trained: Part, teachers: Mapping[str, Part]) -> Part | None:
+    """Return the one teacher that is computed in the student's processes, and refuse what has no effect on that."""
+    rows, first = table("roll", "jsd"), next(iter(teachers.values()), None)
+    top.refuse({key: row for key, row in rows.items() if not key.startswith(("ROLE.", "teacher."))})
+    trained.refuse({key[5:]: row for key, row in rows.items() if key.startswith("ROLE.")})
+    if first is not None:
+        other = rows["teacher.OTHERS"]
+        first.refuse({key: rows.get(f"teacher.{key}", other) for key in first.tree if key != "model_args"})
+    if len(teachers) > 1:
+        what, fix = f"opd_loss: jsd with {len(teachers)} teachers", f"keep one of {', '.join(teachers)}"
+        top.find(
+            what, "teacher", why="it is computed in the processes of the student, which have room for one", fix=fix
+        )
+    return first
 
 
 def _scheduled(role: ModelRole, samples: int) -> ModelRole:

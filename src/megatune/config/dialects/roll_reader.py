@@ -19,7 +19,7 @@ from megatune.config.rl.rollout import RewardSettings, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import keys_of, lists_of, mappings_of
 from megatune.config.setting import G, Group, SettingInfo
-from megatune.config.values import coerce, quoted
+from megatune.config.values import coerce, quoted, shown
 from megatune.errors import Finding, closest
 
 _MOST_DEVICES = 1_000_000
@@ -159,6 +159,24 @@ class Part:
                     self.ignore(key, row["ignored"])
             else:
                 self.find(row["what"], *keys, why=row.get("why", ""), fix=row["fix"])
+
+    def refuse(self, rows: Mapping[str, Row]) -> None:
+        """Refuse keys that were written with a value which their row does not pass."""
+        for key, row in rows.items():
+            above, _, name = key.rpartition(".")
+            if self.has(key):
+                data, dotted = self.mapping(*filter(None, above.split(".")))[name], self.key(key)
+                self.reader.passes(self.reader.entry(dotted, data), row, data, dotted)
+
+    def needs(self, group: Group) -> None:
+        """Refuse keys of a group that say something without what they need in it."""
+        for info in keys_of(type(group)).values():
+            for need in info.needs:
+                other, value = need.path.partition(".")[2], getattr(group, info.name)
+                if value != info.default and getattr(group, other) not in need.values and self.has(info.name):
+                    needed = f"{other}: {shown(need.values[0])}"
+                    what, fix = f"{info.name} {shown(value)} without {needed}", f"write {needed}, or remove {info.name}"
+                    self.find(what, info.name, why=need.why, fix=fix)
 
     def ignore(self, key: str, why: str) -> None:
         self.reader.ignored.setdefault(why, []).append(self.key(key))

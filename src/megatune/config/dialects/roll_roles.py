@@ -21,7 +21,7 @@ from megatune.config.rl.rollout import RolloutSettings
 from megatune.config.rl.run import RLRunSettings
 from megatune.config.rl.settings import ModelRole
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
-from megatune.config.settings import Settings, all_settings, with_settings
+from megatune.config.settings import GROUPS, Settings, all_settings, with_settings
 from megatune.config.values import Value
 from megatune.families.scores import SCORER, STAGE
 
@@ -161,8 +161,14 @@ def _entries(part: Part, section: str) -> list[SettingEntry]:
     return found
 
 
-def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool) -> ModelRole | None:
-    """Make a role with a model of our engine; None where its strategy is not one."""
+def model_role(
+    roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool, teacher: Part | None = None
+) -> ModelRole | None:
+    """Make a role with a model of our engine; None where its strategy is not one.
+
+    Args:
+        teacher: of a model that is computed in the role's processes.
+    """
     valid = ("megatron_train",) if trains else ("megatron_infer", "hf_infer")
     strategy = roles.begin(part, name, valid)
     if strategy is None:
@@ -201,8 +207,32 @@ def model_role(roles: Roles, part: Part, name: str, default_model: str | None, *
         name=name,
         settings=settings,
         training=trains,
+        teacher=None if teacher is None else _teacher(roles, teacher, loaded, len(devices)),
     )
     return role.model_copy(update=_micro_batches(roles.lengths.max_sequence_length, role, part))
+
+
+def _teacher(roles: Roles, part: Part, student: Loaded, devices: int) -> Settings:
+    """Return the engine of a teacher: the student's layout, precision and kernels, with nothing that trains."""
+    own = {name: GROUPS[name]() for name in ("finetuning", "experts", "recompute", "optimizer")}
+    read = read_engine(replace(part, tree={_MODEL: part.mapping(_MODEL)})).settings
+    if read.model.model_name_or_path is None:
+        no_model(part, "teacher")
+    key, precision = f"{_MODEL}.dtype", student.settings.precision
+    if part.has(key) and (read.precision.bf16, read.precision.fp16) != (precision.bf16, precision.fp16):
+        what = f"{part.key(key)} is not that of actor_train"
+        part.find(what, key, why="the teacher is computed in its processes", fix="remove dtype")
+    settings = student.settings.model_copy(update={**own, "model": read.model})
+    architecture = roles.model_of(settings) if roles.model_of and read.model.model_name_or_path else None
+    entries = {path: entry for path, entry in student.entries.items() if path.partition(".")[0] not in own}
+    loaded = replace(student, settings=settings, entries=entries)
+    for each in loaded.check_rules(architecture, devices, rules=RULES):
+        if each not in part.reader.findings:
+            part.reader.add(replace(each, what=f"{part.name}, in the layout of actor_train: {each.what}"))
+    if architecture is not None:
+        longest, positions = roles.lengths.longest_sequence, architecture.max_position_embeddings
+        roles.top.check("positions", longest=longest, positions=positions)
+    return settings
 
 
 def _settings(

@@ -60,6 +60,7 @@ def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
     if asked.is_pure_opd:
         changes |= {"gamma": 0.0, "adv_estimator": "reinforce", "critic_warmup": 0, "use_kl_loss": False}
         changes["add_token_level_kl"] = False
+        changes |= {"loss_agg_mode": "token-mean"} if asked.distils else {}
     elif asked.adv_estimator == "grpo":
         changes |= {"norm_mean_type": "group", "norm_std_type": "group"}
     if not asked.use_pg_clip_range:
@@ -78,11 +79,11 @@ def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
     needs = {
         "add_token_level_kl": settings.rewards_kl,
         "use_opd": settings.use_opd,
-        "is_pure_opd": settings.is_pure_opd,
+        "is_pure_opd": settings.is_pure_opd and not settings.distils,
     }
     needing = [name for name, needed in needs.items() if needed]
     top.check("algorithm", needing=needing)
-    if settings.force_disable_old_logprobs_recompute:
+    if settings.force_disable_old_logprobs_recompute or settings.distils:
         return False
     return settings.enable_old_logprobs_recompute or bool(needing) or corrects or updates > 1
 

@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, NonNegative, Positive
+from megatune.config.setting import Count, Group, Needs, NonNegative, Positive
 
 Norm = Literal["batch", "group", "running"]
 Level = Literal["token", "segment", "geometric", "sequence"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_PURE = Needs("AlgorithmSettings.is_pure_opd", (True,), "with rewards the loss is the policy gradient")
+_JSD = Needs("AlgorithmSettings.opd_loss", ("jsd",), "the policy gradient takes sampled tokens alone")
 
 
 class IsWeight(Group):
@@ -318,9 +320,32 @@ class AlgorithmSettings(Group):
     is_pure_opd: bool = False
     """Train on the divergence from teachers alone, without rewards.
     How: It needs `teacher`, student_train and student_infer. The advantage of a token is its log-probability by the
-    teacher less its own, with gamma 0 and adv_estimator reinforce.
+    teacher less its own, with gamma 0 and adv_estimator reinforce. With opd_loss: jsd there are no advantages.
     When: To distil without any reward."""
+    opd_loss: Annotated[Literal["policy_gradient", "jsd"], _PURE] = "policy_gradient"
+    """What is_pure_opd compares of the student and its teacher.
+    How: With jsd the one teacher is computed in the processes of actor_train, in its layout: of the role teacher
+    model_args alone is read. The loss is the mean over the tokens of an update.
+    When: jsd learns from all that the teacher holds likely, so it needs fewer responses; it takes room for the
+    teacher's weights on the devices of actor_train.
+    - policy_gradient: the log-probabilities of sampled tokens, which are advantages
+    - jsd: their whole distributions at every sampled token, by the generalized Jensen-Shannon divergence"""
+    opd_beta: Annotated[_Share, _JSD] = 0.5
+    """Which divergence opd_loss: jsd is, between teacher t and student s.
+    How: Between 0 and 1 it is beta KL(t, m) + (1 - beta) KL(s, m) with the mixture m = beta t + (1 - beta) s. 0 is
+    KL(t, s), and 1 is KL(s, t).
+    When: 1 where a small student should write what the teacher finds likely, and leave the rest; 0 where it should
+    cover all that the teacher writes."""
+    opd_top_k: Annotated[Count | None, "tokens", _JSD] = None
+    """How many of the teacher's likeliest tokens opd_loss: jsd compares. null is the whole vocabulary.
+    How: Both distributions are normalised over these tokens; nothing is learned of the others.
+    When: null; a number, such as 64, to compare with systems that have no more of the teacher."""
     train_infer_correction: TrainInferCorrection = TrainInferCorrection()
+
+    @property
+    def distils(self) -> bool:
+        """Whether whole distributions of a teacher are the loss."""
+        return self.is_pure_opd and self.opd_loss == "jsd"
 
     @property
     def dual_clip(self) -> float:

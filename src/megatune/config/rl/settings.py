@@ -43,6 +43,7 @@ class ModelRole(RoleSettings):
             of actor_train also say what the run is reported to (`logging`).
         packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
         dynamic_tokens_train, dynamic_tokens_forward: micro-batches by tokens (use_dynamic_batching_*).
+        teacher: of actor_train with opd_loss: jsd: the engine of a model that is computed in its processes.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelRole(RoleSettings):
     packed_tokens_forward: int | None = None
     dynamic_tokens_train: int | None = None
     dynamic_tokens_forward: int | None = None
+    teacher: Settings | None = None
 
     @property
     def samples_per_update(self) -> int:

@@ -235,7 +235,7 @@ def _explained_rl(dotted: str, info: SettingInfo, language: Language) -> str:
     words, texts = words_of(language), texts_of(info, language, is_rl=True)
     lines = [wrapped(dotted + words.parentheses.format("megatune rl"))]
     lines += rows(words, (words.takes, [texts.type]), (words.default, [shown(info.default)]))
-    return "\n".join([*lines, "", *what_it_does(texts, words)])
+    return "\n".join([*lines, "", *what_it_does(texts, words), *rows(words, (words.needs, all_needs(info, words)))])
 
 
 def explain_rl_file(name: str, read: ReadRL, language: Language = "en") -> str:

@@ -255,4 +255,5 @@ def _truncation(settings: RLSettings) -> str:
 def _line(role: ModelRole) -> str:
     parallel = role.settings.parallel
     layout = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
-    return f"role       {role.name}: megatron, {layout}, on devices {ranges(role.devices)}"
+    said = f"role       {role.name}: megatron, {layout}, on devices {ranges(role.devices)}"
+    return said if role.teacher is None else f"{said}, with its teacher {role.teacher.model.model_name_or_path}"

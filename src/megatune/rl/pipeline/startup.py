@@ -9,7 +9,7 @@ from typing import Any
 
 from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
-from megatune.config.settings import with_settings
+from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.families.adapters import is_plain
@@ -86,13 +86,18 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
 
 
 def _with_folder(role: ModelRole, output: Path) -> ModelRole:
-    """Return a role with a folder for its model, and one for what it writes."""
-    model = RunModel(role.settings, asks=True)
-    asked = role.settings.model.model_name_or_path
+    """Return a role with folders for its model and its teacher, and for what they write."""
+    teacher = None if role.teacher is None else _fetched(role.teacher, output / "teacher")
+    return role.model_copy(update={"settings": _fetched(role.settings, output), "teacher": teacher})
+
+
+def _fetched(engine: Settings, output: Path) -> Settings:
+    """Return an engine with a folder for its model, and one for what it writes."""
+    model, asked = RunModel(engine, asks=True), engine.model.model_name_or_path
     assert asked is not None, "refused by the settings' checks"
     model.config_dir(asked)
     changes = {"model.model_name_or_path": model.fetch() or asked, "run.output_dir": str(output)}
-    return role.model_copy(update={"settings": with_settings(model.settings, changes)})
+    return with_settings(model.settings, changes)
 
 
 def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
