@@ -339,12 +339,6 @@ def test_losses_of_all_pairs_together_are_refused():
     assert message.startswith("--loss_type: loss_type: kto_pair is not supported")
 
 
-def test_distillation_is_refused_once():
-    run = read("--rlhf_type gkd --use_vllm true --vllm_mode colocate --teacher_model t --lmbda 1 --beta 1", verb="rlhf")
-    (message,) = findings(run)
-    assert message.startswith("--rlhf_type: rlhf_type: gkd is not supported")
-
-
 REFUSED = [
     ("--cached_dataset c --split_dataset_ratio 0.1", "--cached_dataset"),  # which would hold rows of `d` out
     ("--min_lr 1e-6 --lr_decay_style linear", "--min_lr"),

@@ -17,7 +17,7 @@ from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.pipeline.collector import ProblemOrder
-from megatune.rl.problems import Problems, read_problems
+from megatune.rl.problems import Problems, count_rows, read_problems
 
 REWARDS = {
     "math_rule": RewardRole("math_rule", "math_rule", ("deepmath_103k", "aime")),
@@ -145,6 +145,20 @@ def test_rows_are_filtered_by_source(tmp_path: Path, tokenizer: PreTrainedTokeni
     rows = [math_row(number, source="ab"[number % 2]) for number in range(6)]
     data, kept = data_of(tmp_path, rows), DatasetFilter(source=["b"], num_samples=2)
     assert [each.id for each in read(data, tokenizer, dataset_filter=kept).all()] == ["1", "3"]
+
+
+def test_a_file_may_be_named_with_the_number_of_its_first_rows(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = data_of(tmp_path, [math_row(number) for number in range(6)])  # three in each file
+    lines, table = data.file_name
+    files = [f"{lines}#2", f"{table}#0", f"{table}#9"]
+    assert count_rows(files) == 5
+    found = read(data.model_copy(update={"file_name": files}), tokenizer)
+    assert [each.id for each in found.all()] == ["0", "1", "3", "4", "5"]
+    Path(f"{lines}#2").mkdir()  # what has that name is meant whole
+    with pytest.raises(MegatuneError):
+        count_rows([f"{lines}#2"])
 
 
 def test_shares_are_rounded_as_written() -> None:

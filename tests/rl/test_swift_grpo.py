@@ -25,7 +25,7 @@ from torch import Tensor
 from megatune.cli.rehearse import run as rehearse
 from megatune.config.dialects.roll import ReadRL, read_keys
 from megatune.config.dialects.swift import read_swift, swift_lines
-from megatune.config.dialects.swift_rl import grpo_keys
+from megatune.config.dialects.swift_rl import rollout_keys
 from megatune.config.rl.settings import RLSettings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine.sequences import LocalBatch, Sequences
@@ -50,7 +50,7 @@ def rows(tmp_path: Path) -> Path:
 def read(rows: Path, flags: str, *, epochs: bool = False, more: Any = None, **env: str) -> tuple[ReadRL, list[str]]:
     words = f"{NEEDED} --dataset {rows} {'' if epochs else '--train_iters 6'} {flags}".split()
     run = read_swift("rlhf", words, env=env, config=CONFIG | (more or {}), on_cpu="--use_vllm" not in flags)
-    keys = grpo_keys(run, find_prompts, count_rows)
+    keys = rollout_keys(run, find_prompts, count_rows)
     return read_keys(keys, "the command line"), [*swift_lines(run, run.loaded.for_world(None)), *keys.lines]
 
 
@@ -265,7 +265,7 @@ def test_without_data_there_is_one_reason() -> None:
         "o",
     ]
     run = read_swift("rlhf", words, env={}, config=CONFIG, on_cpu=True)
-    findings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").findings
+    findings = read_keys(rollout_keys(run, find_prompts, count_rows), "the command line").findings
     assert [finding.what for finding in findings] == ["dataset is missing"]
 
 
@@ -300,7 +300,7 @@ def test_the_example_is_understood(rows: Path) -> None:
     flags = [*words[start + 2 :], "--dataset", str(rows)]
     config = {**CONFIG, "max_position_embeddings": 32768}
     run = read_swift(words[start + 1], flags, env=env, config=config)
-    settings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").require_valid()
+    settings = read_keys(rollout_keys(run, find_prompts, count_rows), "the command line").require_valid()
     assert (settings.samples_per_step, settings.actor_train.samples_per_update) == (256, 64)
     assert (settings.rollout.prompt_length, settings.rollout.max_response_length) == (1024, 8192)
     assert settings.actor_infer.config["gpu_memory_utilization"] == 0.7

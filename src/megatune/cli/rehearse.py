@@ -74,10 +74,12 @@ def run(verb: str, words: Sequence[str]) -> int:
     if swift is None:
         return _started(given.load(), options)
     from megatune.cli.swift import read_command
+    from megatune.config.dialects.swift_meaning import SAMPLED
 
     with read_command(swift[1], swift[2], on_cpu=False, processes=options.gpus) as found:
-        if found.command.stage == "grpo":
-            raise MegatuneError(Finding(f"grpo is {_REINFORCES}", "--rlhf_type", _WHY_NOT, _SMALL), ExitCode.SETTINGS)
+        if (stage := found.command.stage) in SAMPLED:
+            finding = Finding(f"{stage} is {_REINFORCES}", "--rlhf_type", _WHY_NOT, _SMALL)
+            raise MegatuneError(finding, ExitCode.SETTINGS)
         return _started(found.loaded, options)
 
 

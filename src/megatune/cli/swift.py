@@ -104,25 +104,26 @@ def _no_verb(program: str, verb: str) -> MegatuneError:
 def _train(verb: str, words: Sequence[str]) -> int:
     """Read a command line, once to find the model, and again with what its config.json decides; then start."""
     from megatune.config.dialects.swift import swift_lines
+    from megatune.config.dialects.swift_meaning import SAMPLED
     from megatune.launch.devices import count_gpus
     from megatune.training.start import start
 
     with read_command(verb, words, on_cpu=count_gpus() == 0) as found:
-        if found.command.stage == "grpo":
+        if found.command.stage in SAMPLED:
             return _reinforce(found)
         return start(found.loaded, lambda loaded: swift_lines(found, loaded))
 
 
 def _reinforce(found: SwiftRun) -> int:
-    """Run `rlhf --rlhf_type grpo` as `megatune rl` would run a file that says the same."""
+    """Run `rlhf --rlhf_type grpo` or `gkd` as `megatune rl` would run a file that says the same."""
     from megatune.config.dialects.roll import read_keys
     from megatune.config.dialects.swift import swift_lines
-    from megatune.config.dialects.swift_rl import grpo_keys
+    from megatune.config.dialects.swift_rl import rollout_keys
     from megatune.rl.problems import count_rows, find_prompts
     from megatune.rl.reading import read_checked
 
-    keys = grpo_keys(found, find_prompts, count_rows)
-    builtin = "--use_vllm false"
+    keys = rollout_keys(found, find_prompts, count_rows)
+    builtin = "--use_vllm false" if found.command.stage == "grpo" else "a file of `megatune rl` with `builtin`"
     read = read_checked(lambda model_of: read_keys(keys, "the command line", model_of), runs=True, builtin=builtin)
     read.require_valid()
     print("\n".join(swift_lines(found, found.loaded.for_world(None))), flush=True)

@@ -135,19 +135,26 @@ def count_rows(files: Sequence[str]) -> int:
     Raises:
         MegatuneError: one of them is missing (exit code 66).
     """
-    return sum(1 for name in files for _ in read_rows(Path(name)))
+    return sum(1 for name in files for _ in islice(read_rows(_counted(name)[0]), _counted(name)[1]))
+
+
+def _counted(name: str) -> tuple[Path, int | None]:
+    """Return a file, and of one that is named `FILE#N` how many of its first rows are meant."""
+    path, _, count = name.rpartition("#")
+    is_counted = path and count.isdecimal() and not Path(name).exists()
+    return (Path(path), int(count)) if is_counted else (Path(name), None)
 
 
 def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
     fix = "paths are taken from the folder that the command runs in"
-    if missing := [name for name in data.file_name if not Path(name).exists()]:
+    if missing := [name for name in data.file_name if not _counted(name)[0].exists()]:
         raise MegatuneError(
             [Finding(f"no file {name!r}", "data_args.file_name", "", fix) for name in missing], ExitCode.INPUT
         )
     left = keep.num_samples or None
-    for name in data.file_name:
-        for row in read_rows(Path(name)):
+    for file, count in map(_counted, data.file_name):
+        for row in islice(read_rows(file), count):
             raw = replace(row, fields=_by_our_names(row.fields, data))
             if keep.source and raw.error is None and raw.fields.get("source") not in keep.source:
                 continue

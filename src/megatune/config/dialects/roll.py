@@ -149,7 +149,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
     roles = Roles(top, run, lengths, model_of)
     top.needs(asked)
-    who = "student" if asked.is_pure_opd else "actor"
+    who = "student" if asked.is_pure_opd and top.parts["student_train"].at else "actor"
     trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
     for part in (trained, sampled):
         part.check("needed", at=part.at)

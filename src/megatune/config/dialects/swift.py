@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatune.config.dialects.dialect import Dialect, Row, table
 from megatune.config.dialects.swift_command import Command
-from megatune.config.dialects.swift_meaning import MEANINGS
+from megatune.config.dialects.swift_meaning import MEANINGS, SAMPLED
 from megatune.config.entry import Builder, Written
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules.rule import has_effect
@@ -114,7 +114,7 @@ def _check_kinds(command: Command) -> None:
     found = Builder()
     for name, entry in list(command.flags.items()):
         row, value = table("swift").get(entry.key), entry.value.data
-        if row is None or row.paths or row.ignored or not (row.kind or row.of == "grpo"):
+        if row is None or row.paths or row.ignored or not (row.kind or row.of in SAMPLED):
             continue
         kind = row.type
         if kind in (int, float):

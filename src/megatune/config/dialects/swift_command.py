@@ -67,7 +67,7 @@ class Command:
         whys: by the place of a flag: why it became what it became.
         variables: environment variables that the command line asks for.
         ignored: by the place of a flag: why it changes nothing.
-        rollouts: flags of grpo, which `swift_rl` reads.
+        rollouts: flags of grpo and gkd, which `swift_rl` reads.
         facts: what checks name beside flags.
     """
 
@@ -150,9 +150,9 @@ class Command:
 
     @property
     def stage(self) -> str:
-        """Our stage, or grpo, as far as the verb and rlhf_type say it."""
+        """Our stage, or grpo or gkd, as far as the verb and rlhf_type say it."""
         if "rlhf_type" in self.rollouts:
-            return "grpo"
+            return str(self.rollouts["rlhf_type"].value.data)
         return str(self.value("rlhf_type", "dpo")) if self.verb == "rlhf" else self.verb
 
     @property

@@ -24,6 +24,8 @@ _OURS = "training/manifest.json"  # what a checkpoint of this program has
 # What loss_scale is by itself, and the parts of it that mask the beginnings of answers.
 _OF_STAGE, _BASES = {"pt": "all", "rlhf": "last_round"}, ("default", "last_round", "all")
 _ROOM_OF_VIDEOS = 1.05  # qwen_vl_utils: the largest frame is at least so many times the smallest one
+# Kinds of rlhf that train on sampled responses, and what the table calls their flags: gkd has some of both.
+SAMPLED = ("grpo", "gkd")
 _MASKS = {"ignore_empty_think": "empty_thought", "ignore_think_prefix": "think_tag"}
 
 
@@ -320,9 +322,9 @@ def preferences(command: Command) -> None:
     if command.verb == "rlhf" and not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
     command.check("losses_of_stages")
-    if command.verb != "rlhf" or command.stage == "gkd":
+    if command.verb != "rlhf":
         return
-    if command.stage == "grpo":
+    if command.stage in SAMPLED:
         _take_rollouts(command)
         return
     command.check("preferences")
@@ -337,9 +339,11 @@ def preferences(command: Command) -> None:
 
 
 def _take_rollouts(command: Command) -> None:
-    """Put the flags of grpo aside, for `swift_rl`: the settings of its engine are those of sft."""
-    of_grpo = [name for name, row in table("swift").items() if row.of == "grpo"]
-    for name in ("rlhf_type", *of_grpo, "loss_type", "beta", "ref_model", "external_plugins"):
+    """Put the flags of grpo or gkd aside, for `swift_rl`: the settings of its engine are those of sft."""
+    parts = SAMPLED if command.stage == "gkd" else SAMPLED[:1]
+    named = [name for name, row in table("swift").items() if row.of in parts and not row.ignored]
+    more = ("external_plugins",) if command.stage == "grpo" else ()
+    for name in ("rlhf_type", *named, "loss_type", "beta", "ref_model", *more):
         if name in command.flags:
             command.rollouts[name] = command.flags.pop(name)
     command.whys[command.rollouts["rlhf_type"].where] = "reinforcement learning, as `megatune rl` does it"

@@ -1,7 +1,8 @@
-"""`megatron rlhf --rlhf_type grpo` as the keys of a file that `megatune rl` runs, which has ROLL's.
+"""`megatron rlhf --rlhf_type grpo` and `gkd` as the keys of a file that `megatune rl` runs, which has ROLL's.
 
 Settings of training, layout and adapters are read as for every other verb, and written into the roles; the flags that
-only grpo has are translated here. By ms-swift 4.6 (`megatron/trainers/grpo_trainer.py`, `rl_core/advantage.py`).
+only they have are translated here. By ms-swift 4.6 (`megatron/trainers/grpo_trainer.py`, `gkd_trainer.py`,
+`rl_core/advantage.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FindPrompts = Callable[[Settings, bool], Sequence[PromptSet]]  # of settings; Tr
 CountRows = Callable[[Sequence[str]], int]
 
 
-def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Reading:
+def rollout_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Reading:
     """Write the keys of a command line, each with the flag that it comes from, and note what cannot be.
 
     Args:
@@ -49,12 +50,13 @@ def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Readin
     keys.reading.findings += [*keys.loaded.findings, *wrong]
     _data(keys)
     _rollouts(keys)
-    _algorithm(keys)
+    _algorithm(keys) if keys.stage == "grpo" else _distillation(keys)
     write_roles(keys)
-    write_rewards(keys)
+    if keys.stage == "grpo":
+        write_rewards(keys)
     _trackers(keys)
     keys.refuse_others()
-    _lengths_of_run(keys, count_rows, _files(keys, find))
+    _lengths_of_run(keys, count_rows, _files(keys, find, count_rows))
     keys.note_others()
     # The top level comes first, then roles, as people write such a file.
     reading = keys.reading
@@ -65,6 +67,11 @@ def grpo_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Readin
 def _data(keys: Keys) -> None:
     """Files of prompts: rows, templates and systems are ms-swift's."""
     evaluates = keys.setting("evaluation.eval_strategy") != "no" and keys.setting("data.eval_dataset")
+    if evaluates and keys.stage == "gkd":
+        where = keys.loaded.entries["data.eval_dataset"].where
+        why = "nothing scores its responses, and the divergence is computed in updates alone"
+        keys.reading.find("gkd is not evaluated", where, why, f"remove {where}")
+        evaluates = False
     for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
         keys.put(f"{role}.data_args.file_name", keys.setting(path) or ["missing"], path)
         keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
@@ -74,14 +81,15 @@ def _data(keys: Keys) -> None:
             if value is not None and (keys.sees or name not in pictures):
                 keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
     if not keys.setting("data.dataset"):
-        fix = "write --dataset FILE.jsonl, with messages and what rewards compare with, such as solution"
+        fix = "write --dataset FILE.jsonl, with messages"
+        fix += " and what rewards compare with, such as solution" * (keys.stage == "grpo")
         keys.reading.find("dataset is missing", why="it has the prompts", fix=fix)
 
 
-def _files(keys: Keys, find: FindPrompts) -> list[str]:
+def _files(keys: Keys, find: FindPrompts, count_rows: CountRows) -> list[str]:
     """Write the files of the data sets in place of their names, and return those that are trained on.
 
-    `NAME#N` are the first N rows of the only data set.
+    `NAME#N` are the first N rows of a data set.
     """
     trained: list[str] = []
     if keys.reading.findings:
@@ -89,18 +97,17 @@ def _files(keys: Keys, find: FindPrompts) -> list[str]:
     for role, path in (("actor_train", "data.dataset"), ("validation", "data.eval_dataset")):
         if role not in keys.reading.data:
             continue
-        sets = find(keys.loaded.settings, role == "validation")
-        files = [file for each in sets for file in each.files]
+        files: list[str] = []
+        for each in find(keys.loaded.settings, role == "validation"):
+            left = each.asked
+            for file in each.files:
+                counted = file if left is None else f"{file}#{left}"
+                files += [counted] if left != 0 else []
+                left = None if left is None else left - count_rows([counted])
+            if each.asked is not None:
+                keys.reading.lines.append(f"{each.name}: the first {each.asked} rows, where ms-swift draws some")
         trained = trained or files
         keys.put(f"{role}.data_args.file_name", files, path)
-        for each in sets:
-            if each.asked is not None and (len(sets) > 1 or role == "validation"):
-                why, where = "a number of rows is taken of the only data set that is trained on", f"--{path[5:]}"
-                what = f"{each.name}#{each.asked} is not supported"
-                keys.reading.find(what, where, why, f"write {each.name}")
-            elif each.asked is not None:
-                keys.put("dataset_filter.num_samples", each.asked, path)
-                keys.reading.lines.append(f"{each.name}: the first {each.asked} rows, where ms-swift draws some")
     return trained
 
 
@@ -109,7 +116,7 @@ def _rollouts(keys: Keys) -> None:
 
     A step is one generation there: its responses are trained in steps_per_generation updates.
     """
-    group, batch = int(keys.value("num_generations")), batch_of(keys)
+    group, batch = int(keys.value("num_generations")) if keys.stage == "grpo" else 1, batch_of(keys)
     updates = _updates(keys)
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
@@ -117,7 +124,7 @@ def _rollouts(keys: Keys) -> None:
         keys.reading.find(what, "--num_generations", "each prompt has a whole group", fix)
     prompts = samples if samples % group else samples // group  # what is refused is refused once
     keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
-    keys.put("num_return_sequences_in_group", group, "num_generations")
+    keys.put("num_return_sequences_in_group", group, *["num_generations"] * (keys.stage == "grpo"))
     response = int(keys.value("max_completion_length"))
     longest = keys.value("vllm_max_model_len") or keys.run.command.model_config.get("max_position_embeddings")
     length = keys.setting("data.cutoff_len")
@@ -169,10 +176,7 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
     updates, asked = _updates(keys), keys.setting("optimizer.max_steps")
     is_epoch, epoch = keys.setting("checkpoint.save_strategy") == "epoch", 1
     if files and (asked <= 0 or is_epoch):
-        rows = count_rows(files)
-        if isinstance(kept := keys.reading.data.get("dataset_filter"), dict):
-            rows = min(rows, *kept.values())
-        epoch = max(1, rows // keys.written("rollout_batch_size"))
+        epoch = max(1, count_rows(files) // keys.written("rollout_batch_size"))
     steps = math.ceil(asked / updates)
     if asked <= 0:
         steps = max(1, round(epoch * keys.setting("optimizer.num_train_epochs")))
@@ -233,6 +237,24 @@ def _algorithm(keys: Keys) -> None:
         keys.refuse("num_iterations", "ms-swift refuses it, too", "write --num_iterations 1")
 
 
+def _distillation(keys: Keys) -> None:
+    """The divergence from a teacher, of responses that the student samples in every step."""
+    if keys.value("lmbda") != 1:
+        keys.refuse("lmbda", "some steps would train on the data set's own answers", "write --lmbda 1")
+    if not keys.value("use_vllm"):
+        why = "ms-swift then trains on the data set's own answers"
+        keys.refuse("use_vllm", why, "write --use_vllm true; on a machine without GPUs the built-in engine samples")
+    if (teacher := keys.value("teacher_model")) is None:
+        why = "without one the student would be its own teacher, which is not supported"
+        keys.reading.find("teacher_model is missing", "--teacher_model", why, "write --teacher_model MODEL")
+    keys.put("is_pure_opd", True, "rlhf_type")
+    keys.put("opd_loss", "jsd", "rlhf_type")
+    keys.put("teacher.model_args.model_name_or_path", teacher or "missing", "teacher_model")
+    keys.put("opd_beta", 0.5 if keys.value("beta") is None else keys.value("beta"), "beta")
+    keys.put("opd_top_k", keys.value("gkd_logits_topk"), "gkd_logits_topk")
+    keys.put("max_grad_norm", keys.setting("optimizer.max_grad_norm"), "optimizer.max_grad_norm")
+
+
 def _clipping(keys: Keys) -> None:
     low, high = keys.value("epsilon"), keys.value("epsilon_high")
     keys.put("use_pg_clip_range", True)
@@ -289,4 +311,4 @@ def _trackers(keys: Keys) -> None:
     project = logging.wandb_project if "wandb" in found else logging.swanlab_project if "swanlab" in found else None
     if project:
         keys.put("tracker_kwargs.project", project, "logging.wandb_project", "logging.swanlab_project")
-    keys.put("exp_name", keys.loaded.settings.run.run_name or "grpo", "run.run_name")
+    keys.put("exp_name", keys.loaded.settings.run.run_name or keys.stage, "run.run_name")

@@ -41,12 +41,17 @@ class Keys:
     used: set[str] = field(default_factory=set)  # "group.name" of settings that were looked at: they say something
 
     @property
+    def stage(self) -> str:
+        """grpo or gkd."""
+        return self.run.command.stage
+
+    @property
     def sees(self) -> bool:
         """Whether the model reads pictures."""
         return "vision_config" in self.run.command.config
 
     def value(self, flag: str) -> Any:
-        """Return the value of a flag that grpo alone has, or its default."""
+        """Return the value of a flag of grpo or gkd, or its default."""
         entry = self.run.command.rollouts.get(flag)
         if entry is not None and entry.value.data is not None:
             return entry.value.data
@@ -65,7 +70,7 @@ class Keys:
         """Write a key.
 
         Args:
-            flags: that say it: of grpo, or "group.name" of settings. The first that was typed is its place.
+            flags: that say it: of grpo or gkd, or "group.name" of settings. The first that was typed is its place.
         """
         command = self.run.command
         self.used.update(flags)
@@ -95,7 +100,7 @@ class Keys:
         for entry, is_missed in self._others():
             if is_missed:
                 what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove --{entry.key}"
-                self.reading.find(what, entry.where, "grpo trains without it here", fix)
+                self.reading.find(what, entry.where, f"{self.stage} trains without it here", fix)
 
     def note_others(self) -> None:
         """Say which flags change nothing."""
@@ -104,7 +109,7 @@ class Keys:
             whys.setdefault(entry.where, f"ignored: {table('swift')[flag].idle or 'it says nothing to this run'}")
         for entry, is_missed in self._others():
             if not is_missed:
-                whys[entry.where] = "it says nothing to grpo"
+                whys[entry.where] = f"it says nothing to {self.stage}"
 
     def _others(self) -> Iterator[tuple[SettingEntry, bool]]:
         """Yield what was written of settings that nothing looked at, and whether a run would miss it."""
@@ -123,7 +128,7 @@ def write_roles(keys: Keys) -> None:
     """Every role has all devices, by turns."""
     command = keys.run.command
     if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("LOCAL_RANK"):
-        what, why = "grpo is started once, on one machine", "Ray starts the processes of all machines"
+        what, why = f"{keys.stage} is started once, on one machine", "Ray starts the processes of all machines"
         fix = "join the machines to a Ray cluster, and write a file with the devices of all: docs/rl.md"
         keys.reading.find(what, "environment", why, fix)
     keys.put("num_gpus_per_node", keys.devices, "run.num_processes")

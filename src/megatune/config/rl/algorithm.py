@@ -319,8 +319,9 @@ class AlgorithmSettings(Group):
     When: Where a larger model of the same vocabulary knows better."""
     is_pure_opd: bool = False
     """Train on the divergence from teachers alone, without rewards.
-    How: It needs `teacher`, student_train and student_infer. The advantage of a token is its log-probability by the
-    teacher less its own, with gamma 0 and adv_estimator reinforce. With opd_loss: jsd there are no advantages.
+    How: It needs `teacher`; actor_train and actor_infer may be called student_train and student_infer, as in ROLL. The
+    advantage of a token is its log-probability by the teacher less its own, with gamma 0 and adv_estimator reinforce.
+    With opd_loss: jsd there are no advantages.
     When: To distil without any reward."""
     opd_loss: Annotated[Literal["policy_gradient", "jsd"], _PURE] = "policy_gradient"
     """What is_pure_opd compares of the student and its teacher.

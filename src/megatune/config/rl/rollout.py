@@ -38,6 +38,7 @@ class PromptData(Group):
     file_name: list[str] = Field(default=[])
     """Files of problems: json, jsonl, csv, parquet.
     How: Paths are taken from the folder that the command runs in; dataset_dir is not put before them, as in ROLL.
+    FILE#N means the first N rows of a file.
     When: Required in actor_train and validation."""
     domain_interleave_probs: dict[str, float] = Field(default={})
     """Domain -> share of each step's prompts; the names are those of rewards.
