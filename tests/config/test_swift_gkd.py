@@ -57,6 +57,7 @@ MEANINGS = [
     ("--tensor_model_parallel_size 2", "actor_train.teacher.parallel.tensor_model_parallel_size", 2),
     ("--tuner_type lora", "actor_train.teacher.finetuning.finetuning_type", "full"),
     ("", "rollout.rollout_batch_size", 16),  # one response a prompt
+    ("--num_generations 1", "rollout.num_return_sequences_in_group", 1),
     ("--num_generations 8", "rollout.num_return_sequences_in_group", 1),
     ("--steps_per_generation 2", "rollout.rollout_batch_size", 32),
     ("--temperature 0.7", "actor_infer.generating_args.temperature", 0.7),
@@ -87,7 +88,7 @@ REFUSED = [
     ("--use_vllm false", "use_vllm: false is not supported", "write --use_vllm true; on a machine without GPUs the "
      "built-in engine samples"),
     ("--beta 2", "beta is 2", "write --beta 1"),
-    ("--gkd_logits_topk 0", "gkd_logits_topk is 0", "write --gkd_logits_topk 1, or null"),
+    ("--gkd_logits_topk 0", "gkd_logits_topk is 0", "write --gkd_logits_topk 1"),
     ("--teacher_model_server http://h:8000", "teacher_model_server: http://h:8000 is not supported",
      "write --teacher_model MODEL"),
     ("--teacher_model_revision r", "teacher_model_revision: r is not supported", "write --teacher_model FOLDER"),

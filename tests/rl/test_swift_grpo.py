@@ -166,7 +166,7 @@ REFUSED = [
     ("--scale_rewards gdpo", "scale_rewards: gdpo is not supported"),
     ("--max_completion_length 2000", "max_completion_length: 2000 is not supported"),
     ("--num_iterations 2", "num_iterations: 2 is not supported"),
-    ("--num_generations 1", "num_generations is 1"),
+    ("--num_generations 1", "num_generations: 1 is not supported"),
     ("--generation_batch_size 0", "generation_batch_size is 0"),
     ("--beta high", "beta: high is not supported"),
     ("--num_generations 5", "16 responses of a generation are not a multiple of num_generations 5"),
@@ -234,7 +234,7 @@ def test_a_file_of_flags_is_told_of_them_by_their_names(rows: Path, tmp_path: Pa
     flags |= {"train_iters": 6, "output_dir": "out", "epsilon": -1, "max_completion_length": 0}
     path.write_text("".join(f"{key}: {value}\n" for key, value in flags.items()))
     run = read_swift("rlhf", [str(path)], env={}, config=CONFIG, on_cpu=True)
-    findings = read_keys(grpo_keys(run, find_prompts, count_rows), "the command line").findings
+    findings = read_keys(rollout_keys(run, find_prompts, count_rows), "the command line").findings
     assert [(each.where, each.what, each.fix) for each in findings] == [
         (f"{path}:8", "epsilon is -1", "write epsilon: 0.2, the default"),
         (f"{path}:9", "max_completion_length is 0", "write max_completion_length: 1"),

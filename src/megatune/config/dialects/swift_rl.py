@@ -117,6 +117,9 @@ def _rollouts(keys: Keys) -> None:
     A step is one generation there: its responses are trained in steps_per_generation updates.
     """
     group, batch = int(keys.value("num_generations")) if keys.stage == "grpo" else 1, batch_of(keys)
+    if keys.stage == "grpo" and group == 1:
+        keys.refuse("num_generations", "responses to the same prompt are compared", "write --num_generations 8")
+        group = 2
     updates = _updates(keys)
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
