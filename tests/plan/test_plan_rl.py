@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -279,6 +280,39 @@ def test_a_file_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["seconds"]["total"] == pytest.approx(
         math.fsum(value for name, value in document["seconds"].items() if name != "total")
     )
+
+
+def test_a_teacher_lies_beside_the_policy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = FILE.partition("reference:")[0].replace("use_kl_loss: true\nkl_loss_coef: 0.001", "is_pure_opd: true")
+    file.write_text(text.replace(", domain_interleave_probs: {math_rule: 1}", "").replace("grpo", "reinforce"))
+    engine = "strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}"
+    apart = [
+        *("teacher.device_mapping=list(range(0,8))", "teacher.model_args.dtype=bf16", "teacher.infer_batch_size=1"),
+        f"teacher.strategy_args={{strategy_name: megatron_infer, {engine}}}",
+    ]
+
+    def planned(size: int, *words: str) -> tuple[dict[str, Any], dict[str, float]]:
+        model = f"teacher.model_args.model_name_or_path=Qwen/Qwen2.5-{size}B"
+        main(["plan", str(file), "--gpu", "h200", "--json", model, *words])
+        document = json.loads(capsys.readouterr().out)
+        return document["devices"][0]["roles"]["actor_train"], document["seconds"]
+
+    (small, fast), (large, slow) = (planned(size, "opd_loss=jsd") for size in (7, 32))
+    assert small["phases"][TRAIN]["teacher_weights"] == small["phases"][TRAIN]["weights"]
+    for phase in (SYNC, TRAIN):
+        grown = large["phases"][phase]["teacher_weights"] - small["phases"][phase]["teacher_weights"]
+        assert large["offloaded"] - small["offloaded"] == grown > 20e9
+    assert "teacher_weights" not in large["phases"][SAMPLE]
+    # Of an update a rank keeps 64 samples of at most 6,144 tokens, half of each with sequence parallelism.
+    states = [held["phases"][TRAIN]["teacher_states"] for held in (small, large)]
+    assert states == [64 * 6144 // 2 * hidden * 2 for hidden in (3584, 5120)]
+    alone, of_gradient = planned(32, "opd_loss=policy_gradient", *apart)
+    assert "teacher_weights" not in alone["phases"][TRAIN]
+    for name, held in alone["phases"][TRAIN].items():
+        assert large["phases"][TRAIN][name] == held, name
+    assert slow[TRAIN] - of_gradient[TRAIN] == pytest.approx(of_gradient[REFERENCE_PASS], rel=0.02)
+    assert fast[TRAIN] < slow[TRAIN]
+    assert {REFERENCE_PASS, OLD_PASS}.isdisjoint(slow)
 
 
 def test_what_says_nothing_to_such_a_file_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

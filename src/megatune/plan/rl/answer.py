@@ -15,7 +15,7 @@ from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.plan.flops import num_matmul_parameters, num_parameters
 from megatune.plan.machine import Machine
-from megatune.plan.rl.question import ROLLOUT, RLQuestion
+from megatune.plan.rl.question import ROLLOUT, RLQuestion, teacher_inside
 from megatune.plan.rl.roles import (
     ITEMSIZE,
     OLD_PASS,
@@ -235,7 +235,10 @@ def _forward(question: RLQuestion, role: ModelRole) -> float:
 
 
 def _training(question: RLQuestion, role: ModelRole) -> float:
-    return num_updates(question, role) * step_time(training_case(question, role, longest=False)).total
+    found, teacher = step_time(training_case(question, role, longest=False)).total, teacher_inside(question.settings)
+    if role.teacher is not None and teacher is not None:  # one forward pass over the tokens of an update
+        found += step_time(training_case(question, teacher, longest=False)).forward
+    return num_updates(question, role) * found
 
 
 def _sync_seconds(question: RLQuestion) -> float:

@@ -38,10 +38,12 @@ from megatune.plan.rl.answer import (
     RLAnswer,
     plan_rl,
 )
-from megatune.plan.rl.question import RLQuestion, infer_roles, model_roles
+from megatune.plan.rl.question import RLQuestion, infer_roles, model_roles, teacher_inside
 from megatune.plan.rl.roles import (
     GRAPHS,
     OLD_PASS,
+    TEACHER_STATES,
+    TEACHER_WEIGHTS,
     TRAIN,
     TRAIN_CRITIC,
     forward_case,
@@ -91,7 +93,9 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
 def _models(question: RLQuestion) -> str:
     """Write each model with its roles."""
     roles: dict[str, list[str]] = {}
-    every: tuple[ModelRole | InferRole, ...] = (*model_roles(question.settings), *infer_roles(question.settings))
+    settings = question.settings
+    models = (*model_roles(settings), teacher_inside(settings))
+    every: list[ModelRole | InferRole] = [*filter(None, models), *infer_roles(settings)]
     for role in every:
         words = "not known"
         if model := question.models.get(role.name):
@@ -216,7 +220,9 @@ def notes(found: RLAnswer) -> Iterator[str]:
     rates = f"{rate / 1e9:g} GB/s from the trainer's processes to the engines'"
     bucket = question.settings.run.model_update_buffer_size_mb
     yield f"sync: {size(sync_bytes(question))} of weights in buckets of {bucket:,} MB, {rates}"
-    if OLD_PASS not in found.phases:
+    if question.settings.algorithm.distils:
+        yield "train: before each update the teacher computes its tokens, in a pass without gradients"
+    elif OLD_PASS not in found.phases:
         yield "old log-probabilities are those of the rollouts: they are not computed again"
     yield (
         f"of published runs, whose lengths are known, two of three lie within ± {UNCERTAINTY:.0%}; all took longer "
@@ -282,6 +288,8 @@ def advice(found: RLAnswer) -> list[str]:
 def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[str]:
     """Ask the planner of training, with the room that the other roles leave."""
     others = sum(each.total(phase) for each in group.held if each.role != role.name)
+    own = next(each.parts[phase] for each in group.held if each.role == role.name)
+    others += own.get(TEACHER_WEIGHTS, 0) + own.get(TEACHER_STATES, 0)
     room = found.question.machine.device.memory - others
     tried = savings(estimate(training_case(found.question, role, longest=True)), _TRIED, room)
     for fix in [each for each in tried if not any(path.startswith(_NOT_A_ROLE_S) for path in each.changes)][:_SAID]:

@@ -20,7 +20,7 @@ from megatune.plan.read_question import PlanReader
 from megatune.plan.rows import cut_scale
 
 _POINTS = 64  # of a numeric integral
-ACTOR, ROLLOUT, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
+ACTOR, ROLLOUT, REFERENCE, CRITIC, TEACHER = "actor_train", "actor_infer", "reference", "critic", "teacher"
 # Options that have no effect on a file of reinforcement learning, and why.
 _NOT_HERE = {
     "gpus": "device_mapping says which devices there are",
@@ -93,6 +93,14 @@ def model_roles(settings: RLSettings) -> tuple[ModelRole, ...]:
     scorers = settings.scorers.values()
     roles = (settings.actor_train, *scorers, settings.reference, *settings.teachers.values(), settings.critic)
     return tuple(role for role in roles if role is not None)
+
+
+def teacher_inside(settings: RLSettings) -> ModelRole | None:
+    """Return the teacher that is computed in the processes of actor_train, as a role with its batches, or None."""
+    actor = settings.actor_train
+    if actor.teacher is None:
+        return None
+    return actor.model_copy(update={"name": TEACHER, "settings": actor.teacher, "training": False, "teacher": None})
 
 
 def infer_roles(settings: RLSettings) -> tuple[InferRole, ...]:
@@ -184,7 +192,8 @@ class RLQuestionReader(PlanReader):
         """Return the models by role; one that judges and is not known here is left out, with a note."""
         found = {
             role.name: self._model(role.settings.model.model_name_or_path or "", role.settings.run.stage)
-            for role in model_roles(settings)
+            for role in (*model_roles(settings), teacher_inside(settings))
+            if role is not None
         }
         policy, *judges = infer_roles(settings)
         found[policy.name] = self._model(policy.model_name_or_path)

@@ -34,13 +34,25 @@ from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
 from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
-from megatune.plan.rl.question import ACTOR, CRITIC, REFERENCE, ROLLOUT, Lengths, RLQuestion, infer_roles, model_roles
+from megatune.plan.rl.question import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    ROLLOUT,
+    Lengths,
+    RLQuestion,
+    infer_roles,
+    model_roles,
+    teacher_inside,
+)
 
 SYNC, SAMPLE, SCORES, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
     "sync", "rollout", "scores", "reference", "old log-probs", "values", "train critic", "train",
 )  # fmt: skip
 # In which phases a role is active; it sleeps in the others.
 _ACTIVE = {ACTOR: (SYNC, OLD_PASS, TRAIN), REFERENCE: (REFERENCE_PASS,), CRITIC: (VALUES, TRAIN_CRITIC)}
+# What the policy's processes hold of a teacher: its weights, and the last hidden states of an update's tokens.
+TEACHER_WEIGHTS, TEACHER_STATES = "teacher_weights", "teacher_states"
 _STATE = ("weights", "gradients", "master_weights", "optimizer_state")
 # Whole tensors of a bucket of the weight update: gathered, packed, and the one before, which engines still read.
 _BUCKETS = 3
@@ -357,23 +369,27 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
     takes_turns, on_cpu = not shared_devices(question).isdisjoint(role.devices), question.machine.device.on_cpu
     forward = forward_memory(forward_case(question, role, longest=True))
     training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
+    taught = _of_teacher(question) if role.name == ACTOR else None
     bucket = _BUCKETS * _bucket_bytes(question)
     scores = role in question.settings.scorers.values()
     active = _ACTIVE.get(role.name, (SCORES,) if scores else (REFERENCE_PASS,))
     if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
         active = (*active, REFERENCE_PASS)
 
-    def held(passing: StageMemory, trained: StageMemory) -> Held:
+    def held(passing: StageMemory, trained: StageMemory, teacher: tuple[StageMemory, int] | None) -> Held:
         # Communicators and the device's context stay. Gradients are not kept, so that they need no room elsewhere.
         stays = {"framework": trained.framework + trained.communication}
         state = {name: size for name in _STATE if (size := getattr(trained, name))}
+        state |= {} if teacher is None else {TEACHER_WEIGHTS: teacher[0].weights}
         moved = {name: size for name, size in state.items() if name != "gradients"}
         asleep = {**state, **stays} if not takes_turns else {**moved, **stays} if on_cpu else stays
         # For a pass without gradients the weights alone come back.
-        light = {**asleep, "weights": trained.weights}
+        light = {**asleep, **{name: state[name] for name in ("weights", TEACHER_WEIGHTS) if name in state}}
         working = {"activations": passing.activations + passing.logits_and_loss, **light}
         activations = trained.activations + trained.logits_and_loss + trained.expert_imbalance
         full = {**state, "activations": activations, **stays}
+        if teacher is not None:  # its pass is before the update's, and leaves what goes into its output layer
+            full |= {"activations": max(activations, teacher[0].activations), TEACHER_STATES: teacher[1]}
         if takes_turns and on_cpu:  # copies are made before what was copied is freed
             full["copies"] = max(0, sum(moved.values()) - activations)
         by_phase = dict.fromkeys((SCORES, REFERENCE_PASS, OLD_PASS, VALUES), working)
@@ -381,7 +397,17 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
         parts = {phase: by_phase[phase] if phase in active else asleep for phase in phases(question)}
         return Held(role.name, parts, sum(moved.values()) if takes_turns else 0)
 
-    return RoleShares(role.name, role.devices, tuple(map(held, forward, training)))
+    return RoleShares(role.name, role.devices, tuple(map(held, forward, training, taught or (None,) * len(training))))
+
+
+def _of_teacher(question: RLQuestion) -> tuple[tuple[StageMemory, int], ...] | None:
+    """Return the memory of each stage of the teacher in the policy's processes, and what its pass keeps for an update:
+    the last hidden states of all tokens of a rank, on the last stage."""
+    if (role := teacher_inside(question.settings)) is None:
+        return None
+    case = training_case(question, role, longest=True)
+    *stages, last = forward_memory(case)
+    return (*((stage, 0) for stage in stages), (last, case.num_micro_batches * shapes_of(case).hidden))
 
 
 def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
