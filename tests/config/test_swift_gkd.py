@@ -118,6 +118,15 @@ def test_what_nobody_wrote_is_one_finding_each(rows: Path) -> None:
     assert (finding.what, finding.fix) == ("dataset is missing", "write --dataset FILE.jsonl, with messages")
 
 
+def test_the_first_rows_of_a_data_set_are_counted_over_its_files(rows: Path) -> None:
+    (rows.parent / "more.jsonl").write_text(rows.read_text())
+    (rows.parent / "other.jsonl").write_text(rows.read_text())
+    settings = read(f"--num_train_epochs 1 --dataset {rows.parent}#30 {rows}#4")[0].require_valid()
+    names = [Path(name).name for name in settings.data.file_name]
+    assert names == ["more.jsonl#30", "other.jsonl#6", "sums.jsonl#4"]
+    assert settings.run.max_steps == (24 + 6 + 4) // 16
+
+
 def test_it_is_not_evaluated(rows: Path) -> None:
     (finding,) = read(f"--train_iters 6 --dataset {rows} --val_dataset {rows}")[0].findings
     assert (finding.what, finding.where) == ("gkd is not evaluated", "--val_dataset")

@@ -224,9 +224,7 @@ def _teacher(roles: Roles, part: Part, student: Loaded, devices: int) -> Setting
         part.find(what, key, why="the teacher is computed in its processes", fix="remove dtype")
     settings = student.settings.model_copy(update={**own, "model": read.model})
     architecture = roles.model_of(settings) if roles.model_of and read.model.model_name_or_path else None
-    entries = {path: entry for path, entry in student.entries.items() if path.partition(".")[0] not in own}
-    loaded = replace(student, settings=settings, entries=entries)
-    for each in loaded.check_rules(architecture, devices, rules=RULES):
+    for each in replace(student, settings=settings).check_rules(architecture, devices, rules=RULES):
         if each not in part.reader.findings:
             part.reader.add(replace(each, what=f"{part.name}, in the layout of actor_train: {each.what}"))
     if architecture is not None:
