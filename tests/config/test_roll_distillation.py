@@ -22,7 +22,7 @@ def read(tmp_path):
     """Read the file, with the models that are given, and words behind it."""
 
     def read_words(*words: str, text: str = TEXT, **models: Architecture) -> ReadRL:
-        def model_of(settings: Settings) -> Architecture:
+        def model_of(settings: Settings, stage: str) -> Architecture:
             return models[settings.model.model_name_or_path or ""]
 
         (tmp_path / "run.yaml").write_text(text, encoding="utf-8")

@@ -244,7 +244,7 @@ def test_a_file_of_flags_is_told_of_them_by_their_names(rows: Path, tmp_path: Pa
 def test_a_reward_model_alone_is_the_reward(rows: Path) -> None:
     words = NEEDED.replace("--reward_funcs format", "--reward_model r --reward_weights 2 --cosine_max_len 9")
     run = read_swift("rlhf", f"{words} --dataset {rows} --train_iters 6".split(), env={}, config=CONFIG, on_cpu=True)
-    keys = grpo_keys(run, find_prompts, count_rows)
+    keys = rollout_keys(run, find_prompts, count_rows)
     reward = read_keys(keys, "the command line").require_valid().rewards["grpo"]
     assert (reward.kind, reward.score_weight, reward.arguments) == ("reward_model", 2, {})
     said = "\n".join([*swift_lines(run, run.loaded.for_world(None)), *keys.lines])

@@ -223,7 +223,9 @@ def _teacher(roles: Roles, part: Part, student: Loaded, devices: int) -> Setting
         what = f"{part.key(key)} is not that of actor_train"
         part.find(what, key, why="the teacher is computed in its processes", fix="remove dtype")
     settings = student.settings.model_copy(update={**own, "model": read.model})
-    architecture = roles.model_of(settings) if roles.model_of and read.model.model_name_or_path else None
+    architecture = None
+    if roles.model_of is not None and read.model.model_name_or_path:
+        architecture = roles.model_of(settings, settings.run.stage)
     for each in replace(student, settings=settings).check_rules(architecture, devices, rules=RULES):
         if each not in part.reader.findings:
             part.reader.add(replace(each, what=f"{part.name}, in the layout of actor_train: {each.what}"))
