@@ -32,6 +32,7 @@ from megatune.rl.rewards.task import Job, judged, load_job
 from megatune.rl.rollout.server import EngineServer, engine_server
 from megatune.rl.worker import model as models
 from megatune.rl.worker import training
+from megatune.rl.worker.distillation import DistillationWorker
 from megatune.rl.worker.model import ReferenceWorker
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.training import ValueWorker
@@ -148,7 +149,8 @@ def _run(
     channel, rank = distributed.new_group(), distributed.get_rank()
     context = RankContext(RankEnv(rank, rank, channel.size(), channel.size(), "127.0.0.1", 1, 0), run_dir)
     frozen = [settings.reference, *settings.teachers.values(), *settings.scorers.values()]
-    hosts = [(PolicyWorker, settings.actor_train), (ValueWorker, settings.critic)]
+    policy = PolicyWorker if settings.actor_train.teacher is None else DistillationWorker
+    hosts = [(policy, settings.actor_train), (ValueWorker, settings.critic)]
     hosts += [(ReferenceWorker, role) for role in frozen]
     workers = {role.name: host(context, settings, role) for host, role in hosts if role is not None}
     if rank:

@@ -125,7 +125,7 @@ def test_an_update_is_by_the_gradient_of_the_formula(
     value, expected = gradients(model, other, LOSSES[loss])
     assert found.updates == 1
     assert found.loss == pytest.approx(value, rel=1e-5)
-    assert found.metrics["actor/divergence"] == pytest.approx(value, rel=1e-5)
+    assert found.metrics["teacher_divergence"] == pytest.approx(value, rel=1e-5)
     rate = found.learning_rate
     errors = {
         name: float(((before[name] - after[name]).double() / rate - each).norm() / each.norm())

@@ -288,7 +288,11 @@ def _run_behind(settings: RLSettings, model: Path) -> int:
         return run(settings, model)
 
 
-def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, model, tmp_path):
+@pytest.mark.parametrize(
+    ("loss", "distance", "rate"),
+    [("policy_gradient", "teacher_kl", 1e-2), ("jsd", "teacher_divergence", 1e-3)],
+)
+def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, model, tmp_path, loss, distance, rate):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{digit}=", "domain": "x"}) + "\n" for digit in range(10)))
     teacher = str(make_model(tmp_path / "teacher", seed=1))
@@ -297,7 +301,7 @@ def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, mod
         parts = {"device_mapping": [0], "strategy_args": {"strategy_name": strategy}, "model_args": {"dtype": "fp32"}}
         return {**parts, **more}
 
-    training = {"learning_rate": 1e-2, "per_device_train_batch_size": 16}
+    training = {"learning_rate": rate, "per_device_train_batch_size": 16}
     data = {"prompt": "prompt", "file_name": [str(rows)]}
     sampling = {"top_p": 1.0, "top_k": 0, "temperature": 1.0}
     file = {"pretrain": str(model), "output_dir": str(tmp_path / "out"), "max_steps": 4, "is_pure_opd": True}
@@ -305,11 +309,13 @@ def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, mod
     file["student_train"] = role("megatron_train", training_args=training, data_args=data)
     file["student_infer"] = role("builtin", generating_args=sampling)
     file["teacher"] = role("hf_infer", model_args={"dtype": "fp32", "model_name_or_path": teacher})
+    if loss == "jsd":
+        file |= {"opd_loss": "jsd", "teacher": {"model_args": {"model_name_or_path": teacher}}}
     (tmp_path / "run.yaml").write_text(json.dumps(file))
     pool.run(1, run_file, read_roll(tmp_path / "run.yaml").require_valid(), limit=LIMIT)
     records = _records(tmp_path / "out")
     assert not any({"reward", "accuracy"} & record.keys() for record in records)
-    distances = [record["teacher_kl"] for record in records]
+    distances = [record[distance] for record in records]
     assert len(distances) == 4
     assert 0 < distances[-1] < distances[0]
 

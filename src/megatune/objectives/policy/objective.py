@@ -196,7 +196,7 @@ class DivergenceObjective:
 
     temperature: float = 1.0
 
-    metric_names = ("actor/divergence",)
+    metric_names = ("teacher_divergence",)
     token_extras = (MASK,)
     document_extras = ()
 
@@ -214,7 +214,7 @@ class DivergenceObjective:
         """Compute the loss of divergences of tokens, fp32 [b, s / cp]."""
         mask = batch.extras[MASK]
         loss = (output * mask).sum()
-        return ObjectiveOutput(loss, {"actor/divergence": (loss, mask.sum())})
+        return ObjectiveOutput(loss, {"teacher_divergence": (loss, mask.sum())})
 
 
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at all other tokens, each where its token is predicted:
