@@ -117,8 +117,8 @@ def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
     if vision is not None and vision.square is not None:
         side = vision.square // vision.patch_size
         images = [replace(each, grid=(1, side, side)) for each in images]
-    # With seeds from 0 or 1 gradients of InternVL's biases nearly cancel: an update by Adam is then of their rounding, in
-    # Transformers' fp32, too (4e-4 from fp64). With these the worst of all families is at a quarter of what is tolerated.
+    # With seeds from 0 or 1 gradients of InternVL's biases nearly cancel: an update by Adam is then of their rounding,
+    # in Transformers' fp32, too (4e-4 from fp64). With these the worst family is at a quarter of what is tolerated.
     return random_samples(301, lengths, seed=index + 5, pictures=(images, (), videos), vision=vision)
 
 
