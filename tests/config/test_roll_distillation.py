@@ -91,6 +91,8 @@ REFUSED = [
     ("student_train.worker_cls=ActorPGWorker", "opd_loss: jsd with pg_variant: vanilla", "computes losses"),
     ("opd_beta=1.5", "opd_beta is 1.5", "at least 0, at most 1"),
     ("opd_top_k=0", "opd_top_k is 0", "at least 1, or null"),
+    ("opd_lmbda=0.5", "opd_lmbda 0.5 without data_args.conversation_rules", "read by its rules"),
+    ("opd_sft_alpha=0.5", "opd_sft_alpha has no effect", "with opd_lmbda 1"),
     ("use_opd=true", "is_pure_opd and use_opd", "one has rewards"),
     ("teacher.model_args.model_name_or_path=null", "teacher has no model", "model_args: {model_name_or_path: MODEL}"),
 ]

@@ -52,6 +52,10 @@ MEANINGS = [
     ("--beta 0.1", "algorithm.opd_beta", 0.1),
     ("", "algorithm.opd_top_k", None),
     ("--gkd_logits_topk 64", "algorithm.opd_top_k", 64),
+    ("--lmbda 0.5", "algorithm.opd_lmbda", 0.5),
+    ("--lmbda 0.5 --sft_alpha 0.2", "algorithm.opd_sft_alpha", 0.2),
+    ("--sft_alpha 0.2", "algorithm.opd_sft_alpha", 0.0),  # lmbda 1: no step has the rows' answers
+    ("--use_vllm false --sft_alpha 0.2", "algorithm.opd_lmbda", 0.0),
     ("--max_grad_norm 0.5", "algorithm.max_grad_norm", 0.5),
     ("", "actor_train.teacher.model.model_name_or_path", "t"),
     ("--tensor_model_parallel_size 2", "actor_train.teacher.parallel.tensor_model_parallel_size", 2),
@@ -84,9 +88,7 @@ def test_vllm_samples_where_there_are_gpus(rows: Path) -> None:
 
 
 REFUSED = [
-    ("--lmbda 0.5", "lmbda: 0.5 is not supported", "write --lmbda 1"),
-    ("--use_vllm false", "use_vllm: false is not supported", "write --use_vllm true; on a machine without GPUs the "
-     "built-in engine samples"),
+    ("--lmbda 1.5", "lmbda is 1.5", "write --lmbda 1"),
     ("--beta 2", "beta is 2", "write --beta 1"),
     ("--gkd_logits_topk 0", "gkd_logits_topk is 0", "write --gkd_logits_topk 1"),
     ("--teacher_model_server http://h:8000", "teacher_model_server: http://h:8000 is not supported",
@@ -111,8 +113,7 @@ def test_what_is_refused(rows: Path, flags: str, what: str, fix: str) -> None:
 
 def test_what_nobody_wrote_is_one_finding_each(rows: Path) -> None:
     needed = f"--rlhf_type gkd --model s --train_iters 6 --output_dir out --dataset {rows}"
-    lmbda, teacher = read("", needed=needed)[0].findings
-    assert (lmbda.what, lmbda.where, lmbda.fix) == ("lmbda: 0.5 is not supported", "--lmbda", "write --lmbda 1")
+    (teacher,) = read("", needed=needed)[0].findings
     assert teacher.what == "teacher_model is missing"
     (finding,) = read("", needed=f"{NEEDED} --train_iters 6")[0].findings
     assert (finding.what, finding.fix) == ("dataset is missing", "write --dataset FILE.jsonl, with messages")
@@ -139,7 +140,7 @@ def test_flags_that_change_nothing_are_said(rows: Path) -> None:
     said = "\n".join(" ".join(line.split()) for line in lines)
     for flag, why in (
         ("--sft_alpha 0.2", "with lmbda 1 no step trains on the data set's answers"),
-        ("--seq_kd true", "with lmbda 1 no step trains on the data set's answers"),
+        ("--seq_kd true", "the teacher samples nothing, in Megatron-SWIFT either"),
         ("--offload_teacher_model true", "roles that share a device always leave it"),
         ("--num_generations 4", "it says nothing to this run"),
         ("--reward_funcs format", "it says nothing to this run"),

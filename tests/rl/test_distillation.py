@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ import numpy as np
 import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, SEQUENCE_LAYOUTS, Layout
+from local_roles import run_file
+from safetensors.torch import load_file
 from test_worker_training import assert_same_bits, storage_bytes, weights_of
 from torch import Tensor
 from worker_kit import NEWEST, PROMPTS, RESPONSES, TEMPERATURE, rollouts, settings_of, started
 
+from megatune.config.dialects.roll import read_keys
+from megatune.config.dialects.swift import read_swift
+from megatune.config.dialects.swift_rl import rollout_keys
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.rl.settings import RLSettings
+from megatune.data.encode import load_tokenizer
+from megatune.demo.checkpoint import make_checkpoint
+from megatune.rl.problems import count_rows, find_prompts
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.distillation import DistillationWorker
 from megatune.rl.worker.training import Trained
@@ -34,6 +43,7 @@ LOSSES: dict[str, Loss] = {
     "JSD": {"opd_beta": 0.4},
     "reverse": {"opd_beta": 1.0},
     "forward, top 20": {"opd_beta": 0.0, "opd_top_k": 20},
+    "JSD of answers": {"opd_beta": 0.4, "opd_lmbda": 0.0, "opd_sft_alpha": 0.3},
 }
 
 
@@ -87,6 +97,7 @@ def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, 
             theirs = other(row).logits[0, prompt - 1 : -1]
         mine = policy(row).logits[0, prompt - 1 : -1]
         shared = min(mine.shape[-1], theirs.shape[-1])
+        losses = torch.nn.functional.cross_entropy(mine, row[0, prompt:], reduction="none")
         mine, theirs = mine[:, :shared] / TEMPERATURE, theirs[:, :shared] / TEMPERATURE
         if top_k is not None:
             chosen = theirs.topk(top_k).indices
@@ -99,6 +110,7 @@ def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, 
             value = ((t * (t / p).log()) if beta == 0 else (p * (p / t).log())).sum(-1)
         else:
             value = of_student + of_teacher
+        value = value + loss.get("opd_sft_alpha", 0) * losses
         total = total + (value * torch.from_numpy(mask)).sum()
         count += float(mask.sum())
     (total / count).backward()
@@ -125,7 +137,10 @@ def test_an_update_is_by_the_gradient_of_the_formula(
     value, expected = gradients(model, other, LOSSES[loss])
     assert found.updates == 1
     assert found.loss == pytest.approx(value, rel=1e-5)
-    assert found.metrics["teacher_divergence"] == pytest.approx(value, rel=1e-5)
+    likelihood = LOSSES[loss].get("opd_sft_alpha", 0.0)
+    assert ("answer_loss" in found.metrics) is (likelihood > 0)
+    terms = found.metrics["teacher_divergence"] + likelihood * found.metrics.get("answer_loss", 0.0)
+    assert terms == pytest.approx(value, rel=1e-5)
     rate = found.learning_rate
     errors = {
         name: float(((before[name] - after[name]).double() / rate - each).norm() / each.norm())
@@ -152,3 +167,37 @@ def test_offloading_and_a_resume_change_nothing(
     resumed, others = pool.run(chosen.world_size, train, settings, range(2, 5), NEWEST)[0]
     assert_same_bits(others, weights)
     assert [each.loss for each in resumed] == [each.loss for each in moved[2:]] == [each.loss for each in plain[2:]]
+
+
+def test_some_steps_take_the_answers_of_the_rows(pool: Any, tmp_path: Path) -> None:
+    """As the template writes them, whole or cut; which steps these are does not change with a resume."""
+    student, teacher = (make_checkpoint(family, tmp_path / family) for family in ("qwen3", "qwen2"))
+    answers = [f"{number} and one are {number + 1}." for number in range(8)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1"}, {"role": "assistant", "content": answer}]}
+        for n, answer in enumerate(answers)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = f"""--rlhf_type gkd --model {student} --teacher_model {teacher} --dataset {tmp_path}/rows.jsonl --lmbda 0.5
+    --sft_alpha 0.5 --train_iters 6 --global_batch_size 4 --micro_batch_size 2 --max_length 64 --lr 1e-3 --seed 3
+    --max_completion_length 8 --fp16 false --bf16 false --output_dir {tmp_path}/out --save_steps 2 --logging_steps 1"""
+    run = read_swift("rlhf", words.split(), env={"NPROC_PER_NODE": "1"}, config={}, on_cpu=True)
+    settings = read_keys(rollout_keys(run, find_prompts, count_rows), "the command line").require_valid()
+    settings = replace(settings, run=settings.run.model_copy(update={"rollout_dump_dir": str(tmp_path / "dump")}))
+    pool.run(1, run_file, settings)
+    samples = [settings.algorithm.samples_at(step, 3) for step in range(6)]
+    assert {*samples[:3]} == {*samples[3:]} == {False, True}
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if "teacher_divergence" in line]
+    assert ["answer_loss" not in record for record in records] == samples
+    tokenizer = load_tokenizer(student)
+    ends = [tokenizer(f"{answer}<|im_end|>\n")["input_ids"] for answer in answers]
+    said = {tokenizer.decode(ids[:8], skip_special_tokens=True) for ids in ends}
+    for step, is_sampled in enumerate(samples, 1):
+        dump = (tmp_path / f"dump/step-{step:06d}.jsonl").read_text().splitlines()
+        assert all((json.loads(line)["response"] in said) is not is_sampled for line in dump)
+    own = {"output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(tmp_path / "out/checkpoint-2")}
+    again = settings.run.model_copy(update=own | {"rollout_dump_dir": None})
+    pool.run(1, run_file, replace(settings, run=again))
+    whole, resumed = (load_file(tmp_path / each / "checkpoint-6/model.safetensors") for each in ("out", "again"))
+    assert_same_bits(resumed, whole)

@@ -66,6 +66,7 @@ def read_problems(
     dataset_filter: DatasetFilter | None = None,
     *,
     needs_difficulty: bool = False,
+    needs_answers: bool = False,
     vision: VisionInput | None = None,
 ) -> Problems:
     """Read the rows of all files and write their prompts.
@@ -77,13 +78,14 @@ def read_problems(
     Args:
         template: global_template; None: `data.template`.
         needs_difficulty: difficulty_loss_weight: every row has a number in the column difficulty.
+        needs_answers: opd_lmbda below 1: every row has an answer of its own.
         vision: what the policy makes of pictures; None of a language model.
 
     Raises:
         MegatuneError: (DATA) rows that cannot be read or lack a column that their reward needs, a domain without
             problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
-    given = template or data.template, tag_to_template or {}, needs_difficulty, vision
+    given = template or data.template, tag_to_template or {}, needs_difficulty, needs_answers, vision
     reader = _Reader(data, rewards, tokenizer, *given)
     by_domain: dict[str, list[Problem]] = {
         domain: [] for domain in tuple(data.domain_interleave_probs) or tuple(rewards)
@@ -185,13 +187,15 @@ class _Reader:
         template: str | None,
         tag_to_template: Mapping[str, str],
         needs_difficulty: bool,
+        needs_answers: bool,
         vision: VisionInput | None,
     ) -> None:
-        self._needs_difficulty, self._vision = needs_difficulty, vision
+        self._needs_difficulty, self._needs_answers, self._vision = needs_difficulty, needs_answers, vision
         self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
         self._template, self._tag_to_template = template, tag_to_template
         self._writers: dict[str | None, Writer] = {}
-        self._asked = swift_reader(data, tokenizer, vision) if data.conversation_rules else self._messages
+        by_rules = swift_reader(data, tokenizer, vision, answers=needs_answers) if data.conversation_rules else None
+        self._asked = by_rules or self._messages
         for tag in tag_to_template:  # so that an unknown template shows before rows are read
             self._writer(tag)
         self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
@@ -249,12 +253,19 @@ class _Reader:
         if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
-        messages, text, placed = self._asked(row)
+        messages, text, placed, answer = self._asked(row)
+        answer_ids = None
+        if self._needs_answers:
+            if not answer:
+                what = "opd_lmbda below 1 trains on answers of the rows"
+                raise RowError("no-answer", what, "there is none behind the prompt")
+            answer_ids = np.array(self._tokenizer(answer, add_special_tokens=False)["input_ids"], np.int64)
         if placed and self._vision is not None:
             text = spaced(text, self._vision.vision.text)
         named = row.get(self._data.id)
         number = raw.where if named is None else encodable(str(named), self._data.id)
-        return Problem(number, tag, domain, messages, _NO_TOKENS, row, encodable(text, "prompt")), placed
+        prompt = encodable(text, "prompt")
+        return Problem(number, tag, domain, messages, _NO_TOKENS, row, prompt, answer_ids=answer_ids), placed
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_prompts(texts, self._tokenizer, is_whole=self._data.conversation_rules is not None)
@@ -273,12 +284,12 @@ class _Reader:
             raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {listed(row)}")
         messages = [{"role": "user", "content": text}]
         (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
-        return messages, written["content"], placed
+        return Asked(messages, written["content"], placed)
 
     def _written(self, value: object, row: Mapping[str, Any], tag: str) -> Asked:
         messages, inline = read_messages(value)
         written, placed = with_placeholders(messages, inline, row, self._data.images, self._vision)
-        return messages, self._writer(tag)(written), placed
+        return Asked(messages, self._writer(tag)(written), placed)
 
     def _writer(self, tag: str) -> Writer:
         name = self._tag_to_template.get(tag, self._template)

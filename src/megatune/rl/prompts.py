@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import ModelSettings
@@ -27,8 +27,23 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]
 Writer = Callable[[Messages], str]
-# The messages of a row, its prompt, and the prompt's pictures.
-Asked = tuple[list[dict[str, str]], str, tuple[Placed, ...]]
+
+
+class Asked(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        messages: without the answer.
+        prompt: its text, template and all.
+        placed: the prompt's pictures.
+        answer: the text of the row's own answer behind the prompt; None where it has none, or nobody reads it.
+    """
+
+    messages: list[dict[str, str]]
+    prompt: str
+    placed: tuple[Placed, ...]
+    answer: str | None = None
+
 
 # DeepSeek-R1-Zero's way of asking a base model, with the answer in a box.
 BASE = (
@@ -96,9 +111,10 @@ def conversation_writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
 
 
 def swift_reader(
-    data: PromptData, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None
+    data: PromptData, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None, *, answers: bool = False
 ) -> Callable[[Mapping[str, Any]], Asked]:
-    """Return what reads a row by ms-swift's rules: its messages without the answer, and the prompt of its template.
+    """Return what reads a row by ms-swift's rules: its messages without the answer, and the prompt of its template;
+    with `answers` what the template writes behind it, too.
 
     It raises RowError for rows that ms-swift leaves out.
 
@@ -117,8 +133,8 @@ def swift_reader(
     def read(row: Mapping[str, Any]) -> Asked:
         conversation = to_swift_example(row, form, "sft", pictures=vision is not None)
         assert isinstance(conversation, Conversation)
-        said = conversation.messages
-        if said[-1].role == "assistant":
+        said, last = conversation.messages, conversation.messages[-1]
+        if last.role == "assistant":
             said = said[:-1]
         if not said:
             raise RowError("no-question", "there is no message but the answer")
@@ -126,10 +142,16 @@ def swift_reader(
         written = replace(conversation, messages=said)
         if vision is not None:
             written, placed = vision.place(written, {})
-        turns = template.render(written, Thinking())
+        prompt, answer = _text(written), None
+        if answers and last.role == "assistant":
+            whole = _text(replace(written, messages=(*written.messages, last)))
+            answer = whole.removeprefix(prompt) if whole.startswith(prompt) else None
         system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
         messages = [*system, *({"role": each.role, "content": each.content} for each in said)]
-        return messages, "".join(piece for turn in turns for piece in turn.pieces), placed
+        return Asked(messages, prompt, placed, answer)
+
+    def _text(conversation: Conversation) -> str:
+        return "".join(piece for turn in template.render(conversation, Thinking()) for piece in turn.pieces)
 
     return read
 

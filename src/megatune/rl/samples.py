@@ -35,6 +35,7 @@ class Problem:
         row: all columns, for the reward: ground_truth, test_cases, difficulty, ...
         prompt: the text of `prompt_ids`, template and all; a picture's placeholder stands once for all of its tokens.
         shown: its pictures; None where it has none.
+        answer_ids: int64 [r], the row's own answer, as the model would write it; None where nobody asks for it.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Problem:
     row: Mapping[str, Any]
     prompt: str = ""
     shown: Shown | None = None
+    answer_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Response:
         log_probs: fp32 [r], of the sampled tokens at the temperature of the request, before top_p and top_k; 0 of
             observations.
         finish: "stop", "length", or "abort" for a part.
-        versions: (first token, version of the weights) of each stretch.
+        versions: (first token, version of the weights) of each stretch; () of an answer that nobody sampled.
         routing: experts chosen, int16 [p + r - 1, layers, topk], where the engine returns them.
         observed: (first token, the one after the last) of each observation: what an environment wrote.
         texts: see `texts_of`; () where the engine has not decoded them, and of a part.

@@ -241,12 +241,14 @@ def _algorithm(keys: Keys) -> None:
 
 
 def _distillation(keys: Keys) -> None:
-    """The divergence from a teacher, of responses that the student samples in every step."""
-    if keys.value("lmbda") != 1:
-        keys.refuse("lmbda", "some steps would train on the data set's own answers", "write --lmbda 1")
+    """The divergence from a teacher, of responses that the student samples, or of the data set's own answers."""
+    share = keys.value("lmbda")
     if not keys.value("use_vllm"):
-        why = "ms-swift then trains on the data set's own answers"
-        keys.refuse("use_vllm", why, "write --use_vllm true; on a machine without GPUs the built-in engine samples")
+        share = 0.0
+        keys.reading.lines.append("use_vllm false: every step trains on the data set's own answers, as in ms-swift")
+    keys.put("opd_lmbda", share, "lmbda", "use_vllm")
+    if share < 1:
+        keys.put("opd_sft_alpha", keys.value("sft_alpha"), "sft_alpha")
     if (teacher := keys.value("teacher_model")) is None:
         why = "without one the student would be its own teacher, which is not supported"
         keys.reading.find("teacher_model is missing", "--teacher_model", why, "write --teacher_model MODEL")

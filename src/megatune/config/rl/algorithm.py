@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -341,7 +342,21 @@ class AlgorithmSettings(Group):
     """How many of the teacher's likeliest tokens opd_loss: jsd compares. null is the whole vocabulary.
     How: Both distributions are normalised over these tokens; nothing is learned of the others.
     When: null; a number, such as 64, to compare with systems that have no more of the teacher."""
+    opd_lmbda: Annotated[_Share, _JSD] = 1.0
+    """In which share of the steps opd_loss: jsd takes responses that the student samples.
+    How: In the others the rows' own answers take their place, up to response_length; which steps these are follows from
+    the seed. It needs rows with answers, which are read by data_args.conversation_rules.
+    When: Below 1 where good answers are at hand, and the student's own are far from what it is to learn; with 0 nothing
+    is sampled."""
+    opd_sft_alpha: Annotated[NonNegative, _JSD] = 0.0
+    """Weight of the cross-entropy of the rows' own answers, beside the divergence.
+    How: In steps that take them; a mean over the same tokens, at temperature 1.
+    When: With opd_lmbda below 1, where the answers are better than what the teacher finds likely."""
     train_infer_correction: TrainInferCorrection = TrainInferCorrection()
+
+    def samples_at(self, step: int, seed: int) -> bool:
+        """Tell whether the student samples the responses of a step, counted from 0; by one draw a step, as ms-swift."""
+        return random.Random(seed + step).random() < self.opd_lmbda
 
     @property
     def distils(self) -> bool:

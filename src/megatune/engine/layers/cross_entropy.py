@@ -58,7 +58,10 @@ class OutputLayer(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         part, head = self.part, head or PLAIN
         if head.teaching is not None:
-            return head.teaching.divergences(input_, weight, labels, trained, part, head.temperature), None
+            found = head.teaching.divergences(input_, weight, labels, trained, part, head.temperature)
+            if head.losses:
+                found = torch.stack((found, token_losses(input_, weight, labels, trained, part)), -1)
+            return found, None
         if head.greedy:
             return likeliest_tokens(input_, weight, labels, trained, part), None
         return token_losses(input_, weight, labels, trained, part, head), None
@@ -80,6 +83,7 @@ class Head:
         greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
         hidden: in place of all losses, return what goes into the output layer.
         teaching: in place of all losses, compute the divergence from what a teacher says.
+        losses: beside divergences, compute losses at temperature 1.
     """
 
     temperature: float = 1.0
@@ -87,6 +91,7 @@ class Head:
     greedy: bool = False
     hidden: bool = False
     teaching: Teaching | None = None
+    losses: bool = False
 
 
 class Teaching(Protocol):

@@ -192,18 +192,24 @@ class DivergenceObjective:
 
     Attributes:
         temperature: of sampling, by which logits of both are divided.
+        likelihood: weight of the cross-entropy of the same tokens, at temperature 1.
     """
 
     temperature: float = 1.0
+    likelihood: float = 0.0
 
-    metric_names = ("teacher_divergence",)
     token_extras = (MASK,)
     document_extras = ()
 
     @property
     def head(self) -> Head:
         """What the output layer computes."""
-        return Head(self.temperature)
+        return Head(self.temperature, losses=self.likelihood > 0)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """What is logged beside the loss."""
+        return "teacher_divergence", *("answer_loss",) * (self.likelihood > 0)
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
         """Count tokens: int64 []."""
@@ -211,10 +217,14 @@ class DivergenceObjective:
         return normalizer("token-mean", mask, batch)
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        """Compute the loss of divergences of tokens, fp32 [b, s / cp]."""
+        """Compute the loss of divergences of tokens, fp32 [b, s / cp], or with their losses [b, s / cp, 2]."""
         mask = batch.extras[MASK]
-        loss = (output * mask).sum()
-        return ObjectiveOutput(loss, {"teacher_divergence": (loss, mask.sum())})
+        if not self.likelihood:
+            loss = (output * mask).sum()
+            return ObjectiveOutput(loss, {"teacher_divergence": (loss, mask.sum())})
+        divergence, loss = ((each * mask).sum() for each in output.unbind(-1))
+        metrics = {"teacher_divergence": (divergence, mask.sum()), "answer_loss": (loss, mask.sum())}
+        return ObjectiveOutput(divergence + self.likelihood * loss, metrics)
 
 
 # Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at all other tokens, each where its token is predicted:

@@ -215,10 +215,11 @@ def plan_rl(question: RLQuestion) -> RLAnswer:
 def _seconds(question: RLQuestion, phase: str, rollout: Rollout) -> float:
     settings = question.settings
     actor, critic = settings.actor_train, settings.critic
+    sampled = settings.algorithm.opd_lmbda  # of the steps; others send no weights either
     if phase == SYNC:
-        return _sync_seconds(question) / max(1, actor.model_update_frequency)
+        return sampled * _sync_seconds(question) / max(1, actor.model_update_frequency)
     if phase == SAMPLE:
-        return rollout.prefill + rollout.decode
+        return sampled * (rollout.prefill + rollout.decode)
     if phase == SCORES:
         return sum(_forward(question, scorer) for scorer in settings.scorers.values())
     if phase == REFERENCE_PASS:

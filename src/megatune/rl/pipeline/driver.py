@@ -17,7 +17,7 @@ from megatune.rl.pipeline.collector import Collector, ProblemOrder, Taken
 from megatune.rl.pipeline.files import Progress, dump_samples, record_step, replay_step
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports, tell_failures, validation_metrics
-from megatune.rl.pipeline.sampler import MakeSampler, sample_all
+from megatune.rl.pipeline.sampler import MakeSampler, Sampler, sample_all
 from megatune.rl.pipeline.scores import RewardModels
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.weights import Weights
@@ -51,14 +51,16 @@ class Driver:
     progress: Progress
     stop_requested: Callable[[], bool]
     note: Callable[[str, int], None]
+    _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
     _synced: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         run, rollout = self.settings.run, self.settings.rollout
         order = ProblemOrder(self.problems.by_domain, run.seed)
+        self._sampler = self.sampler(self.settings.actor_infer.generating_args, "train")
         self._collector = Collector(
-            self.sampler(self.settings.actor_infer.generating_args, "train"),
+            self._sampler,
             order.at,
             self.settings.data.prompts_of_domains(rollout.rollout_batch_size),
             {name: role.group_filter for name, role in self.settings.rewards.items()},
@@ -106,12 +108,18 @@ class Driver:
         if run.rollout_mock.replays:
             taken = self._replayed(step)
         else:
+            samples = self.settings.algorithm.samples_at(step, run.seed)
+            validates = self._validates and step % run.eval_steps == 0
             with self._paused():
-                sync = self._synchronized(step, phases)
-                if self._validates and step % run.eval_steps == 0:
+                if samples or validates:
+                    sync = self._synchronized(step, phases)
+                else:
+                    self._synced = False
+                if validates:
                     with phases("validation"):
                         self._validate(step)
                         self._wake(step)
+            self._sampler.takes_answers = not samples
             with phases("rollout"):
                 taken = self.roles.engines.run(self._collector.take())
             if self.scores:

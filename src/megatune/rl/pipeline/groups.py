@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,6 +63,16 @@ class Group:
             self.parts.pop(place, None)
         elif len(response.response_ids):
             self.parts[place] = response
+
+    def answer(self, longest: int) -> None:
+        """Let the row's own answer be every response."""
+        ids = self.problem.answer_ids
+        assert ids is not None, "read with the problems"
+        finish: Literal["stop", "length"] = "stop" if len(ids) <= longest else "length"
+        nothing = np.zeros(min(len(ids), longest), np.float32)
+        for place in range(self.size):
+            own = f"answer-{self.number}-{place}-{self.attempt}"
+            self.responses[place] = Response(own, ids[:longest], nothing, finish, ())
 
     def again(self) -> Group:
         """Return the group with nothing sampled, and other random numbers."""

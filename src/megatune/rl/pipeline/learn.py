@@ -233,7 +233,7 @@ def _is_at_limit(response: Response, longest: int) -> bool:
 def sampled_by(response: Response, version: int) -> np.ndarray:
     """Return log-probabilities of a response's sampled tokens, fp32, NaN for those that other weights sampled."""
     found = np.full(len(response.response_ids), np.nan, np.float32)
-    stops = [first for first, _ in response.versions[1:]] + [len(found)]
+    stops = [*(first for first, _ in response.versions), len(found)][1:]
     for (first, own), stop in zip(response.versions, stops, strict=True):
         if own == version:
             found[first:stop] = response.log_probs[first:stop]

@@ -28,8 +28,8 @@ from megatune.training.trackers import WORKERS, asked_trackers
 
 # Of a step's many numbers, what a line on the console has.
 _LINE = (
-    *("reward", "reward_unfiltered", "teacher_kl", "teacher_divergence", "accuracy", "response_length", "truncated"),
-    *("critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac", "log_prob_gap_mean", "staleness"),
+    *("reward", "reward_unfiltered", "teacher_kl", "teacher_divergence", "answer_loss", "accuracy", "response_length"),
+    *("truncated", "critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac", "log_prob_gap_mean", "staleness"),
     *("seconds/rollout", "seconds/train", "seconds/sync"),
 )
 _PANELS = (

@@ -156,9 +156,16 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
 
 def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None]:
     """Read the problems of training and of validation, whose prompts are made for the model of a folder."""
-    rollout, needs_difficulty = settings.rollout, settings.algorithm.difficulty_loss_weight
-    filtered: dict[str, Any] = {"dataset_filter": rollout.dataset_filter, "needs_difficulty": needs_difficulty}
-    found = _problems(settings, source, settings.data, rollout.prompt_length, **filtered)
+    rollout, algorithm = settings.rollout, settings.algorithm
+    found = _problems(
+        settings,
+        source,
+        settings.data,
+        rollout.prompt_length,
+        dataset_filter=rollout.dataset_filter,
+        needs_difficulty=algorithm.difficulty_loss_weight,
+        needs_answers=algorithm.distils and algorithm.opd_lmbda < 1,
+    )
     return found, read_validation(settings, source)
 
 

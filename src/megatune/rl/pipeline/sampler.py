@@ -41,7 +41,12 @@ class Sampler:
         decode: ids of tokens, int64 -> text, without special tokens, of responses that come without texts: those of
             an earlier process.
         extend: writes what an environment observes.
+
+    Attributes:
+        takes_answers: the rows' own answers are the responses of groups that begin now.
     """
+
+    takes_answers = False
 
     def __init__(
         self,
@@ -63,6 +68,8 @@ class Sampler:
             MegatuneError: see `RewardPool.score`.
         """
         group.longest = self._sampling.response_length
+        if self.takes_answers:
+            group.answer(group.longest)
         while True:
             while requests := self._sampling.requests(group):
                 await self._is_open.wait()

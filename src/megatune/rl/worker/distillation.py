@@ -13,8 +13,10 @@ from megatune.engine.layers.divergence import Teaching
 from megatune.engine.offload import Offload
 from megatune.engine.step import TEACHING, teachings
 from megatune.objectives.policy.objective import DivergenceObjective
+from megatune.rl.samples import Rollouts
 from megatune.rl.worker.model import Ready
 from megatune.rl.worker.policy import PolicyWorker
+from megatune.rl.worker.training import Trained
 from megatune.training.agreement import fetched_on_node
 
 
@@ -39,6 +41,7 @@ class DistillationWorker(PolicyWorker):
     """
 
     _teacher: LoadedModel
+    _likelihood = 0.0  # weight of the cross-entropy in the step
 
     def load(self, checkpoint: str | None = None) -> Ready:
         ready, settings = super().load(checkpoint), self.role.teacher
@@ -52,7 +55,12 @@ class DistillationWorker(PolicyWorker):
         return ready
 
     def objective(self, num_samples: int) -> DivergenceObjective:
-        return DivergenceObjective(self.rl.sampling_temperature)
+        return DivergenceObjective(self.rl.sampling_temperature, self._likelihood)
+
+    def train(self, rollouts: Rollouts, step: int) -> Trained:
+        algorithm = self.rl.algorithm
+        self._likelihood = 0.0 if algorithm.samples_at(step, self.rl.run.seed) else algorithm.opd_sft_alpha
+        return super().train(rollouts, step)
 
     @property
     def _keeps_first(self) -> bool:
