@@ -111,6 +111,8 @@ MEANINGS = [
     ("--lr 3e-6 --lr_warmup_fraction 0.1", "actor_train.settings.optimizer.warmup_ratio", 0.1),
     ("--max_grad_norm 0.5", "algorithm.max_grad_norm", 0.5),
     ("--use_vllm true --vllm_gpu_memory_utilization 0.4", "actor_infer.config.gpu_memory_utilization", 0.4),
+    ('--use_vllm true --vllm_limit_mm_per_prompt {"image":2}', "actor_infer.config.limit_mm_per_prompt", {"image": 2}),
+    ("--use_vllm true --vllm_mm_processor_cache_gb 0", "actor_infer.config.mm_processor_cache_gb", 0.0),
     ("--use_vllm true --vllm_tensor_parallel_size 2", "actor_infer.devices_per_engine", 2),
     ("--use_vllm false", "actor_infer.engine", "builtin"),
     ("--system Think.", "data.default_system", "Think."),
