@@ -285,7 +285,7 @@ HOSTILE = [
     "a: b: c", "a: [1, 2", "a: 'open", "seed: !!int x", "seed: !!python/object:os.system {}",
     "lr_scheduler_kwargs: &a [*a]",
     "lr_scheduler_kwargs: {a: 1, a: 2}", "run_name: \x07", "learning_rate: .nan", "learning_rate: .inf", "seed: 1e400",
-    "learning_rate: " + "9" * 400, "seed: " + "9" * 5000, "? {a: 1}\n: 2", "<<: {seed: 1}", "*a : 1", "a: *b",
+    "learning_rate: " + "9" * 400, "seed: " + "9" * 5000, "? {a: 1}\n: 2", "*a : 1", "a: *b",
     "%YAML 9", 'run_name: "\\ud800"', 'lr_scheduler_kwargs: {"a\\0": 1}', "dataset: [a, " + "/b" * 2100 + "]",
 ]  # fmt: skip
 

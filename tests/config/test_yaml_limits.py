@@ -9,6 +9,7 @@ import pytest
 from megatune.config.dialects.roll import read_roll
 from megatune.config.entry import is_rl_file
 from megatune.config.load import load
+from megatune.config.values import compose, value_of
 
 _TIMES = 9
 _BOMB = "\n".join(
@@ -65,3 +66,38 @@ def test_references_without_end_are_told_at_once(text: str, said: str, tmp_path:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     assert any(said in finding.what for finding in read_roll(path).findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n", {"x": 1, "y": 3}),
+        ("a: &a {x: 1, y: 2}\nb: {y: 3, <<: *a}\n", {"x": 1, "y": 3}),
+        ("a: &a {x: 1}\nc: &c {x: 2, z: {w: 4}}\nb: {<<: [*a, *c]}\n", {"x": 1, "z": {"w": 4}}),
+        ("a: &a {x: 1}\nc: &c {<<: *a, y: 2}\nb:\n  <<: *c\n", {"x": 1, "y": 2}),
+        ('b: {"<<": 1}\n', {"<<": 1}),
+    ],
+)
+def test_keys_of_an_anchor_are_merged(text: str, expected: dict[str, object]) -> None:
+    node = compose(text)
+    assert node is not None
+    assert value_of(node).data["b"] == expected
+
+
+def test_a_mapping_that_merges_itself_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr_scheduler_kwargs: &a {<<: *a}\n")
+    assert "nested too deeply" in str(load(path).findings[0])
+
+
+def test_a_merged_key_of_a_role_is_where_its_anchor_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "rl.yaml"
+    path.write_text(
+        "actor_train:\n  training_args: &t\n    learning_rate: 1.0e-5\n    seed: 1\n"
+        "critic:\n  training_args: {<<: *t, seed: 2}\n"
+    )
+    reading = read_roll(path).reading
+    assert reading is not None
+    assert reading.data["critic"] == {"training_args": {"seed": 2, "learning_rate": 1e-5}}
+    places = {key: reading.entries[f"critic.training_args.{key}"].where for key in ("learning_rate", "seed")}
+    assert places == {"learning_rate": f"{path}:3", "seed": f"{path}:6"}

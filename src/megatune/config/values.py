@@ -111,9 +111,40 @@ def compose(text: str) -> yaml.Node | None:
         node: yaml.Node | None = loader.get_single_node()
     finally:
         loader.dispose()
-    if node is not None and (count := _count(node, {})) > _MOST_VALUES:
+    if node is None:
+        return None
+    _merge(node, set())
+    if (count := _count(node, {})) > _MOST_VALUES:
         raise TooLarge(problem=f"{count:,} values, its aliases written out", problem_mark=node.start_mark)
     return node
+
+
+def _merge(node: yaml.Node, seen: set[int]) -> None:
+    """Put what `<<: *ANCHOR` names, or a list of such, into its mapping: what that says itself, or was named earlier,
+    stays (yaml.org/type/merge.html)."""
+    if id(node) in seen or isinstance(node, yaml.ScalarNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            _merge(each, seen)
+        return
+    pairs, merged = [], []
+    for key, value in node.value:
+        _merge(key, seen)
+        _merge(value, seen)
+        sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        is_merge = isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
+        if is_merge and all(isinstance(each, yaml.MappingNode) for each in sources):
+            merged += [pair for each in sources for pair in each.value]
+        else:
+            pairs.append((key, value))
+    named = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
+    for key, value in merged:
+        if isinstance(key, yaml.ScalarNode) and key.value not in named:
+            named.add(key.value)
+            pairs.append((key, value))
+    node.value = pairs
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
