@@ -118,6 +118,28 @@ def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, 
     return total.item() / count, named
 
 
+def assert_an_update_is_the_formulas(
+    pool: Any, folder: Path, model: Path, teacher: Path, layout: str, loss: Loss
+) -> None:
+    """Loss, metrics, and by what SGD has changed the weights."""
+    chosen = ALL[layout]
+    dp_size = chosen.world_size // chosen.settings().parallel.model_parallel_size
+    settings = settings_with(model, teacher, chosen, loss, (4 // dp_size, 2), output=folder)
+    before = pool.run(chosen.world_size, train, settings, range(0))[0][1]
+    (found,), after = pool.run(chosen.world_size, train, settings, range(1))[0]
+    value, expected = gradients(model, teacher, loss)
+    assert found.updates == 1
+    assert found.loss == pytest.approx(value, rel=1e-5)
+    likelihood = loss.get("opd_sft_alpha", 0.0)
+    assert ("answer_loss" in found.metrics) is (likelihood > 0)
+    terms = found.metrics["teacher_divergence"] + likelihood * found.metrics.get("answer_loss", 0.0)
+    assert terms == pytest.approx(value, rel=1e-5)
+    moved = {name: (before[name] - after[name]).double() / found.learning_rate for name in before.keys() & expected}
+    assert not [name for name in expected.keys() - moved if ".experts." not in name]  # which Transformers stacks
+    errors = {name: float((each - expected[name]).norm() / expected[name].norm()) for name, each in moved.items()}
+    assert not {name: error for name, error in errors.items() if not error < 1e-5}
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("teacher", ["a larger vocabulary", "experts"])
@@ -128,25 +150,15 @@ def test_an_update_is_by_the_gradient_of_the_formula(
     pool: Any, model_dir: Any, tmp_path: Path, loss: str, teacher: str, layout: str
 ) -> None:
     """With a teacher of another family, size or vocabulary."""
-    model, chosen = model_dir("qwen3"), ALL[layout]
     other = model_dir("qwen3_moe") if teacher == "experts" else model_dir("qwen2", vocab_size=330, hidden_size=48)
-    dp_size = chosen.world_size // chosen.settings().parallel.model_parallel_size
-    settings = settings_with(model, other, chosen, LOSSES[loss], (4 // dp_size, 2), output=tmp_path)
-    before = pool.run(chosen.world_size, train, settings, range(0))[0][1]
-    (found,), after = pool.run(chosen.world_size, train, settings, range(1))[0]
-    value, expected = gradients(model, other, LOSSES[loss])
-    assert found.updates == 1
-    assert found.loss == pytest.approx(value, rel=1e-5)
-    likelihood = LOSSES[loss].get("opd_sft_alpha", 0.0)
-    assert ("answer_loss" in found.metrics) is (likelihood > 0)
-    terms = found.metrics["teacher_divergence"] + likelihood * found.metrics.get("answer_loss", 0.0)
-    assert terms == pytest.approx(value, rel=1e-5)
-    rate = found.learning_rate
-    errors = {
-        name: float(((before[name] - after[name]).double() / rate - each).norm() / each.norm())
-        for name, each in expected.items()
-    }
-    assert not {name: error for name, error in errors.items() if not error < 1e-5}
+    assert_an_update_is_the_formulas(pool, tmp_path, model_dir("qwen3"), other, layout, LOSSES[loss])
+
+
+@pytest.mark.extended("ep2", "ep2 pp2")
+@pytest.mark.parametrize("layout", ["ep2", "ep2 etp1 tp2 sp", "ep2 pp2"])
+def test_experts_learn_from_experts(pool: Any, model_dir: Any, tmp_path: Path, layout: str) -> None:
+    models = model_dir("qwen3_moe"), model_dir("mixtral")
+    assert_an_update_is_the_formulas(pool, tmp_path, *models, layout, LOSSES["JSD"])
 
 
 @pytest.mark.parametrize(
