@@ -288,14 +288,11 @@ def _run_behind(settings: RLSettings, model: Path) -> int:
         return run(settings, model)
 
 
-@pytest.mark.parametrize(
-    ("loss", "distance", "rate"),
-    [("policy_gradient", "teacher_kl", 1e-2), ("jsd", "teacher_divergence", 1e-3)],
-)
-def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, model, tmp_path, loss, distance, rate):
-    rows = tmp_path / "rows.jsonl"
+def _distilled(folder: Path, model: Path, loss: str, rate: float) -> Path:
+    """Write a file of four steps, and a teacher."""
+    rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{digit}=", "domain": "x"}) + "\n" for digit in range(10)))
-    teacher = str(make_model(tmp_path / "teacher", seed=1))
+    teacher = str(make_model(folder / "teacher", seed=1))
 
     def role(strategy: str, **more: Any) -> dict[str, Any]:
         parts = {"device_mapping": [0], "strategy_args": {"strategy_name": strategy}, "model_args": {"dtype": "fp32"}}
@@ -304,20 +301,42 @@ def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, mod
     training = {"learning_rate": rate, "per_device_train_batch_size": 16}
     data = {"prompt": "prompt", "file_name": [str(rows)]}
     sampling = {"top_p": 1.0, "top_k": 0, "temperature": 1.0}
-    file = {"pretrain": str(model), "output_dir": str(tmp_path / "out"), "max_steps": 4, "is_pure_opd": True}
+    file = {"pretrain": str(model), "output_dir": str(folder / "out"), "max_steps": 4, "is_pure_opd": True}
     file |= {"rollout_batch_size": 8, "num_return_sequences_in_group": 2, "prompt_length": 2, "response_length": 8}
     file["student_train"] = role("megatron_train", training_args=training, data_args=data)
     file["student_infer"] = role("builtin", generating_args=sampling)
     file["teacher"] = role("hf_infer", model_args={"dtype": "fp32", "model_name_or_path": teacher})
     if loss == "jsd":
         file |= {"opd_loss": "jsd", "teacher": {"model_args": {"model_name_or_path": teacher}}}
-    (tmp_path / "run.yaml").write_text(json.dumps(file))
-    pool.run(1, run_file, read_roll(tmp_path / "run.yaml").require_valid(), limit=LIMIT)
+    (folder / "run.yaml").write_text(json.dumps(file))
+    return folder / "run.yaml"
+
+
+@pytest.mark.parametrize(
+    ("loss", "distance", "rate"),
+    [("policy_gradient", "teacher_kl", 1e-2), ("jsd", "teacher_divergence", 1e-3)],
+)
+def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, model, tmp_path, loss, distance, rate):
+    file = _distilled(tmp_path, model, loss, rate)
+    pool.run(1, run_file, read_roll(file).require_valid(), limit=LIMIT)
     records = _records(tmp_path / "out")
     assert not any({"reward", "accuracy"} & record.keys() for record in records)
     distances = [record[distance] for record in records]
     assert len(distances) == 4
     assert 0 < distances[-1] < distances[0]
+
+
+@pytest.mark.parametrize("loss", ["policy_gradient", "jsd"])
+def test_a_teacher_of_another_tokenizer_is_refused(model, tmp_path, loss):
+    settings = read_roll(_distilled(tmp_path, model, loss, 1e-3)).require_valid()
+    tokenizer = tmp_path / "teacher/tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    known = content["model"]["vocab"]
+    known["1"], known["2"] = known["2"], known["1"]
+    tokenizer.write_text(json.dumps(content))
+    with pytest.raises(MegatuneError, match="has another tokenizer than the policy") as caught:
+        read(settings, model)
+    assert str(caught.value.findings[0].why).startswith("'1' is token ")
 
 
 def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):

@@ -14,8 +14,9 @@ from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import REWARD_MODEL, UNSCORED, ModelRole, RewardRole, RLSettings
 from megatune.config.values import ranges
 from megatune.data.encode import load_tokenizer
-from megatune.errors import ExitCode
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.generation.inputs import has_tokenizer
 from megatune.launch.torchrun import handle_stops
 from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
@@ -166,7 +167,26 @@ def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None
         needs_difficulty=algorithm.difficulty_loss_weight,
         needs_answers=algorithm.distils and algorithm.opd_lmbda < 1,
     )
+    _check_teachers(settings, source)
     return found, read_validation(settings, source)
+
+
+def _check_teachers(settings: RLSettings, source: Path) -> None:
+    """Refuse teachers whose tokens are other texts than the policy's.
+
+    Raises:
+        MegatuneError: INPUT, naming such a token.
+    """
+    taught, own = settings.actor_train.teacher, load_tokenizer(source).get_vocab()
+    inside = {} if taught is None else {"teacher": taught}
+    for name, engine in {**inside, **{each.name: each.settings for each in settings.teachers.values()}}.items():
+        folder = Path(engine.model.model_name_or_path or "")
+        known = load_tokenizer(folder).get_vocab() if has_tokenizer(folder) else own
+        for number, token in sorted((number, token) for token, number in own.items()):
+            if (other := known.get(token, number)) != number:
+                what, fix = f"{name} has another tokenizer than the policy", "take a teacher of the policy's family"
+                why = f"{token!r} is token {number:,} of the policy, and {other:,} of the teacher"
+                raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
 
 
 def read_validation(settings: RLSettings, source: Path) -> Problems | None:
