@@ -174,3 +174,19 @@ def test_vocabularies_and_kinds_of_models_may_differ(read):
         assert read("student_train.model_args.lora_target=all-linear", M=student, T=teacher).findings == ()
     sparse = read(f"{STUDENT}.moe_router_load_balancing_type=aux_loss", M=SPARSE, T=DENSE)
     assert sparse.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["async_generation_ratio=1"], "opd_lmbda 0.5 with async_generation_ratio above 0"),
+        (
+            ["partial_rollout_steps=1", "is_use_additional_prompts=true", "max_additional_running_prompts=2"],
+            "opd_lmbda 0.5 with partial_rollout_steps above 0",
+        ),
+    ],
+)
+def test_steps_with_answers_do_not_meet_responses_of_other_steps(read, words, what):
+    rules = ["student_train.data_args.conversation_rules=ms_swift_4", "student_train.data_args.template=qwen3"]
+    assert not read("opd_lmbda=0.5", *rules).findings
+    assert what in [each.what for each in read("opd_lmbda=0.5", *rules, *words).findings]

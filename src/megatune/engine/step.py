@@ -338,7 +338,7 @@ def _train(
     mine = local_batch(batch, objective.normalizer(batch))
     head = getattr(objective, "head", PLAIN)
     if TEACHING in mine.extras:
-        head = replace(head, teaching=mine.extras[TEACHING])
+        head = replace(head, divergences=mine.extras[TEACHING].divergences)
     return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine)
 
 

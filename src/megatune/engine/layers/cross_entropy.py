@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -57,8 +57,8 @@ class OutputLayer(ColumnParallelLinear):
             return soft_capped(logits, self.softcap), bias
         weight = self.weight if weight is None else weight
         part, head = self.part, head or PLAIN
-        if head.teaching is not None:
-            found = head.teaching.divergences(input_, weight, labels, trained, part, head.temperature)
+        if head.divergences is not None:
+            found = head.divergences(input_, weight, labels, trained, part, head.temperature)
             if head.losses:
                 found = torch.stack((found, token_losses(input_, weight, labels, trained, part)), -1)
             return found, None
@@ -73,6 +73,10 @@ class OutputLayer(ColumnParallelLinear):
         return VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
 
 
+# `divergence.Teaching.divergences`: (hidden states, weight, labels, trained, part, temperature) -> fp32 [b, s].
+Divergences: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, VocabularyPart, float], Tensor]"
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What is computed of labels.
@@ -82,7 +86,7 @@ class Head:
         entropy: compute the entropy of every trained token's distribution, too, with its gradient.
         greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
         hidden: in place of all losses, return what goes into the output layer.
-        teaching: in place of all losses, compute the divergence from what a teacher says.
+        divergences: in place of all losses, compute these, from what a teacher says.
         losses: beside divergences, compute losses at temperature 1.
     """
 
@@ -90,23 +94,8 @@ class Head:
     entropy: bool = False
     greedy: bool = False
     hidden: bool = False
-    teaching: Teaching | None = None
+    divergences: Divergences | None = None
     losses: bool = False
-
-
-class Teaching(Protocol):
-    """What a teacher says of the tokens of a micro-batch, see `divergence.Teaching`."""
-
-    def divergences(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        trained: Tensor,
-        part: VocabularyPart,
-        temperature: float,
-    ) -> Tensor:
-        """Compute them, with gradients for `hidden_states` and `weight`."""
 
 
 PLAIN = Head()
@@ -384,12 +373,13 @@ def _combine(
     return whole, all_parts[:, 1].sum(0), entropies
 
 
-def gathered(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
+def gathered(hidden_states: Tensor, part: VocabularyPart, *, apart: bool = False) -> Tensor:
     """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that
-    Megatron-Core's linear layers gather into, until the next one of them does."""
+    Megatron-Core's linear layers gather into, until the next one of them does, or `apart` from it."""
     if part.sequence_parallel:
         shape = [hidden_states.shape[0] * part.size, *hidden_states.shape[1:]]
-        whole = get_global_memory_buffer().get_tensor(shape, hidden_states.dtype, "mpu")
+        buffer = get_global_memory_buffer()
+        whole = hidden_states.new_empty(shape) if apart else buffer.get_tensor(shape, hidden_states.dtype, "mpu")
         torch.distributed.all_gather_into_tensor(whole, hidden_states.contiguous(), group=part.group)
         hidden_states = whole
     return hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -87,7 +87,7 @@ class _Divergence(torch.autograd.Function):
         teaching: Teaching,
         temperature: float,
     ) -> Tensor:
-        inputs, theirs = gathered(hidden_states, part), _gathered(teaching.hidden_states, part)
+        inputs, theirs = gathered(hidden_states, part), gathered(teaching.hidden_states, part, apart=True)
         # Of each token: of both what makes probabilities of logits, the smallest logit that counts, and two sums.
         kept = torch.zeros(7, len(rows), dtype=torch.float32, device=weight.device)
         # As many chunks on every rank, whatever is real of its part.
@@ -110,7 +110,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_states, weight, rows, kept = ctx.saved_tensors
         part, teaching, temperature = ctx.part, ctx.teaching, ctx.temperature
-        theirs = _gathered(teaching.hidden_states, part)
+        theirs = gathered(teaching.hidden_states, part, apart=True)
 
         def gradient(chunk: slice, logits: Tensor) -> Tensor:
             least, means = kept[4, chunk], kept[6, chunk]
@@ -186,15 +186,6 @@ def _whole(sums: Tensor, part: VocabularyPart) -> Tensor:
     largest = parts[:, ::2].where(parts[:, 1::2] > -torch.inf, -torch.inf).amax(0)
     logarithms = (parts[:, 1::2] + (parts[:, ::2] - largest)).logsumexp(0)
     return torch.stack((largest, logarithms), 1).flatten(0, 1)
-
-
-def _gathered(hidden_states: Tensor, part: VocabularyPart) -> Tensor:
-    """Gather the teacher's hidden states of all tokens, [s · b, h], apart from the buffer that the model's are in."""
-    if part.sequence_parallel:
-        whole = hidden_states.new_empty(len(hidden_states) * part.size, *hidden_states.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, hidden_states.contiguous(), group=part.group)
-        hidden_states = whole
-    return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
 def aligned(weight: Tensor, size: int, part: VocabularyPart) -> Tensor:
