@@ -21,6 +21,7 @@ from megatune.errors import ExitCode, MegatuneError
 
 ROW = '{"instruction": "a", "output": "b"}\n'
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
+MERGES_OF_MANY = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 1}}\n" for i in range(1, 5000))
 
 
 @pytest.fixture
@@ -43,7 +44,11 @@ def test_a_card_names_nothing_outside_of_its_folder(folder: Path, card: str) -> 
     assert caught.value.exit_code in (ExitCode.INPUT, ExitCode.SETTINGS)
 
 
-@pytest.mark.parametrize("card", [MERGES, "[" * 100_000, "a: &a [*a]"], ids=["merges", "depth", "itself"])
+@pytest.mark.parametrize(
+    "card",
+    [MERGES, MERGES_OF_MANY, "[" * 100_000, "a: &a [*a]", "date: 2026-02-30"],
+    ids=["merges", "many", "depth", "itself", "date"],
+)
 def test_a_card_without_end_is_refused(folder: Path, card: str) -> None:
     (folder / "README.md").write_text(f"---\nconfigs: 1\n{card}\n---\n")
     with pytest.raises(MegatuneError) as caught:

@@ -54,13 +54,13 @@ class TooLarge(yaml.MarkedYAMLError):
     """Text that is no settings file, whatever it says: it is too long, nests too deeply, or repeats its aliases."""
 
 
-class Loader(yaml.SafeLoader):
-    """Reads scalars as the users of this field mean them: 1e-5 is a number; dates and 1:30 are text."""
+class _Bounded(yaml.SafeLoader):
+    """Refuses to nest deeper than anybody means to."""
 
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node, and refuse to go deeper than anybody means to."""
+        """Compose a node."""
         self._depth += 1
         if self._depth > _MOST_NESTED:
             raise TooLarge(problem=f"nested deeper than {_MOST_NESTED}", problem_mark=self.peek_event().start_mark)
@@ -68,6 +68,10 @@ class Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self._depth -= 1
+
+
+class Loader(_Bounded):
+    """Reads scalars as the users of this field mean them: 1e-5 is a number; dates and 1:30 are text."""
 
 
 Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
@@ -99,52 +103,79 @@ def read_text(path: Path) -> str:
     return content.decode("utf-8-sig")
 
 
-def compose(text: str) -> yaml.Node | None:
+def compose(text: str, loader: type[_Bounded] = Loader) -> yaml.Node | None:
     """Return the node of a YAML document, None for an empty one.
 
     Raises:
         yaml.YAMLError: the text is not one YAML document.
         TooLarge: it nests too deeply, or has too many values once its aliases are written out.
     """
-    loader = Loader(text)
+    reader = loader(text)
     try:
-        node: yaml.Node | None = loader.get_single_node()
+        node: yaml.Node | None = reader.get_single_node()
     finally:
-        loader.dispose()
+        reader.dispose()
     if node is None:
         return None
-    _merge(node, set())
+    _Merge().into(node)
     if (count := _count(node, {})) > _MOST_VALUES:
         raise TooLarge(problem=f"{count:,} values, its aliases written out", problem_mark=node.start_mark)
     return node
 
 
-def _merge(node: yaml.Node, seen: set[int]) -> None:
-    """Put what `<<: *ANCHOR` names, or a list of such, into its mapping: what that says itself, or was named earlier,
+def construct(text: str) -> Any:
+    """Return what YAML 1.1 makes of a document that somebody else wrote, such as the head of a model's card.
+
+    Raises:
+        yaml.YAMLError: as `compose`, or a value is not what its form says, such as 2026-02-30.
+    """
+    node = compose(text, _Bounded)
+    try:
+        return None if node is None else yaml.SafeLoader("").construct_document(node)
+    except (ValueError, OverflowError) as error:
+        raise yaml.YAMLError(str(error)) from error
+
+
+class _Merge:
+    """Puts what `<<: *ANCHOR` names, or a list of such, into its mapping: what that says itself, or was named earlier,
     stays (yaml.org/type/merge.html)."""
-    if id(node) in seen or isinstance(node, yaml.ScalarNode):
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for each in node.value:
-            _merge(each, seen)
-        return
-    pairs, merged = [], []
-    for key, value in node.value:
-        _merge(key, seen)
-        _merge(value, seen)
-        sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        is_merge = isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
-        if is_merge and all(isinstance(each, yaml.MappingNode) for each in sources):
-            merged += [pair for each in sources for pair in each.value]
-        else:
-            pairs.append((key, value))
-    named = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
-    for key, value in merged:
-        if isinstance(key, yaml.ScalarNode) and key.value not in named:
-            named.add(key.value)
-            pairs.append((key, value))
-    node.value = pairs
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._pairs = 0
+
+    def into(self, node: yaml.Node) -> None:
+        """Merge below a node.
+
+        Raises:
+            TooLarge: there is more to merge than any settings file has.
+        """
+        if id(node) in self._seen or isinstance(node, yaml.ScalarNode):
+            return
+        self._seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for each in node.value:
+                self.into(each)
+            return
+        pairs, merged = [], []
+        for key, value in node.value:
+            self.into(key)
+            self.into(value)
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            is_merge = isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
+            if is_merge and all(isinstance(each, yaml.MappingNode) for each in sources):
+                self._pairs += sum(len(each.value) for each in sources)
+                if self._pairs > _MOST_VALUES:
+                    raise TooLarge(problem=f"over {_MOST_VALUES:,} values to merge", problem_mark=key.start_mark)
+                merged += [pair for each in sources for pair in each.value]
+            else:
+                pairs.append((key, value))
+        named = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
+        for key, value in merged:
+            if isinstance(key, yaml.ScalarNode) and key.value not in named:
+                named.add(key.value)
+                pairs.append((key, value))
+        node.value = pairs
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatune.config.settings import DataSettings
+from megatune.config.values import construct
 from megatune.data.prompts import read_questions
 from megatune.data.samples import Replacements, replacements
 from megatune.data.sources import resolve_datasets
@@ -100,7 +101,7 @@ def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:
     for folder in (model, model.parent):
         if (path := folder / "run.yaml").is_file() and None in values.values():
             with suppress(yaml.YAMLError, UnicodeDecodeError):  # somebody else's
-                written = yaml.safe_load(path.read_text(encoding="utf-8"))
+                written = construct(path.read_text(encoding="utf-8"))
                 known = written if isinstance(written, dict) else {}
                 values = {name: value or known.get(name) for name, value in values.items()}
     return replacements(DataSettings(**values))

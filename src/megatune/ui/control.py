@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatune.config.values import construct
 from megatune.data.readers import read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
@@ -207,7 +207,7 @@ class NewRuns:
             path.unlink()
             return {"findings": findings}
         number = self._starter.start(file, []) if start else None
-        return {"findings": [], "number": number, "run": self._run_of(yaml.safe_load(text).get("output_dir"))}
+        return {"findings": [], "number": number, "run": self._run_of(construct(text).get("output_dir"))}
 
     def _drafted(self, asked: Mapping[str, Any]) -> NewRun:
         answers = _answers(asked, self._runs)

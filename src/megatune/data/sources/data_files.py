@@ -97,15 +97,13 @@ def read_card(text: str, where: str) -> dict[str, Any] | None:
     """
     import yaml
 
-    from megatune.config.values import compose
+    from megatune.config.values import construct
 
     lines = text.removeprefix("\ufeff").splitlines()
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return None
     try:
-        block = "\n".join(lines[1 : lines.index("---", 1)])
-        compose(block)  # refuses what nests too deeply, or is too much once its aliases are written out
-        card = yaml.safe_load(block)
+        card = construct("\n".join(lines[1 : lines.index("---", 1)]))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 2}" if mark else ""

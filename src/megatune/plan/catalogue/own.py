@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatune.config.entry import Builder, SettingEntry, Written, yaml_finding
 from megatune.config.setting import Group, describe
-from megatune.config.values import coerce, compose, value_of
+from megatune.config.values import coerce, compose, construct, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, nearest_names
 from megatune.plan.catalogue.devices import (
     DEVICE_NEEDS,
@@ -208,7 +208,7 @@ def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
         return Calibration()
     path = path or calibration_path(device)
     try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content: Any = construct(Path(path).read_text(encoding="utf-8"))
         found = _File.model_validate(content)
     except FileNotFoundError:
         finding = Finding("there is no such file", str(path), fix="megatune plan --calibrate RUN writes one")

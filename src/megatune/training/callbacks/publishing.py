@@ -21,7 +21,7 @@ import yaml
 from megatune import __version__
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, all_settings, setting_value
-from megatune.config.values import compose, shown
+from megatune.config.values import construct, shown
 from megatune.errors import MegatuneError
 from megatune.hub.models import is_hub_id
 from megatune.hub.repository import Hub, is_repository_id, use_modelscope
@@ -176,9 +176,7 @@ def _license(source: Path | None) -> str | None:
     try:
         text = (source / CARD).read_text(encoding="utf-8") if source is not None else ""
         block = text.split("---")[1] if text.startswith("---") else ""
-        compose(block)  # refuses what would grow without end
-        front = yaml.safe_load(block) or {}
-        found = front.get("license")
+        found = (construct(block) or {}).get("license")
     except (OSError, ValueError, yaml.YAMLError, AttributeError, IndexError):
         return None
     return found if isinstance(found, str) else None
