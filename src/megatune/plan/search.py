@@ -192,21 +192,26 @@ class _Search:
     def points(self) -> Iterator[_Point]:
         """Yield layouts and batches whose weights, gradients and optimizer fit."""
         whole: dict[tuple[int, ...], float] = {}  # seconds of a micro-batch in all stages together
+
+        def shortest(layout: CandidateLayout, batch: CandidateBatch) -> float:
+            key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
+            if key not in whole:
+                whole[key] = self.space.candidate(layout, batch, None).fixed_time.micro_batch
+            # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
+            waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
+            return (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
+
         for layout in self.space.layouts():
             batches = self.space.batches(layout)
             self.num_considered += sum(1 + len(self.space.virtual_stages(layout, batch)) for batch in batches)
+            bounds = [(batch, shortest(layout, batch)) for batch in batches]
+            if all(seconds >= self.request.below for _, seconds in bounds):
+                continue
             state, libraries = self._bytes(layout, batches[0])
             if state > self.request.case.machine.device.memory:
                 self._without_room.append((state, layout, batches[0]))
                 continue
-            for batch in batches:
-                key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
-                if key not in whole:
-                    whole[key] = self.space.candidate(layout, batch, None).fixed_time.micro_batch
-                # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
-                waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
-                shortest = (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
-                yield _Point(layout, batch, state + libraries, shortest)
+            yield from (_Point(layout, batch, state + libraries, seconds) for batch, seconds in bounds)
 
     def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and those of
