@@ -197,6 +197,7 @@ class Architecture:
         layer_scalars: what a layer puts out is multiplied by a number that is loaded and not trained.
         softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
         embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
+        noise_multiplier: of noise on word embeddings, which Transformers adds before it multiplies them, or after.
         padding_token: the token whose word embedding gets no gradient as an input; None where all get theirs.
         logits_scaling: divides the logits.
         logits_softcap: logits x are softcap · tanh(x / softcap); None where they are x.
@@ -247,6 +248,7 @@ class Architecture:
     layer_scalars: bool = False
     softmax_scale: float | None = None
     embedding_multiplier: float = 1.0
+    noise_multiplier: float = 1.0
     padding_token: int | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, said, settings_of, tensors, train
+from runs import assert_same_tensors, evaluations, metrics, run, said, settings_of, tensors, train
 from transformers import TrainerState, TrainingArguments
 
 from megatune.data.order import PreparedSteps
@@ -194,3 +194,27 @@ def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path
     assert [path.name for path in training.iterdir()] == ["manifest.json"]
     with pytest.raises(AssertionError, match="holds a model without training state"):
         pool.run(1, train, settings, tmp_path)
+
+
+NOISY = {
+    "neftune_noise_alpha": 10,
+    "max_steps": 5,
+    "save_steps": 2,
+    **EVALUATED,
+    "eval_steps": 2,
+    "eval_on_start": True,
+}
+
+
+def test_noise_on_word_embeddings_is_the_same_in_every_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """Also after a resume in another one, over three steps; evaluation has none."""
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "per_device_train_batch_size": 2}
+    run(pool, 1, settings_of(model, tmp_path / "whole", **NOISY), tmp_path)
+    run(pool, 4, settings_of(model, tmp_path / "other", **NOISY, **parallel), tmp_path, crash_at=3)
+    run(pool, 1, settings_of(model, tmp_path / "other", **NOISY), tmp_path)
+    quiet = {**NOISY, "neftune_noise_alpha": None, "max_steps": 1}
+    run(pool, 1, settings_of(model, tmp_path / "quiet", **quiet), tmp_path)
+    losses = [[record["loss"] for record in metrics(tmp_path / name).values()] for name in ("whole", "other", "quiet")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] != pytest.approx(losses[0][:1], rel=1e-5)
+    assert evaluations(tmp_path / "quiet")[0]["eval_loss"] == evaluations(tmp_path / "whole")[0]["eval_loss"]

@@ -22,6 +22,7 @@ from megatune.engine.layers import fp8
 from megatune.engine.layers.attention.choice import activate_newest, require
 from megatune.engine.layers.cross_entropy import PLAIN, Head, OutputLayer, Score
 from megatune.engine.layers.linear import require_transformer_engine
+from megatune.engine.layers.noise import with_noise
 from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
@@ -86,6 +87,7 @@ class DecoderModel(GPTModel):
             self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
         # In the dtype of the embeddings, as Transformers has it.
         self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
+        self.noise_multiplier = architecture.noise_multiplier / architecture.hidden_size**0.5
         self.padding_token = architecture.padding_token
         self.logits_scaling, self.logits_softcap = architecture.logits_scaling, architecture.logits_softcap
         mrope = architecture.mrope
@@ -163,6 +165,8 @@ class DecoderModel(GPTModel):
         embeddings, deepstack = self._word_embeddings(input_ids), None
         if self.embedding_multiplier != 1:
             embeddings = embeddings * self.embedding_multiplier
+        if sequences.noise is not None:
+            embeddings = self._with_noise(embeddings, sequences.noise, sequences.lengths)
         if self.picture_features is None:
             return embeddings, None
         if features is not None:
@@ -184,6 +188,14 @@ class DecoderModel(GPTModel):
             is_padding = scatter_to_sequence_parallel_region(is_padding)
         embeddings.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0))
         return embeddings
+
+    def _with_noise(self, embeddings: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
+        """Return word embeddings with noise of up to alpha / √(L · h), where L is the length of a token's document."""
+        alpha = self.config.neftune_noise_alpha * self.noise_multiplier
+        keys, largest = keys.t(), (alpha / lengths.clamp(min=1).sqrt()).expand_as(keys).t()
+        if len(embeddings) < len(keys):
+            keys, largest = map(scatter_to_sequence_parallel_region, (keys, largest))
+        return with_noise(embeddings, keys, largest)
 
     def _begin(self, embeddings: Tensor | None) -> Tensor:
         """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one

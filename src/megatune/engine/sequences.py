@@ -25,6 +25,8 @@ from megatune.engine.device import current, send
 # An extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
 # each number + 1; 0 where a router is to choose by itself. Layers without experts have a place, too.
 ROUTING = "routing"
+# An extra of tokens, int64 [b, s], of `engine.layers.noise.noise_keys`: their word embeddings get noise.
+NOISE = "noise"
 
 
 # Runs of tokens, where each begins and ends in the flattened rows, [b · s].
@@ -94,6 +96,7 @@ class Sequences(PackedSeqParams):
         rotary_position_ids: int64 [3, b, s / cp], of time, height and width, where rows hold pictures; None where a
             token's position in its document is all three.
         routing: [b, s / cp, layers, k], see ROUTING; None where all routers choose by themselves.
+        noise: int64 [b, s / cp], see NOISE; None where there is none.
         pictures: of tokens of pictures that lie side by side, in whole rows.
     """
 
@@ -105,6 +108,7 @@ class Sequences(PackedSeqParams):
     trained: Tensor
     rotary_position_ids: Tensor | None = None
     routing: Tensor | None = None
+    noise: Tensor | None = None
     pictures: Runs = ()
 
     def __post_init__(self) -> None:
@@ -191,6 +195,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         trained=send((of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0]),
         rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
         routing=extras.pop(ROUTING, None),
+        noise=extras.pop(NOISE, None),
         pictures=() if pictures is None else picture_runs(pictures.places, boundaries),
     )
     return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures)

@@ -41,8 +41,8 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
     # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, for heads of two sizes,
-    # for pictures whose tokens see each other, and for experts of layers that full recomputation in blocks keeps; its
-    # own field for fp8 asks for Transformer Engine.
+    # for pictures whose tokens see each other, for noise on word embeddings, and for experts of layers that full
+    # recomputation in blocks keeps; its own field for fp8 asks for Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = uses_transformer_engine(settings, architecture)
@@ -53,6 +53,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.value_norms, config.keys_are_values = architecture.value_norms, False
     has_two = architecture.local_rotary_base is not None
     config.global_rotary_channels = architecture.of_heads(True).num_turned if has_two else None
+    config.neftune_noise_alpha = settings.finetuning.neftune_noise_alpha
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses

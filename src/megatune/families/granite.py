@@ -9,6 +9,7 @@ FAMILY = Family(
     constants={"has_classifier": False},
     read={
         "embedding_multiplier": "embedding_multiplier",
+        "noise_multiplier": "embedding_multiplier",
         "softmax_scale": "attention_multiplier",
         "residual_multiplier": "residual_multiplier",
         "logits_scaling": "logits_scaling",

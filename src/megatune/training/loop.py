@@ -11,16 +11,19 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatune.bridge.assemble import Assembly
 from megatune.bridge.parameters import parameters_norm
 from megatune.config.settings import Settings
-from megatune.data.batches import Batch, Unreadable
+from megatune.data.batches import Batch, TokenValues, Unreadable
 from megatune.data.rows import TokenRows
 from megatune.engine import device, groups
+from megatune.engine.layers.noise import noise_keys
 from megatune.engine.model import gather_parameters
+from megatune.engine.sequences import NOISE
 from megatune.engine.step import NO_VOTES, Votes, evaluate
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
@@ -201,6 +204,9 @@ class Trainer:
         interval = self.settings.run.check_agreement_interval
         self.objective.before_step(self.assembly.model, (self._readable(each)[0] for each in read.companions))
         batches, unreadable = self._prepared(read.batches)
+        if self.settings.finetuning.neftune_noise_alpha is not None:
+            keys = partial(noise_keys, seed=self.settings.run.seed, step=step)
+            batches = [replace(each, extras={**each.extras, NOISE: TokenValues(keys(each))}) for each in batches]
         result = train_step(
             self.assembly,
             batches,

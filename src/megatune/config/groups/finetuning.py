@@ -15,6 +15,7 @@ _ADAPTERS = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True)
 _DECODER = Needs("finetuning.freeze_language_model", (False,), "what it names is of the language model")
 _FROZEN = Needs(_TYPE, ("lora",), "an update is much smaller than a step between values of so few bits")
 _SFT = Needs("run.stage", ("sft",), "the paper derives it for answers, and other stages have losses of their own")
+_TEXTS = Needs("run.stage", ("pt", "sft"), "other stages compare answers, which must not differ by chance")
 _FOUR_BITS = Needs("finetuning.quantization_bit", (4,), "it says how values of 4 bits are made")
 _NO_DORA = Needs(
     "finetuning.use_dora",
@@ -84,6 +85,14 @@ class FinetuningSettings(Group):
     How: The weight has no gradient. Tokens that the model finds likely are learnt most, and surprising ones hardly;
     plain cross-entropy does the opposite. Evaluation computes the same loss, which has no perplexity.
     When: For answers that need reasoning, of a model that mostly knows how; not for new facts, which are surprising."""
+    neftune_noise_alpha: Annotated[Positive, _TEXTS] | None = None
+    """Add noise to word embeddings in training (NEFTune, arXiv:2310.05914): up to this number by √(L · h). null adds
+    none.
+    How: L is the length of a text in tokens, without padding and without those that it shares a row with, and h the
+    hidden size. A text's noise follows from seed, step and tokens: it is the same in every layout and after a resume.
+    Evaluation has none.
+    When: 5 for small data of instructions, where answers are too short or repeat the data; 10 to 15 for longer
+    ones."""
     freeze_vision_tower: bool = True
     """Of a vision-language model: leave the vision encoder as it is.
     How: A frozen encoder has no gradients and no optimizer state, and keeps no activations.

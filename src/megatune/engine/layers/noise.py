@@ -1,0 +1,63 @@
+"""Noise on word embeddings in training (NEFTune, arXiv:2310.05914), as numbers without a state: a document has the same
+noise in every layout and after a resume, on every device.
+
+Random numbers are those of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), of which each token has a stream of its
+own, one number a channel. Products and sums of int64 wrap around.
+
+Legend: b rows, s tokens of a whole row, n tokens of this rank, h hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatune.engine.layers.cross_entropy import chunks
+from megatune.engine.sequences import MicroBatch
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # between a stream's states: 2^64 by the golden ratio
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_BITS = 24  # of a number: those that fp32 holds exactly
+
+
+def noise_keys(batch: MicroBatch, seed: int, step: int) -> Tensor:
+    """Return what each token's noise is made from, int64 [b, s]: the seed, the step, counted from 0, the tokens of its
+    document, and its position there. On the host."""
+    lengths, positions = torch.tensor(batch.lengths), batch.position_ids
+    spans = torch.full_like(lengths, positions.shape[1]) if batch.cu_seqlens is None else batch.cu_seqlens.long().diff()
+    document = torch.arange(len(lengths)).repeat_interleave(spans).view_as(positions)
+    tokens = _mixed(_mixed(batch.input_ids) + positions).where(positions < lengths[document], 0)
+    texts = torch.zeros_like(lengths).index_add_(0, document.flatten(), tokens.flatten())
+    of_step = _mixed(_mixed(torch.tensor(seed)) + step)
+    return _mixed(_mixed(texts + of_step)[document] + positions)
+
+
+def with_noise(embeddings: Tensor, keys: Tensor, largest: Tensor) -> Tensor:
+    """Add noise to each channel, of which all values from -largest to largest are as likely.
+
+    Args:
+        embeddings: [n, b, h].
+        keys: int64 [n, b], of `noise_keys`.
+        largest: fp32 [n, b], or [1, b], [n, 1].
+    """
+    noise = torch.empty_like(embeddings, requires_grad=False)
+    h = noise.shape[-1]
+    flat, keys, largest = noise.view(-1, h), keys.reshape(-1, 1), largest.expand_as(keys).reshape(-1, 1)
+    channels = torch.arange(h, device=keys.device)
+    for chunk in chunks(len(flat), 4 * h):  # two tensors of int64 are made of them
+        numbers = _mixed(keys[chunk] + channels * _STEP) >> (64 - _BITS)
+        flat[chunk] = numbers.float().mul_(largest[chunk] / 2 ** (_BITS - 1))
+    return embeddings + noise
+
+
+def _mixed(states: Tensor) -> Tensor:
+    """Return the numbers of SplitMix64 after states, int64."""
+    found = states + _STEP
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        found = (found ^ _shifted(found, shift)) * factor
+    return found ^ _shifted(found, 31)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shift to the right, and fill with zeros: torch's own shift copies the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
