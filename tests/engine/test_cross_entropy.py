@@ -80,19 +80,21 @@ def test_it_equals_the_plain_one_in_chunks_of_any_size(s, b, rows, trained):
     assert not of_weight[37:].any()
 
 
+@pytest.mark.parametrize("kind", ["entropy", "uniform"])
 @pytest.mark.parametrize(("temperature", "rows"), [(1.0, 40), (0.6, 3)])
-def test_entropies_are_those_at_the_temperature(monkeypatch, temperature, rows):
+def test_second_numbers_are_those_at_the_temperature(monkeypatch, temperature, rows, kind):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 37 * 4)
     problem = Problem(7, 2, 37)
     hidden_states, weight = (each.clone().requires_grad_() for each in (problem.hidden_states, problem.weight))
-    head = Head(temperature, entropy=True)
+    head = Head(temperature, **{kind: True})
     found = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37), head)
     gradient = torch.randn(found.shape, generator=torch.Generator(device.current()).manual_seed(1))
     found.backward(gradient)
     inputs = [each.double().requires_grad_() for each in (problem.hidden_states, problem.weight)]
     log_probs = (inputs[0].transpose(0, 1) @ inputs[1].t() / temperature).log_softmax(-1)
     losses = -log_probs.gather(-1, problem.labels.clamp(min=0)[..., None])[..., 0]
-    expected = torch.stack((losses, -(log_probs.exp() * log_probs).sum(-1)), -1) * (problem.labels >= 0)[..., None]
+    second = SECONDS[Head(**{kind: True})](log_probs)
+    expected = torch.stack((losses, second), -1) * (problem.labels >= 0)[..., None]
     expected.backward(gradient.double())
     wide = (found, hidden_states.grad, weight.grad)
     expected_values = (expected, *(each.grad for each in inputs))
@@ -190,6 +192,18 @@ def test_frozen_weight_gets_no_gradient():
     torch.testing.assert_close(hidden_states.grad, problem.solve()[1])
 
 
+def entropy(log_probs: torch.Tensor) -> torch.Tensor:
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+# What heads compute beside losses, of log-probabilities of the whole vocabulary; 23 are more than a rank has.
+SECONDS = {
+    Head(entropy=True): entropy,
+    Head(uniform=True): lambda log_probs: -log_probs.mean(-1),
+    Head(top=23): lambda log_probs: entropy(log_probs.topk(23).values.log_softmax(-1)),
+}
+
+
 def split_over_ranks(tp_size: int, sequence_parallel: bool, vocabulary: int) -> None:
     """On every rank: its part of the answers against the whole ones. Each rank has 20 rows of the padded vocabulary."""
     parallel = ParallelSettings(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)
@@ -204,6 +218,10 @@ def split_over_ranks(tp_size: int, sequence_parallel: bool, vocabulary: int) -> 
         tokens = slice(place.tp_rank * 12 // tp_size, (place.tp_rank + 1) * 12 // tp_size)
     weight = with_padding(problem.weight, 20 * tp_size - vocabulary)[rows]
     losses, of_hidden, of_weight = problem.fused(part, problem.hidden_states[tokens], weight)
+    for head, second in SECONDS.items():
+        found = token_losses(problem.hidden_states[tokens], weight, problem.labels, problem.trained, part, head)
+        log_probs = (problem.hidden_states.transpose(0, 1) @ problem.weight.t()).log_softmax(-1)
+        torch.testing.assert_close(found[..., 1], second(log_probs) * (problem.labels >= 0))
     cross_entropy.CHUNK_BYTES = usual
     expected = problem.solve()
     torch.testing.assert_close((losses, of_hidden), (expected[0], expected[1][tokens]))

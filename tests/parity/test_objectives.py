@@ -18,14 +18,15 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_SEQUENCE_LAYOUTS, SEQUENCE_LAY
 from megatune.bridge.assemble import assemble
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.shard_files import save_gradients
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.data.batches import Batch
 from megatune.engine import groups, step
+from megatune.engine.layers import cross_entropy
 from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
-from megatune.objectives.choose import objective_of
+from megatune.objectives.choose import CrossEntropy, objective_of
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
@@ -97,18 +98,24 @@ def with_extras(batch: Batch, samples: Sequence[Sample]) -> Batch:
     return replace(batch, extras={"weights": DocumentWeights(torch.tensor(weights)), "offsets": TokenOffsets(offsets)})
 
 
-def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path) -> tuple[float, dict[str, float]]:
+def measure(
+    model: Path, settings: Settings, samples: list[Sample], folder: Path, chunk_bytes: int = cross_entropy.CHUNK_BYTES
+) -> tuple[float, dict[str, float]]:
     """On every rank: loss and metrics; gradients are written."""
+    cross_entropy.CHUNK_BYTES, usual = chunk_bytes, cross_entropy.CHUNK_BYTES
     assembly = assemble(model, settings)
     batches = shard_samples(
         samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     batches = [with_extras(batch, samples) for batch in batches]
-    objective = objective_of(settings) if settings.finetuning.use_dft_loss else DocumentLoss()
+    objective = objective_of(settings)
+    if type(objective) is CrossEntropy:  # the settings ask for nothing
+        objective = DocumentLoss()
     totals = step.forward_backward(assembly.model, batches, objective)
     shards = main_shards(assembly.optimizer)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
     groups.barrier()
+    cross_entropy.CHUNK_BYTES = usual
     return totals.loss, totals.metrics
 
 
@@ -163,25 +170,53 @@ def assert_same_gradients(folder: Path, expected: dict[str, torch.Tensor]) -> No
         assert (ours - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+def by_probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Σ p · -log p, p a constant: use_dft_loss."""
+    chosen = logits.log_softmax(-1).gather(1, labels[:, None])
+    return -(chosen.exp().detach() * chosen).sum()
+
+
+def by_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Σ (H / 3)^1.5 · -log p, H the entropy of the 20 likeliest tokens alone, a constant: use_eaft_loss."""
+    log_probs = logits.detach().topk(20).values.log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return ((entropies / 3) ** 1.5 * F.cross_entropy(logits, labels, reduction="none")).sum()
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Transformers' label_smoothing_factor."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(0.1)({"logits": logits[None]}, labels[None], num_items_in_batch=1)
+
+
+TOKEN_LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dft": (by_probability, {"use_dft_loss": True}),
+    "eaft": (by_entropy, {"use_eaft_loss": True, "eaft_alpha": 1.5}),
+    "smoothed": (smoothed, {"label_smoothing_factor": 0.1}),
+}
+
+
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "cp2, packed"])
-def test_weighted_tokens_have_the_gradients_of_the_formula(pool, model_dir, tmp_path, layout):
-    """Of use_dft_loss: Σ p · -log p over all trained tokens by their number, p a constant."""
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+def test_losses_of_tokens_have_the_gradients_of_the_formula(pool, model_dir, tmp_path, loss, layout):
+    """Summed over all trained tokens, and divided by their number; in chunks, of a vocabulary that rows pad."""
     from transformers import AutoModelForCausalLM
 
     model, samples = model_dir("qwen3"), random_samples(301, LENGTHS)
+    formula, changes = TOKEN_LOSSES[loss]
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trained = sum(label >= 0 for sample in samples for label in sample.labels[1:])
     total = 0.0
     for sample in samples:
-        log_probs = reference(input_ids=torch.tensor([sample.input_ids])).logits[0, :-1].log_softmax(-1)
+        logits = reference(input_ids=torch.tensor([sample.input_ids])).logits[0, :-1]
         labels = torch.tensor(sample.labels[1:])
-        chosen = log_probs[labels >= 0].gather(1, labels[labels >= 0, None])
-        loss = -(chosen.exp().detach() * chosen).sum() / trained
-        loss.backward()
-        total += loss.item()
-    settings = ALL[layout].settings()
-    settings = settings.model_copy(update={"finetuning": settings.finetuning.model_copy(update={"use_dft_loss": True})})
-    answers = pool.run(ALL[layout].world_size, measure, model, settings, samples, tmp_path)
+        value = formula(logits[labels >= 0], labels[labels >= 0]) / trained
+        value.backward()
+        total += value.item()
+    settings = with_settings(ALL[layout].settings(), {f"finetuning.{name}": each for name, each in changes.items()})
+    answers = pool.run(ALL[layout].world_size, measure, model, settings, samples, tmp_path, 5 * 301 * 4)
     assert [loss for loss, _ in answers] == pytest.approx([total] * ALL[layout].world_size, rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert_same_gradients(tmp_path, checkpoint_tensors(reference, gradients))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.data.rows import IGNORE_INDEX
+from megatune.engine.layers.cross_entropy import Head
 from megatune.engine.sequences import LocalBatch, MicroBatch
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.base import TrainingObjective
@@ -44,6 +46,47 @@ class DynamicFineTuning(CrossEntropy):
         return "cross-entropy of each token, weighted by its probability (DFT)"
 
 
+class EntropyAdaptive(CrossEntropy):
+    """Entropy-Adaptive Fine-Tuning (EAFT, arXiv:2601.02151), as LLaMA-Factory computes it: the sum of
+    -log p · (H / 3)^α over trained tokens, with the entropy H of the 20 likeliest tokens alone, without gradient,
+    divided by their global number."""
+
+    has_perplexity = False
+    head = Head(top=20)
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        losses, entropies = output.unbind(-1)
+        return super().__call__(losses * (entropies.detach() / 3) ** self.alpha, batch)
+
+    def describe(self) -> str:
+        return f"cross-entropy of each token, weighted by its distribution's entropy (EAFT, α {self.alpha:g})"
+
+
+class LabelSmoothing(CrossEntropy):
+    """As Transformers' LabelSmoother: of each token (1 - ε) · -log p, and ε times the mean of -log p of all tokens of
+    the vocabulary.
+
+    Args:
+        factor: ε.
+    """
+
+    has_perplexity = False
+    head = Head(uniform=True)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        losses, uniform = output.unbind(-1)
+        return super().__call__(torch.lerp(losses, uniform, self.factor), batch)
+
+    def describe(self) -> str:
+        return f"cross-entropy of each token, its label smoothed by {self.factor:g}"
+
+
 def objective_of(settings: Settings) -> TrainingObjective:
     """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers; of
     stage rm that of a reward model."""
@@ -54,7 +97,7 @@ def objective_of(settings: Settings) -> TrainingObjective:
         weights = preference.kto_chosen_weight, preference.kto_rejected_weight
         return KTO(preference.kto_loss, preference.pref_beta, *weights, preference.pref_ftx)
     if settings.run.stage != "dpo":
-        return DynamicFineTuning() if settings.finetuning.use_dft_loss else CrossEntropy()
+        return _of_tokens(settings.finetuning)
     losses, bco = dict(preference.losses), preference.pref_bco_weight
     if bco:
         losses = {name: weight / (1 + bco) for name, weight in losses.items()}
@@ -66,3 +109,13 @@ def objective_of(settings: Settings) -> TrainingObjective:
         tau=preference.discopop_tau,
     )
     return Preference(losses, shape, preference.pref_ftx)
+
+
+def _of_tokens(finetuning: FinetuningSettings) -> TrainingObjective:
+    if finetuning.use_dft_loss:
+        return DynamicFineTuning()
+    if finetuning.use_eaft_loss:
+        return EntropyAdaptive(finetuning.eaft_alpha)
+    if finetuning.label_smoothing_factor:
+        return LabelSmoothing(finetuning.label_smoothing_factor)
+    return CrossEntropy()

@@ -15,6 +15,10 @@ _ADAPTERS = Needs(_TYPE, ("lora",), "it says what lora trains", is_method=True)
 _DECODER = Needs("finetuning.freeze_language_model", (False,), "what it names is of the language model")
 _FROZEN = Needs(_TYPE, ("lora",), "an update is much smaller than a step between values of so few bits")
 _SFT = Needs("run.stage", ("sft",), "the paper derives it for answers, and other stages have losses of their own")
+_LOSS_OF_TOKENS = Needs("run.stage", ("pt", "sft"), "other stages have losses of their own, not of tokens")
+_NO_DFT = Needs("finetuning.use_dft_loss", (False,), "a run has one loss of tokens")
+_NO_EAFT = Needs("finetuning.use_eaft_loss", (False,), "a run has one loss of tokens")
+_EAFT = Needs("finetuning.use_eaft_loss", (True,))
 _TEXTS = Needs("run.stage", ("pt", "sft"), "other stages compare answers, which must not differ by chance")
 _FOUR_BITS = Needs("finetuning.quantization_bit", (4,), "it says how values of 4 bits are made")
 _NO_DORA = Needs(
@@ -85,6 +89,22 @@ class FinetuningSettings(Group):
     How: The weight has no gradient. Tokens that the model finds likely are learnt most, and surprising ones hardly;
     plain cross-entropy does the opposite. Evaluation computes the same loss, which has no perplexity.
     When: For answers that need reasoning, of a model that mostly knows how; not for new facts, which are surprising."""
+    use_eaft_loss: Annotated[bool, _SFT, _NO_DFT] = False
+    """Weigh each token of the loss by how open the model's choice is there (EAFT, arXiv:2601.02151).
+    How: The weight is the entropy of the 20 likeliest tokens, divided by 3, to the power of eaft_alpha, and has no
+    gradient. Where the model is sure of another token than the label, it hardly learns. Evaluation computes the same
+    loss, which has no perplexity.
+    When: For a new domain, where the model is to keep what it can do; not for facts that contradict what it knows."""
+    eaft_alpha: Annotated[NonNegative, _EAFT] = 1.0
+    """With use_eaft_loss: the power of the entropy in a token's weight.
+    How: 0 weighs all tokens alike; the larger it is, the less is learnt where the model is sure.
+    When: Leave it at 1; lower it where the loss falls too slowly."""
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1), _LOSS_OF_TOKENS, _NO_DFT, _NO_EAFT] = 0.0
+    """Take this share of each label's probability, and spread it evenly over the vocabulary.
+    How: The loss of a token is (1 - ε) times its own and ε times the mean of -log p over all tokens of the vocabulary,
+    as in Transformers. Evaluation computes the same loss, which has no perplexity.
+    When: 0.05 to 0.1 for noisy answers, or where the model becomes too sure; it makes every wrong token a little
+    likelier."""
     neftune_noise_alpha: Annotated[Positive, _TEXTS] | None = None
     """Add noise to word embeddings in training (NEFTune, arXiv:2310.05914): up to this number by √(L · h). null adds
     none.

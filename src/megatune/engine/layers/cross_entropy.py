@@ -84,6 +84,9 @@ class Head:
     Attributes:
         temperature: logits are divided by it, in fp32, so that probabilities are those that tokens were sampled with.
         entropy: compute the entropy of every trained token's distribution, too, with its gradient.
+        uniform: compute the cross-entropy of every trained token's distribution from the uniform one, too, with its
+            gradient: the mean of -log p over the vocabulary.
+        top: compute, too, the entropy of the distribution of so many likeliest tokens alone, without a gradient.
         greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
         hidden: in place of all losses, return what goes into the output layer.
         divergences: in place of all losses, compute these, from what a teacher says.
@@ -92,10 +95,17 @@ class Head:
 
     temperature: float = 1.0
     entropy: bool = False
+    uniform: bool = False
+    top: int = 0
     greedy: bool = False
     hidden: bool = False
     divergences: Divergences | None = None
     losses: bool = False
+
+    @property
+    def has_second(self) -> bool:
+        """Whether a second number is computed of every trained token."""
+        return self.entropy or self.uniform or self.top > 0
 
 
 PLAIN = Head()
@@ -156,7 +166,7 @@ def token_losses(
         trained: int64 [n], places of the trained tokens in the flattened labels.
 
     Returns:
-        fp32 [b, s], or with `head.entropy` [b, s, 2], losses and entropies; 0 where a token is not trained.
+        fp32 [b, s], or, where the head has a second number, [b, s, 2]; 0 where a token is not trained.
     """
     targets, rows = labels.reshape(-1).index_select(0, trained), places_in_states(labels, trained)
     found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
@@ -203,8 +213,8 @@ def likeliest_tokens(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses of the trained tokens, fp32 [n], or losses and entropies, [n, 2]. One collective of 2 · n numbers in the
-    forward pass, 3 · n with entropies, and those that a column-parallel linear layer has."""
+    """Losses of the trained tokens, fp32 [n], or losses and second numbers, [n, 2]. One collective of (2 + m) · n
+    numbers in the forward pass, see `_reduced`, and those that a column-parallel linear layer has."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -214,41 +224,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
         real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
         log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
-        target_logits, entropies = torch.zeros_like(log_sums), torch.zeros_like(log_sums)
+        target_logits, seconds = torch.zeros_like(log_sums), _no_seconds(log_sums, head)
         for chunk in part.chunks(len(rows)):
             logits = soft_capped(inputs.index_select(0, rows[chunk]) @ real_weight.t(), part.softcap)
             target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
-            if head.entropy:
-                log_sums[chunk], entropies[chunk] = _log_sum_exp_and_entropy(logits, head.temperature)
-            else:
-                log_sums[chunk] = _log_sum_exp(logits, head.temperature)
+            log_sums[chunk], seconds[:, chunk] = _reduced(logits, head)
             del logits  # before the next chunk's are made
-        log_sums, target_logits, entropies = _combine(log_sums, target_logits / head.temperature, entropies, part, head)
+        log_sums, target_logits, seconds = _combine(log_sums, target_logits / head.temperature, seconds, part, head)
         losses = log_sums - target_logits
-        ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses, entropies)
+        ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses, seconds)
         ctx.part, ctx.head = part, head
-        return torch.stack((losses, entropies), 1) if head.entropy else losses
+        return torch.stack((losses, _second(seconds, log_sums, head)), 1) if head.has_second else losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_states, weight, targets, rows, log_sums, losses, entropies = ctx.saved_tensors
+        hidden_states, weight, targets, rows, log_sums, losses, seconds = ctx.saved_tensors
         part, head = ctx.part, ctx.head
         columns, is_mine = _local(targets, part)
         grad_found = grad_found / head.temperature
-        grad_losses, grad_entropies = grad_found.unbind(1) if head.entropy else (grad_found, None)
+        grad_losses, grad_seconds = grad_found.unbind(1) if head.has_second else (grad_found, grad_found[:0])
         # softmax - 1 at the target, exact also where the softmax is nearly 1.
         grad_targets = torch.expm1(-losses) * grad_losses
-        if grad_entropies is not None:
-            grad_targets -= grad_entropies * torch.exp(-losses) * (entropies - losses)
+        shares: Tensor | None = None
+        if head.entropy:
+            grad_targets -= grad_seconds * torch.exp(-losses) * (seconds[0] - losses)
+        if head.uniform:
+            shares = grad_seconds / seconds[1]
+            grad_targets += grad_seconds * torch.exp(-losses) - shares
+            grad_losses = grad_losses + grad_seconds
 
         def gradient(chunk: slice, logits: Tensor) -> Tensor:
             here, scale = columns[chunk, None], grad_losses[chunk]
-            if grad_entropies is None:
-                found = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature)
-            else:
-                of_entropy = grad_entropies[chunk], entropies[chunk]
+            if head.entropy:
+                of_entropy = grad_seconds[chunk], seconds[0, chunk]
                 found = _grad_with_entropy(logits, log_sums[chunk], scale, *of_entropy, head.temperature)
+            else:
+                less = None if shares is None else shares[chunk]
+                found = _scaled_softmax(logits, log_sums[chunk], scale, head.temperature, less)
             there = grad_targets[chunk, None].to(found.dtype)
             return found.scatter_(1, here, torch.where(is_mine[chunk, None], there, found.gather(1, here)))
 
@@ -306,6 +319,34 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def _no_seconds(log_sums: Tensor, head: Head) -> Tensor:
+    """Return what parts of the vocabulary without rows have in place of `_reduced`'s second values: fp32 [m, n]."""
+    number = head.top or (2 if head.uniform else int(head.entropy))
+    return log_sums.new_full((number, len(log_sums)), -torch.inf if head.top else 0.0)
+
+
+def _reduced(logits: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Reduce [n, v] to log Σ exp, fp32 [n], and to what the second number is made from, fp32 [m, n]: the entropy; the
+    sum of the logits and their number; or the largest logits. fp32 logits are overwritten."""
+    if head.entropy:
+        log_sums, entropies = _log_sum_exp_and_entropy(logits, head.temperature)
+        return log_sums, entropies[None]
+    seconds = _no_seconds(logits[:, 0].float(), head)
+    if head.uniform:
+        seconds[0], seconds[1] = logits.sum(1, dtype=torch.float32) / head.temperature, logits.shape[1]
+    elif head.top:
+        largest = logits.topk(min(head.top, logits.shape[1])).values.t() / head.temperature
+        seconds[: len(largest)] = largest
+    return _log_sum_exp(logits, head.temperature), seconds
+
+
+def _second(seconds: Tensor, log_sums: Tensor, head: Head) -> Tensor:
+    """Return the second number of the trained tokens, fp32 [n], from what `_combine` returned."""
+    if head.uniform:
+        return log_sums - seconds[0] / seconds[1]
+    return torch.special.entr(seconds.softmax(0)).sum(0) if head.top else seconds[0]
+
+
 @device.compiled
 def _log_sum_exp(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
@@ -328,10 +369,14 @@ def _log_sum_exp_and_entropy(logits: Tensor, temperature: float) -> tuple[Tensor
 
 
 @device.compiled
-def _scaled_softmax(logits: Tensor, log_sums: Tensor, scale: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute exp(logits - log_sums) · scale, [n, v], [n], [n] to [n, v], in fp32 and round to the dtype of the logits;
-    fp32 logits are overwritten. Scaled before rounding: in fp16 that is what keeps small gradients from being 0."""
-    return _wide(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None]).to(logits.dtype)
+def _scaled_softmax(
+    logits: Tensor, log_sums: Tensor, scale: Tensor, temperature: float = 1.0, less: Tensor | None = None
+) -> Tensor:
+    """Compute exp(logits - log_sums) · scale - less, [n, v], [n], [n], [n] to [n, v], in fp32 and round to the dtype of
+    the logits; fp32 logits are overwritten. Scaled before rounding: in fp16 that is what keeps small gradients from
+    being 0."""
+    found = _wide(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None])
+    return (found if less is None else found.sub_(less[:, None])).to(logits.dtype)
 
 
 @device.compiled
@@ -357,20 +402,21 @@ def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
 
 
 def _combine(
-    log_sums: Tensor, target_logits: Tensor, entropies: Tensor, part: VocabularyPart, head: Head
+    log_sums: Tensor, target_logits: Tensor, seconds: Tensor, part: VocabularyPart, head: Head
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine those of the parts to those of the whole vocabulary, fp32 [n] each."""
+    """Combine those of the parts to those of the whole vocabulary, fp32 [n], [n] and [m, n]."""
     if part.size == 1 or not len(log_sums):
-        return log_sums, target_logits, entropies
-    mine = torch.stack((log_sums, target_logits, entropies) if head.entropy else (log_sums, target_logits))
+        return log_sums, target_logits, seconds
+    mine = torch.cat((log_sums[None], target_logits[None], seconds))
     all_parts = mine.new_empty(part.size, *mine.shape)
     torch.distributed.all_gather_into_tensor(all_parts.view(-1, len(log_sums)), mine, group=part.group)
-    of_parts, whole = all_parts[:, 0], all_parts[:, 0].logsumexp(0)
+    of_parts, whole, seconds = all_parts[:, 0], all_parts[:, 0].logsumexp(0), all_parts[:, 2:]
     if head.entropy:
         # Σ w (H - log w), of parts with shares w: no large numbers cancel.
-        shares = (of_parts - whole).exp()
-        entropies = (shares * all_parts[:, 2] + torch.special.entr(shares)).sum(0)
-    return whole, all_parts[:, 1].sum(0), entropies
+        shares = (of_parts - whole).exp()[:, None]
+        seconds = shares * seconds + torch.special.entr(shares)
+    seconds = seconds.flatten(0, 1).topk(head.top, 0).values if head.top else seconds.sum(0)
+    return whole, all_parts[:, 1].sum(0), seconds
 
 
 def gathered(hidden_states: Tensor, part: VocabularyPart, *, apart: bool = False) -> Tensor:
