@@ -116,6 +116,19 @@ FAMILY_SIZES |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "glm": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "exaone4": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": _ROPE,
+    },
+    "ernie4_5": {"rope_parameters": _ROPE, "head_dim": 16},
+    "olmo2": {"rope_parameters": _ROPE},
+    "olmoe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
+    "dots1": {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "first_k_dense_replace": 1,
+        "sliding_window": None, "rope_parameters": _ROPE,
+    },
     # 5.17 of Transformers turns all channels unless it is told so here.
     "minimax_m2": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},

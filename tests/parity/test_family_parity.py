@@ -13,7 +13,22 @@ from megatune.verify.samples import random_samples
 
 TWO_ROWS = LENGTHS[2:]  # layouts are proved with other families, in more micro-batches
 ALL = {**LAYOUTS, **MORE_LAYOUTS, **SEQUENCE_LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
-DENSE = ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3", "qwen3_5_text")
+DENSE = (
+    "mistral",
+    "ministral3",
+    "seed_oss",
+    "granite",
+    "smollm3",
+    "phi3",
+    "gemma3_text",
+    "olmo3",
+    "qwen3_5_text",
+    "glm",
+    "glm4",
+    "olmo2",
+    "ernie4_5",
+    "exaone4",
+)
 SPARSE = (
     "deepseek_v2",
     "glm4_moe",
@@ -24,12 +39,16 @@ SPARSE = (
     "qwen3_5_moe_text",
     "gpt_oss",
     "kimi_k2",
+    "olmoe",
+    "dots1",
 )
 CASES = [
     *((family, layout) for family in (*DENSE, *SPARSE) for layout in ("1", "tp2 sp", "pp2", "packed")),
     *((family, layout) for family in SPARSE for layout in ("ep2 etp1 tp2 sp", "ep2 pp2")),
     # Without sequence parallelism, and with fewer keys than ranks.
     *(("olmo3", layout) for layout in ("tp2", "tp4 sp")),
+    # Layers without a window have no rotary embedding.
+    ("exaone4", "cp2, packed"),
     # Queries grow by their positions in the document, whoever holds them.
     ("ministral3", "cp2, packed"),
     # Sinks, and biases that are added once, where heads, experts and sequences are cut.

@@ -106,10 +106,26 @@ CASES = [
     *(("qwen3_5", False, kind, "tp2 sp, recompute full") for kind in ("LoRA", "DoRA")),
     *(
         (family, False, "LoRA", "tp2 sp")
-        for family in ("mistral", "ministral3", "seed_oss", "granite", "smollm3", "phi3", "gemma3_text", "olmo3")
+        for family in (
+            "mistral",
+            "ministral3",
+            "seed_oss",
+            "granite",
+            "smollm3",
+            "phi3",
+            "gemma3_text",
+            "olmo3",
+            "glm4",
+            "olmo2",
+            "ernie4_5",
+            "exaone4",
+        )
     ),
     *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")),
-    *((family, False, "LoRA", "ep2 etp2 tp2 sp") for family in ("hy_v3", "ernie4_5_moe", "minimax_m2")),
+    *(
+        (family, False, "LoRA", "ep2 etp2 tp2 sp")
+        for family in ("hy_v3", "ernie4_5_moe", "minimax_m2", "olmoe", "dots1")
+    ),
     *(("gpt_oss", False, "LoRA", layout) for layout in ("1", "ep2 etp2 tp2 sp", "ep2, recompute selective")),
     ("kimi_k2", False, "LoRA", "ep2 etp2 tp2 sp"),
     *(("gemma4_text", False, kind, "tp2 sp") for kind in ("LoRA", "DoRA")),
@@ -153,6 +169,12 @@ _AS_OTHERS = (
     "granite",
     "smollm3",
     "olmo3",
+    "glm4",  # gates and ups are one tensor, as phi3's are
+    "olmo2",
+    "ernie4_5",
+    "exaone4",
+    "olmoe",
+    "dots1",
     "deepseek_v2",
     "glm4_moe_lite",
     "kimi_k2",

@@ -21,15 +21,16 @@ from megatune.demo.checkpoint import make_checkpoint
 
 DENSE = (
     "qwen2", "qwen3", "llama", "mistral", "ministral3", "phi3", "granite", "smollm3", "seed_oss", "olmo3",
-    "gemma3_text", "gemma4_text", "qwen3_5",
+    "gemma3_text", "gemma4_text", "qwen3_5", "glm4", "olmo2", "ernie4_5", "exaone4",
 )  # fmt: skip
 SPARSE = (
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2",
-    "ernie4_5_moe", "hy_v3", "gemma4_text_moe", "qwen3_next", "qwen3_5_moe",
+    "ernie4_5_moe", "hy_v3", "gemma4_text_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "dots1",
 )  # fmt: skip
 EXPERTS = (*SPARSE, "qwen3_vl_moe")
 CLASSIFIERS = (
     "qwen2", "qwen3", "llama", "mistral", "ministral3", "phi3", "gemma3_text", "seed_oss", "mixtral", "qwen3_moe",
+    "glm", "glm4", "olmo2", "exaone4",
 )  # fmt: skip
 OF_IMAGES = ("mistral3", "gemma3", "gemma4", "internvl")  # these take no video
 WHOLE_ROWS = ("gemma3", "gemma4")  # tokens of a picture see those behind them

@@ -20,7 +20,7 @@ class DemoOptions(ModelSizes):
     deepseek_r1_distill_llama, qwen3_next, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5,
     qwen3_5_moe, qwen3_5_text, qwen3_5_moe_text, mistral, ministral3, seed_oss, granite, smollm3, phi3, glm4_moe,
     glm4_moe_lite, hy_v3, ernie4_5_moe, deepseek_v2, gemma3_text, gemma3, gemma4_text, gemma4_text_moe, gemma4,
-    internvl, olmo3, minimax_m2, gpt_oss or kimi_k2"""
+    internvl, olmo2, olmo3, olmoe, minimax_m2, gpt_oss, kimi_k2, glm, glm4, dots1, ernie4_5 or exaone4"""
     output: Annotated[str | None, Flag("DIR")] = None
     """the folder to create"""
     seed: int = 0

@@ -213,6 +213,14 @@ _GLM4_MOE = replace(
     has_experts=True,
     own={"use_qk_norm": True, "partial_rotary_factor": 0.5},
 )
+_GLM = replace(
+    _GLM4_MOE,
+    model_type="glm",
+    has_experts=False,
+    norm_epsilon=1.5625e-7,
+    wide_heads=False,
+    own={"partial_rotary_factor": 0.5, "attention_bias": True},
+)
 _SEED_OSS = replace(
     _LLAMA,
     model_type="seed_oss",
@@ -255,6 +263,30 @@ _GEMMA4 = replace(
         "final_logit_softcapping": 30.0,
     },
 )
+_OLMO3 = replace(
+    _SEED_OSS,
+    model_type="olmo3",
+    chat_template="smollm3.jinja",
+    digits_per_token=3,
+    added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"),
+    eos_token="<|im_end|>",
+    pad_token="<|pad|>",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    rope_theta=500_000.0,
+    wide_heads=False,
+    own={"sliding_window": 16},
+)
+_ERNIE4_5 = replace(
+    _MISTRAL,
+    model_type="ernie4_5",
+    chat_template="ernie4_5.jinja",
+    added_tokens=_special("<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>"),
+    stop_tokens=("</s>", "<|end_of_sentence|>"),
+    tie_word_embeddings=True,
+    rope_theta=500_000.0,
+)
+
+_MIXTURE: dict[str, Any] = {"tie_word_embeddings": False, "has_experts": True}
 
 FAMILIES: dict[str, DemoFamily] = {
     "llama": _LLAMA,
@@ -292,10 +324,9 @@ FAMILIES: dict[str, DemoFamily] = {
         model_type="qwen2_moe",
         chat_template="qwen2_moe.jinja",
         added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        tie_word_embeddings=False,
-        has_experts=True,
+        **_MIXTURE,
     ),
-    "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", tie_word_embeddings=False, has_experts=True),
+    "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", **_MIXTURE),
     "mistral": replace(_MISTRAL, own={"sliding_window": None}),
     "ministral3": _MINISTRAL3,
     "mixtral": replace(_MISTRAL, model_type="mixtral", has_experts=True),
@@ -345,28 +376,16 @@ FAMILIES: dict[str, DemoFamily] = {
         wide_heads=False,
         own={},
     ),
+    "glm": _GLM,
+    "glm4": replace(_GLM, model_type="glm4"),
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": replace(
         _GLM4_MOE, model_type="glm4_moe_lite", wide_heads=False, has_latent_attention=True, own={}
     ),
-    "hy_v3": replace(
-        _QWEN3,
-        model_type="hy_v3",
-        tie_word_embeddings=False,
-        rope_theta=11_158_840.0,
-        norm_epsilon=1e-5,
-        has_experts=True,
-    ),
-    "ernie4_5_moe": replace(
-        _MISTRAL,
-        model_type="ernie4_5_moe",
-        chat_template="ernie4_5.jinja",
-        added_tokens=_special("<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>"),
-        stop_tokens=("</s>", "<|end_of_sentence|>"),
-        tie_word_embeddings=True,
-        rope_theta=500_000.0,
-        has_experts=True,
-    ),
+    "hy_v3": replace(_QWEN3, model_type="hy_v3", **_MIXTURE, rope_theta=11_158_840.0, norm_epsilon=1e-5),
+    "ernie4_5": _ERNIE4_5,
+    "ernie4_5_moe": replace(_ERNIE4_5, model_type="ernie4_5_moe", has_experts=True),
+    "dots1": replace(_QWEN3, model_type="dots1", own={"norm_topk_prob": True, "sliding_window": None}, **_MIXTURE),
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
     "gemma4_text_moe": replace(_GEMMA4, has_experts=True),
@@ -384,19 +403,10 @@ FAMILIES: dict[str, DemoFamily] = {
         added_tokens=_GEMMA3.added_tokens + _special("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         vision=SIGLIP,
     ),
-    "olmo3": replace(
-        _SEED_OSS,
-        model_type="olmo3",
-        chat_template="smollm3.jinja",
-        digits_per_token=3,
-        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"),
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        stop_tokens=("<|im_end|>", "<|endoftext|>"),
-        rope_theta=500_000.0,
-        wide_heads=False,
-        own={"sliding_window": 16},
-    ),
+    "olmo2": replace(_OLMO3, model_type="olmo2", own={}),
+    "olmo3": _OLMO3,
+    "olmoe": replace(_OLMO3, model_type="olmoe", has_experts=True, own={}),
+    "exaone4": replace(_OLMO3, model_type="exaone4", own={"sliding_window": 16, "sliding_window_pattern": 2}),
     "minimax_m2": replace(
         _GLM4_MOE,
         model_type="minimax_m2",
@@ -429,12 +439,7 @@ FAMILIES: dict[str, DemoFamily] = {
     "deepseek_v2": replace(_DEEPSEEK_V3, model_type="deepseek_v2", chat_template="deepseek_v2.jinja"),
     "qwen3_5_text": replace(_QWEN3_5, model_type="qwen3_5_text", chat_template="qwen3.jinja", vision=None),
     "qwen3_5_moe_text": replace(
-        _QWEN3_5,
-        model_type="qwen3_5_moe_text",
-        chat_template="qwen3.jinja",
-        vision=None,
-        tie_word_embeddings=False,
-        has_experts=True,
+        _QWEN3_5, model_type="qwen3_5_moe_text", chat_template="qwen3.jinja", vision=None, **_MIXTURE
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(
@@ -451,14 +456,7 @@ FAMILIES: dict[str, DemoFamily] = {
         rope_theta=50_000.0,
         own={"n_group": 1, "topk_group": 1},
     ),
-    "qwen3_next": replace(
-        _QWEN3,
-        model_type="qwen3_next",
-        tie_word_embeddings=False,
-        rope_theta=10_000_000.0,
-        has_experts=True,
-        has_delta_nets=True,
-    ),
+    "qwen3_next": replace(_QWEN3, model_type="qwen3_next", **_MIXTURE, rope_theta=10_000_000.0, has_delta_nets=True),
     "mistral3": replace(_MINISTRAL3, model_type="mistral3", vision=PIXTRAL),
     "internvl": replace(
         _QWEN3,
@@ -471,9 +469,9 @@ FAMILIES: dict[str, DemoFamily] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
     "qwen3_vl": _QWEN3_VL,
-    "qwen3_vl_moe": replace(_QWEN3_VL, model_type="qwen3_vl_moe", tie_word_embeddings=False, has_experts=True),
+    "qwen3_vl_moe": replace(_QWEN3_VL, model_type="qwen3_vl_moe", **_MIXTURE),
     "qwen3_5": _QWEN3_5,
-    "qwen3_5_moe": replace(_QWEN3_5, model_type="qwen3_5_moe", tie_word_embeddings=False, has_experts=True),
+    "qwen3_5_moe": replace(_QWEN3_5, model_type="qwen3_5_moe", **_MIXTURE),
 }
 
 

@@ -78,7 +78,7 @@ class ModelSizes(Group):
             found |= {"vision_num_layers": 4, "vision_hidden_size": 40, "vision_num_heads": 2}
         if family.has_experts:
             of_one = hidden if family.vision is None else hidden * 3 // 4
-            if family.model_type in ("mixtral", "minimax_m2", "gpt_oss"):  # they have no other feed-forward
+            if family.model_type in ("mixtral", "minimax_m2", "gpt_oss", "olmoe"):  # they have no other feed-forward
                 of_one = ffn
             found |= {"num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": of_one}
         return self.model_copy(update={name: _first(getattr(self, name), value) for name, value in found.items()})
@@ -317,6 +317,8 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
             own = {"num_experts": num_experts}
         case "ernie4_5_moe":
             return {"moe_num_experts": num_experts, "moe_k": topk, "moe_intermediate_size": ffn}
+        case "olmoe":
+            return {"num_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
         case "mixtral" | "minimax_m2" | "gpt_oss":
             return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
         case _:

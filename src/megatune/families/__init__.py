@@ -10,11 +10,16 @@ from megatune.errors import ExitCode, Finding, MegatuneError, closest
 from megatune.families import (
     deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5,
     ernie4_5_moe,
+    exaone4,
     gemma3,
     gemma3_text,
     gemma4,
     gemma4_text,
+    glm,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
@@ -28,7 +33,9 @@ from megatune.families import (
     mistral,
     mistral3,
     mixtral,
+    olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -52,7 +59,7 @@ _MODULES = (
     llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
     qwen3_vl_moe, qwen3_5, qwen3_5_moe, mistral, seed_oss, granite, smollm3, phi3, deepseek_v2, glm4_moe, glm4_moe_lite,
     hy_v3, ernie4_5_moe, gemma3_text, olmo3, minimax_m2, gpt_oss, ministral3, mistral3, kimi_k2, gemma3, internvl,
-    gemma4_text, gemma4,
+    gemma4_text, gemma4, glm, glm4, olmo2, olmoe, dots1, ernie4_5, exaone4,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT, qwen3_5_moe.TEXT)

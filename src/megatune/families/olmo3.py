@@ -1,24 +1,11 @@
-"""Olmo 3: norms behind attention and feed-forward only, and over the queries and the keys of all heads."""
+"""Olmo 3: OLMo 2 with windows on most layers."""
 
 from typing import Any
 
-from megatune.families.dense import (
-    ATTENTION,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP,
-    OUTPUT_LAYER,
-    SCORE,
-    WIDE_QK_NORMS,
-    layer_norms,
-)
+from megatune.families import olmo2
 from megatune.families.family import Config, Family
 from megatune.families.gemma3_text import local_rope, local_rope_problems, windows
 from megatune.families.rope import rope_parameters
-
-_NORMS = layer_norms(
-    post_attention_layernorm="post_attention_layernorm", post_mlp_layernorm="post_feedforward_layernorm"
-)
 
 
 def _numbers(config: Config) -> dict[str, Any]:
@@ -28,9 +15,9 @@ def _numbers(config: Config) -> dict[str, Any]:
 
 FAMILY = Family(
     model_type="olmo3",
-    weights=(EMBEDDING, *_NORMS, *ATTENTION, *WIDE_QK_NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE),
-    constants={"qk_layernorm": True, "wide_qk_norms": True, "post_norms": True, "pre_norms": False},
-    required={"attention_bias": False, "attention_dropout": 0, "hidden_act": "silu"},
+    weights=olmo2.FAMILY.weights,
+    constants=olmo2.FAMILY.constants,
+    required=olmo2.FAMILY.required,
     dimensions=("sliding_window", "sliding_window_pattern"),
     defaults={
         "sliding_window": 4096,

@@ -33,7 +33,7 @@ _WHOLE = {
             "v_head_dim", "embed_dim", "num_heads", "mlp_ratio", "patch_size", "temporal_patch_size", "in_channels",
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
             "tokens_per_second", "moe_k", "num_shared_experts", "moe_layer_interval",
-            "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar",
+            "no_rope_layer_interval", "query_pre_attn_scalar",
             "rotary_dim", "num_channels", "image_size", "mm_tokens_per_image",
         ),
         (1, 2**31 - 1),
