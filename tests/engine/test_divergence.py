@@ -119,6 +119,22 @@ def test_a_teacher_that_agrees_is_at_no_distance() -> None:
         assert all(each.abs().max() < 1e-5 for each in problem.fused(VocabularyPart(0, SIZE)))
 
 
+def test_both_passes_take_the_same_tokens_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of few tokens are rounded otherwise than those of many: chunks of both have one size, though rows that
+    pad the vocabulary are computed in neither."""
+    problem, padded, top_k = Problem(0.5, s=12, b=1), 47, 5
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4000)  # 3 tokens, and without padding 4
+    weights = [pad(each, (0, 0, 0, padded - SIZE)) for each in (problem.weight, problem.weight_of_teacher)]
+    teacher = Teaching(problem.hidden_of_teacher, weights[1], SIZE, None, problem.beta, top_k)
+    trained, part = torch.arange(problem.s), VocabularyPart(0, SIZE)
+    for place in range(problem.s):
+        weight = weights[0].clone().requires_grad_()
+        labels = torch.ones(1, problem.s, dtype=torch.int64)
+        found = teacher.divergences(problem.hidden_states, weight, labels, trained, part, 1.0)
+        found[0, place].backward()
+        assert int((weight.grad != 0).any(1).sum()) == top_k
+
+
 def split_over_ranks(tp_size: int, sequence_parallel: bool, case: Case) -> None:
     """On every rank: its part of the answers against the whole ones. Each rank has 20 rows of the vocabulary."""
     parallel = ParallelSettings(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)

@@ -41,7 +41,7 @@ WHOLE = (4, 2)  # one update takes all samples
 Loss = dict[str, Any]
 LOSSES: dict[str, Loss] = {
     "JSD": {"opd_beta": 0.4},
-    "reverse": {"opd_beta": 1.0},
+    "reverse, top of all": {"opd_beta": 1.0, "opd_top_k": 10**9},
     "forward, top 20": {"opd_beta": 0.0, "opd_top_k": 20},
     "JSD of answers": {"opd_beta": 0.4, "opd_lmbda": 0.0, "opd_sft_alpha": 0.3},
 }
@@ -100,7 +100,7 @@ def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, 
         losses = torch.nn.functional.cross_entropy(mine, row[0, prompt:], reduction="none")
         mine, theirs = mine[:, :shared] / TEMPERATURE, theirs[:, :shared] / TEMPERATURE
         if top_k is not None:
-            chosen = theirs.topk(top_k).indices
+            chosen = theirs.topk(min(top_k, shared)).indices
             mine, theirs = mine.gather(1, chosen), theirs.gather(1, chosen)
         p, t = mine.softmax(-1), theirs.softmax(-1)
         mixed = beta * t + (1 - beta) * p

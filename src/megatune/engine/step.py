@@ -282,6 +282,7 @@ def teachings(
     part: VocabularyPart = mine.output_layer.part
     weight = aligned(other.output_weight, mine.output_layer.output_size_per_partition, part)
     shared = max(0, min(part.num_rows, vocab_size - part.first))
+    top_k = None if top_k is None or top_k >= vocab_size else top_k
     return [Teaching(each, weight, shared, other.logits_softcap, beta, top_k) for each in found]
 
 

@@ -14,7 +14,7 @@ tensor-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -134,13 +134,9 @@ class VocabularyPart:
         """How many parts there are."""
         return 1 if self.group is None else self.group.size()
 
-    def chunks(self, num_tokens: int, copies: int = 1) -> Iterator[slice]:
-        """Yield parts of the tokens, of nearly one size, whose logits are computed at once.
-
-        Args:
-            copies: as many fp32 tensors of their size are made of them.
-        """
-        return chunks(num_tokens, self.num_rows * copies)
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Yield parts of the tokens, of nearly one size, whose logits are computed at once."""
+        return chunks(num_tokens, self.num_rows)
 
 
 def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
@@ -265,8 +261,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             there = grad_targets[chunk, None].to(found.dtype)
             return found.scatter_(1, here, torch.where(is_mine[chunk, None], there, found.gather(1, here)))
 
-        needed = ctx.needs_input_grad[:2]
-        return *propagated(hidden_states, weight, rows, part, gradient, needed), None, None, None, None
+        parts, needed = part.chunks(len(rows)), ctx.needs_input_grad[:2]
+        return *propagated(hidden_states, weight, rows, part, parts, gradient, needed), None, None, None, None
 
 
 def propagated(
@@ -274,16 +270,16 @@ def propagated(
     weight: Tensor,
     rows: Tensor,
     part: VocabularyPart,
+    parts: Iterable[slice],
     gradient: Callable[[slice, Tensor], Tensor],
     needed: Sequence[bool],
-    copies: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradients of hidden states and weight, see `token_losses`, from those of logits, a chunk at a time.
 
     Args:
+        parts: of the tokens, whose logits are computed at once.
         gradient: returns it of some tokens' logits, [c, v], which it may overwrite.
         needed: which of the two are.
-        copies: see `VocabularyPart.chunks`.
     """
     inputs, real_weight = gathered(hidden_states, part), weight[: part.num_rows]
     grad_inputs = torch.zeros_like(inputs) if needed[0] else None
@@ -293,7 +289,7 @@ def propagated(
     total: Any = main_grad
     if needed[1] and main_grad is None:
         total = torch.zeros_like(weight, dtype=torch.float32)
-    for chunk in part.chunks(len(rows), copies):
+    for chunk in parts:
         some = inputs.index_select(0, rows[chunk])
         logits = soft_capped(some @ real_weight.t(), part.softcap)
         slope = None if part.softcap is None else 1 - (logits / part.softcap).square_()

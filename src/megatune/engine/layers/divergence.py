@@ -12,6 +12,7 @@ KL(p ‖ t) where it is 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,8 +91,7 @@ class _Divergence(torch.autograd.Function):
         inputs, theirs = gathered(hidden_states, part), gathered(teaching.hidden_states, part, apart=True)
         # Of each token: of both what makes probabilities of logits, the smallest logit that counts, and two sums.
         kept = torch.zeros(7, len(rows), dtype=torch.float32, device=weight.device)
-        # As many chunks on every rank, whatever is real of its part.
-        for chunk in chunks(len(rows), len(weight) * _COPIES):
+        for chunk in _parts(rows, weight):
             own = soft_capped(inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t(), part.softcap)
             own, other = own.float().div_(temperature), _logits(theirs, rows[chunk], teaching, temperature)
             least = _least(other, teaching.top_k, part)
@@ -122,9 +122,15 @@ class _Divergence(torch.autograd.Function):
             scale = grad_found[chunk, None] / temperature
             return weighted.sub_(probabilities.mul_(means[:, None])).mul_(scale).to(logits.dtype)
 
-        needed = ctx.needs_input_grad[:2]
-        found = propagated(hidden_states, weight, rows, part, gradient, needed, _COPIES)
+        parts = _parts(rows, weight) if part.num_rows else ()
+        found = propagated(hidden_states, weight, rows, part, parts, gradient, ctx.needs_input_grad[:2])
         return *found, None, None, None, None
+
+
+def _parts(rows: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Yield parts of the tokens, as many on every rank, whatever is real of its vocabulary; and the same in both
+    passes: in products of other sizes a logit may be rounded otherwise, and be below the smallest that counts."""
+    return chunks(len(rows), len(weight) * _COPIES)
 
 
 def _terms(own: Tensor, other: Tensor, sums: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
