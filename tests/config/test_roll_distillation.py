@@ -184,6 +184,7 @@ def test_vocabularies_and_kinds_of_models_may_differ(read):
             ["partial_rollout_steps=1", "is_use_additional_prompts=true", "max_additional_running_prompts=2"],
             "opd_lmbda 0.5 with partial_rollout_steps above 0",
         ),
+        (["student_train.router_replay.mode=R3"], "opd_lmbda 0.5 with router_replay R3"),
     ],
 )
 def test_steps_with_answers_do_not_meet_responses_of_other_steps(read, words, what):

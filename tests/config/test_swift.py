@@ -365,6 +365,11 @@ def test_what_would_train_something_else_is_refused(flags, where):
     assert all(finding.why and finding.fix for finding in run.loaded.findings)
 
 
+def test_a_decay_of_no_known_length_names_the_flag_for_it():
+    (finding,) = read("--lr_decay_style WSD --lr_wsd_decay_style linear").loaded.check()
+    assert finding.fix.startswith("write --lr_wsd_decay_iters 100")
+
+
 def test_rules_speak_of_flags_by_the_names_of_their_version():
     new, old = read("--save_steps 0"), read("--save_interval 0")
     assert "--save_steps 1" in findings(new)[-1]

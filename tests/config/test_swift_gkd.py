@@ -12,6 +12,7 @@ import pytest
 from megatune.config.dialects.roll import ReadRL, read_keys
 from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_rl import rollout_keys
+from megatune.errors import MegatuneError
 from megatune.rl.problems import count_rows, find_prompts
 
 CONFIG = {"max_position_embeddings": 1024, "num_hidden_layers": 4, "dtype": "bfloat16"}
@@ -92,13 +93,21 @@ REFUSED = [
     ("--beta 2", "beta is 2", "write --beta 1"),
     ("--gkd_logits_topk 0", "gkd_logits_topk is 0", "write --gkd_logits_topk 1"),
     ("--teacher_model_server http://h:8000", "teacher_model_server: http://h:8000 is not supported",
-     "write --teacher_model MODEL"),
+     "remove --teacher_model_server, and write --teacher_model MODEL"),
     ("--teacher_model_revision r", "teacher_model_revision: r is not supported", "write --teacher_model FOLDER"),
     ("--external_plugins p.py", "external_plugins: [p.py] is not supported", "remove --external_plugins"),
     ("--multi_turn_scheduler gym", "multi_turn_scheduler: gym is not supported", "remove --multi_turn_scheduler"),
     ("--vllm_mode server", "vllm_mode: server is not supported", "write --vllm_mode colocate"),
     ("--num_layers_per_virtual_pipeline_stage 1 --pipeline_model_parallel_size 2",
      "num_layers_per_virtual_pipeline_stage: 2 is not supported", "remove --num_layers_per_virtual_pipeline_stage"),
+    ("--router_replay_mode R3", "router_replay_mode: R3 is not supported", "write --router_replay_mode disabled"),
+    ("--save_safetensors false", "save_format: torch_dist is not supported", "remove --save_safetensors"),
+    ("--fp8_format e4m3", "fp8_format: e4m3 is not supported", "remove --fp8_format"),
+    ("--rope_scaling yarn", "rope_scaling: yarn is not supported", "remove --rope_scaling"),
+    ("--max_model_len 2048", "max_model_len: 2048 is not supported", "remove --max_model_len"),
+    ("--decoder_first_pipeline_num_layers 1", "--decoder_first_pipeline_num_layers 1 with "
+     "--pipeline_model_parallel_size 1", "write --pipeline_model_parallel_size 2, or remove "
+     "--decoder_first_pipeline_num_layers"),
     ("--tuner_type lora --use_rslora true", "use_rslora: true is not supported", "remove --use_rslora"),
 ]  # fmt: skip
 
@@ -109,6 +118,26 @@ def test_what_is_refused(rows: Path, flags: str, what: str, fix: str) -> None:
     assert (finding.what, finding.fix) == (what, fix)
     assert finding.why
     assert finding.where.startswith("--")
+
+
+def test_experts_are_replayed_where_an_engine_has_taken_them(rows: Path) -> None:
+    def replayed(flags: str) -> ReadRL:
+        config = CONFIG | {"num_experts": 8, "model_type": "qwen3_moe"}
+        words = f"{NEEDED} --train_iters 6 --dataset {rows} --router_replay_mode R3 {flags}".split()
+        run = read_swift("rlhf", words, env={"NPROC_PER_NODE": "2"}, config=config, on_cpu=True)
+        return read_keys(rollout_keys(run, find_prompts, count_rows), "the command line")
+
+    assert replayed("").require_valid().actor_train.replays_routing
+    (finding,) = replayed("--lmbda 0.5").findings
+    assert finding.fix == "write --lmbda 1, or --router_replay_mode disabled"
+    assert not replayed("--lmbda 0.5 --router_replay_mode disabled").findings
+
+
+def test_data_sets_that_are_not_there_are_those_of_flags(rows: Path) -> None:
+    for flag in ("--dataset", "--cached_dataset"):
+        with pytest.raises(MegatuneError) as raised:
+            read(f"--train_iters 6 {flag} nowhere.jsonl")
+        assert [each.where for each in raised.value.findings] == [flag]
 
 
 def test_what_nobody_wrote_is_one_finding_each(rows: Path) -> None:

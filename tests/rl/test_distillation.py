@@ -21,6 +21,7 @@ from megatune.config.dialects.roll import read_keys
 from megatune.config.dialects.swift import read_swift
 from megatune.config.dialects.swift_rl import rollout_keys
 from megatune.config.groups.run import ModelSettings, RunSettings
+from megatune.config.rl.role import RouterReplay
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
@@ -67,7 +68,8 @@ def samples_of(step: int) -> Rollouts:
     masks[1][3] = 0
     zeros = [np.zeros(size, np.float32) for size in RESPONSES]
     extras = {"mask": masks, "weights": masks, "advantages": zeros}
-    return Rollouts(made.tokens, made.prompt_lengths, {**made.per_token, **extras})
+    routing = [np.full((len(tokens) - 1, 4, 2), (0, 1), np.int16) for tokens in made.tokens]
+    return Rollouts(made.tokens, made.prompt_lengths, {**made.per_token, **extras}, routing=routing)
 
 
 def train(settings: RLSettings, steps: range, checkpoint: str | None = None, save_at: int = 0) -> Any:
@@ -119,12 +121,12 @@ def gradients(model: Path, teacher: Path, loss: Loss) -> tuple[float, dict[str, 
 
 
 def assert_an_update_is_the_formulas(
-    pool: Any, folder: Path, model: Path, teacher: Path, layout: str, loss: Loss
+    pool: Any, folder: Path, model: Path, teacher: Path, layout: str, loss: Loss, **options: Any
 ) -> None:
     """Loss, metrics, and by what SGD has changed the weights."""
     chosen = ALL[layout]
     dp_size = chosen.world_size // chosen.settings().parallel.model_parallel_size
-    settings = settings_with(model, teacher, chosen, loss, (4 // dp_size, 2), output=folder)
+    settings = settings_with(model, teacher, chosen, loss, (4 // dp_size, 2), output=folder, **options)
     before = pool.run(chosen.world_size, train, settings, range(0))[0][1]
     (found,), after = pool.run(chosen.world_size, train, settings, range(1))[0]
     value, expected = gradients(model, teacher, loss)
@@ -159,6 +161,12 @@ def test_an_update_is_by_the_gradient_of_the_formula(
 def test_experts_learn_from_experts(pool: Any, model_dir: Any, tmp_path: Path, layout: str) -> None:
     models = model_dir("qwen3_moe"), model_dir("mixtral")
     assert_an_update_is_the_formulas(pool, tmp_path, *models, layout, LOSSES["JSD"])
+
+
+def test_a_teacher_chooses_its_experts_by_itself(pool: Any, model_dir: Any, tmp_path: Path) -> None:
+    """Where the student replays those that the engine took: here it has none."""
+    models, replay = (model_dir("qwen3"), model_dir("qwen3_moe")), {"router_replay": RouterReplay(mode="R3")}
+    assert_an_update_is_the_formulas(pool, tmp_path, *models, "1", LOSSES["JSD"], **replay)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from megatune.config.rl.settings import ModelRole
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.settings import GROUPS, Settings, all_settings, with_settings
 from megatune.config.values import Value
+from megatune.errors import Finding
 from megatune.families.scores import SCORER, STAGE
 
 # (settings of a role's engine, the stage that its model is read for) -> its numbers; None where they cannot be read.
@@ -207,13 +208,17 @@ def model_role(
         name=name,
         settings=settings,
         training=trains,
-        teacher=None if teacher is None else _teacher(roles, teacher, loaded, len(devices)),
+        teacher=None if teacher is None else _teacher(roles, teacher, said, found, len(devices)),
     )
     return role.model_copy(update=_micro_batches(roles.lengths.max_sequence_length, role, part))
 
 
-def _teacher(roles: Roles, part: Part, student: Loaded, devices: int) -> Settings:
-    """Return the engine of a teacher: the student's layout, precision and kernels, with nothing that trains."""
+def _teacher(roles: Roles, part: Part, student: Loaded, found: Sequence[Finding], devices: int) -> Settings:
+    """Return the engine of a teacher: the student's layout, precision and kernels, with nothing that trains.
+
+    Args:
+        found: what is wrong with the student, which is said once.
+    """
     own = {name: GROUPS[name]() for name in ("finetuning", "experts", "recompute", "optimizer")}
     read = read_engine(replace(part, tree={_MODEL: part.mapping(_MODEL)})).settings
     if read.model.model_name_or_path is None:
@@ -227,7 +232,7 @@ def _teacher(roles: Roles, part: Part, student: Loaded, devices: int) -> Setting
     if roles.model_of is not None and read.model.model_name_or_path:
         architecture = roles.model_of(settings, settings.run.stage)
     for each in replace(student, settings=settings).check_rules(architecture, devices, rules=RULES):
-        if each not in part.reader.findings:
+        if each.what not in [other.what for other in found]:
             part.reader.add(replace(each, what=f"{part.name}, in the layout of actor_train: {each.what}"))
     if architecture is not None:
         longest, positions = roles.lengths.longest_sequence, architecture.max_position_embeddings

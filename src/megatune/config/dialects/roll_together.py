@@ -21,6 +21,7 @@ def check_roles(settings: RLSettings, trained: Part, sampled: Part, roles: Roles
     spare = rollout.is_use_additional_prompts and rollout.max_additional_running_prompts > 0
     more = {"has_spare_prompts": spare, "domains": settings.rewards, "policy_variant": settings.actor_train.pg_variant}
     more |= {"distils": algorithm.distils, "conversation_rules": settings.data.conversation_rules}
+    more["replays"] = settings.actor_train.replays_routing
     roles.top.check("steps", **{**dict(algorithm), **more})
     playing = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
     trained.check("trained", data_args=settings.data, playing=playing)

@@ -239,13 +239,14 @@ def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> Non
         why = f"lr_wsd_decay_style {shape} is not supported"
         command.refuse("lr_decay_style", why, "write --lr_wsd_decay_style cosine or linear")
         return
-    kwargs: dict[str, object] = {"decay_type": shape}
-    if iters := command.number("lr_wsd_decay_iters"):
-        kwargs["num_decay_steps"] = int(iters)
+    if not (iters := command.number("lr_wsd_decay_iters")):
+        fix = "write --lr_wsd_decay_iters 100, with the steps in which the rate falls at the end"
+        command.refuse("lr_decay_style", "nothing says when the rate begins to fall", fix)
+        return
+    kwargs: dict[str, object] = {"decay_type": shape, "num_decay_steps": int(iters)}
     if lowest and highest:
         kwargs["min_lr_ratio"] = lowest / highest
-    name = "lr_wsd_decay_iters" if iters else "lr_decay_style"
-    command.sets(name, "lr_scheduler_kwargs", kwargs)
+    command.sets("lr_wsd_decay_iters", "lr_scheduler_kwargs", kwargs)
     for each in ("min_lr", "lr_wsd_decay_style", "lr_wsd_decay_iters"):
         if each in command.flags:
             where = command.flags.pop(each).where

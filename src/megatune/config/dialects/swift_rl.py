@@ -18,6 +18,7 @@ from megatune.config.dialects.swift_roles import Keys, write_rewards, write_role
 from megatune.config.rules import layout
 from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import is_number
+from megatune.errors import MegatuneError
 
 
 class PromptSet(NamedTuple):
@@ -98,7 +99,11 @@ def _files(keys: Keys, find: FindPrompts, count_rows: CountRows) -> list[str]:
         if role not in keys.reading.data:
             continue
         files: list[str] = []
-        for each in find(keys.loaded.settings, role == "validation"):
+        try:
+            found = find(keys.loaded.settings, role == "validation")
+        except MegatuneError as error:
+            raise MegatuneError([keys.loaded.placed(each) for each in error.findings], error.exit_code) from error
+        for each in found:
             left = each.asked
             for file in each.files:
                 counted = file if left is None else f"{file}#{left}"

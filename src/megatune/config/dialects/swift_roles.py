@@ -99,7 +99,7 @@ class Keys:
         """Refuse settings whose effect would be missed."""
         for entry, is_missed in self._others():
             if is_missed:
-                what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove --{entry.key}"
+                what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove {entry.where}"
                 self.reading.find(what, entry.where, f"{self.stage} trains without it here", fix)
 
     def note_others(self) -> None:
@@ -158,6 +158,7 @@ def write_roles(keys: Keys) -> None:
             keys.put("reference.model_args.model_name_or_path", model, "ref_model")
         else:
             keys.refuse("ref_model", "nothing is compared with it", "remove --ref_model")
+    _replay(keys)
     _sampler(keys)
 
 
@@ -226,10 +227,20 @@ def _sampler(keys: Keys) -> None:
         keys.refuse("vllm_tensor_parallel_size", why, f"write --vllm_tensor_parallel_size {size}")
         keys.put(f"{above}.strategy_config.tensor_parallel_size", each := 1)
     keys.put("actor_infer.num_gpus_per_worker", each, "vllm_tensor_parallel_size")
-    if keys.value("router_replay_mode") == "R3":
-        keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
-    elif keys.value("router_replay_mode") != "disabled":
+
+
+def _replay(keys: Keys) -> None:
+    """Let the trainer take the experts that the engine took."""
+    command, mode, share = keys.run.command, keys.value("router_replay_mode"), keys.written("opd_lmbda")
+    if mode not in ("R3", "disabled"):
         keys.refuse("router_replay_mode", "", "write --router_replay_mode R3, or disabled")
+    elif mode == "R3" and command.config and not command.has_experts:
+        keys.refuse("router_replay_mode", "the model has no experts", "write --router_replay_mode disabled")
+    elif mode == "R3" and share is not None and share < 1:
+        why = "in steps that train on the data set's own answers no engine has taken any"
+        keys.refuse("router_replay_mode", why, "write --lmbda 1, or --router_replay_mode disabled")
+    elif mode == "R3":
+        keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
 
 
 def write_rewards(keys: Keys) -> None:

@@ -11,6 +11,7 @@ from megatune.bridge.assemble import LoadedModel, load_model
 from megatune.data.batches import Batch
 from megatune.engine.layers.divergence import Teaching
 from megatune.engine.offload import Offload
+from megatune.engine.sequences import ROUTING
 from megatune.engine.step import TEACHING, teachings
 from megatune.objectives.policy.objective import DivergenceObjective
 from megatune.rl.samples import Rollouts
@@ -69,7 +70,10 @@ class DistillationWorker(PolicyWorker):
     def _update_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         algorithm, vocab_size = self.rl.algorithm, self._teacher.architecture.vocab_size
         models = self.loaded.model, self._teacher.model
-        found = teachings(*models, vocab_size, batches, algorithm.opd_beta, algorithm.opd_top_k)
+        # Its routers choose by themselves, whatever the student's replay.
+        others = [{name: each for name, each in batch.extras.items() if name != ROUTING} for batch in batches]
+        asked = [replace(batch, extras=extras) for batch, extras in zip(batches, others, strict=True)]
+        found = teachings(*models, vocab_size, asked, algorithm.opd_beta, algorithm.opd_top_k)
         if not found:  # before the last pipeline stage
             return batches
         return [
