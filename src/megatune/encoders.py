@@ -140,6 +140,15 @@ class Vision:
     num_projector_parameters: int = 0
 
     @property
+    def reading(self) -> tuple[object, ...]:
+        """What patches and tokens of a picture depend on: models in which it is the same read the same rows."""
+        patches = self.patch_size, self.spatial_merge_size, self.temporal_patch_size, self.in_channels
+        sizes = self.square, self.tiles, self.tokens_of_image, self.whole
+        positions = self.tokens_per_second, self.timestamps, self.one_position
+        ids = self.image_token_id, self.video_token_id, self.vision_start_token_id, self.vision_end_token_id
+        return *patches, *sizes, *positions, self.text, *ids
+
+    @property
     def has_videos(self) -> bool:
         """The model takes videos, too."""
         return self.video_token_id >= 0

@@ -22,6 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from worker_kit import TEMPERATURE, settings_of, started, whole
 
 from megatune.config.dialects.roll import read_roll
+from megatune.config.groups.run import ModelSettings
 from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import InferRole, RewardRole, RLSettings
 from megatune.data.encode import load_tokenizer
@@ -34,7 +35,9 @@ from megatune.rl.problems import read_problems
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Problem, Request, Response, Rollouts
 from megatune.rl.worker.batching import merged
+from megatune.rl.worker.distillation import DistillationWorker
 from megatune.rl.worker.policy import PolicyWorker
+from megatune.rl.worker.training import Trained
 
 REWARDS = {"math_rule": RewardRole("math_rule", "math_rule", ("colours",))}
 EXAMPLE = Path(__file__).parents[2] / "examples/rl/colours.yaml"
@@ -201,6 +204,44 @@ def test_pictures_are_trained_as_transformers_trains_them(pool, model, images, l
     assert found[0][1] == pytest.approx(float(norm), rel=1e-5)
 
 
+def distilled(settings: RLSettings, samples: Rollouts) -> Trained:
+    """On every rank: an update."""
+    return started(DistillationWorker, settings).train(samples, 0)  # type: ignore[no-any-return]
+
+
+def taught(model: Path, teacher: Path, layout: str, tokens: int | None = None) -> RLSettings:
+    """A run that distils whole distributions, by the formula with the mixture of half and half."""
+    algorithm, place = {"is_pure_opd": True, "opd_loss": "jsd"}, LAYOUTS[layout]
+    settings = settings_of(model, place, batch=(5, 1), packed_tokens=tokens, algorithm=algorithm)
+    own = settings.actor_train.settings.model_copy(update={"model": ModelSettings(model_name_or_path=str(teacher))})
+    return replace(settings, actor_train=settings.actor_train.model_copy(update={"teacher": own}))
+
+
+@pytest.mark.parametrize(("layout", "tokens"), [("1", None), ("tp2 sp", None), ("pp2", None), ("cp2, packed", 400)])
+def test_a_teacher_sees_the_pictures_that_the_student_sees(pool, model, images, tmp_path, layout, tokens):
+    """The divergence of both distributions, and its gradient, by Transformers."""
+    family = model.name
+    teacher = make_checkpoint(family, tmp_path / "teacher", num_layers=2, hidden_size=48, seed=2)
+    samples = with_responses(problems(model, ROWS, images))
+    found = pool.run(LAYOUTS[layout].world_size, distilled, taught(model, teacher, layout, tokens), samples)[0]
+    policy, other = (
+        AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32) for each in (model, teacher)
+    )
+    total = torch.zeros(())
+    for place, (ids, prompt) in enumerate(zip(samples.tokens, samples.prompt_lengths, strict=True)):
+        given = {} if (shown := samples.shown[place]) is None else model_arguments(ids, shown)
+        with torch.no_grad():
+            t = (other(input_ids=torch.tensor(ids)[None], **given).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
+        p = (policy(input_ids=torch.tensor(ids)[None], **given).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
+        mixed = (p + t) / 2
+        total = total + (t * (t / mixed).log() + p * (p / mixed).log()).sum() / 2
+    loss = total / sum(LENGTHS)
+    loss.backward()
+    norm = torch.stack([each.grad.norm() for each in policy.parameters() if each.grad is not None]).norm()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert found.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
 def test_what_takes_no_pictures_is_refused(model, images, tmp_path):
     with pytest.raises(MegatuneError, match="different numbers of <image> tags") as error:
         problems(model, [row("<image><image>", "0.png"), row("", "0.png", videos=["0.mp4"])], images)
@@ -228,6 +269,29 @@ def test_what_takes_no_pictures_is_refused(model, images, tmp_path):
     for part in ("strategy_name vllm", "rewards.colours has an environment"):
         assert part in said
     check_pictures(elsewhere, found[-1:])  # text alone
+
+
+def test_models_that_read_no_images_or_others_are_refused_as_teachers(model, images, tmp_path):
+    """Those of the same family may be of another size."""
+    found = problems(model, ROWS, images)
+    names = {"text": "qwen3", "other": next(each for each in FAMILIES if each != model.name), "larger": model.name}
+    teachers = {name: make_checkpoint(names[name], tmp_path / name, num_layers=2, hidden_size=48) for name in names}
+
+    def checked(name: str) -> str:
+        settings = taught(model, teachers[name], "1")
+        role = settings.actor_train.model_copy(update={"name": "critic", "settings": settings.actor_train.teacher})
+        try:
+            check_pictures(replace(settings, critic=role, rewards=REWARDS), found)
+        except MegatuneError as error:
+            return str(error)
+        return ""
+
+    for name, why in (("text", "it reads text alone"), ("other", "other patches or tokens")):
+        said = checked(name)
+        assert why in said
+        for role in ("teacher", "critic"):
+            assert f"{role} does not read the images of the prompts" in said
+    assert checked("larger") == ""
 
 
 def test_rows_of_verl_are_read(model, images):

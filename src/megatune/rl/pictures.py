@@ -23,6 +23,7 @@ from megatune.data.pictures import unpacked
 from megatune.data.truncation import unnumbered
 from megatune.data.vision import Placed, VisionInput, load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
 from megatune.rl.samples import Problem, Shown
 
 if TYPE_CHECKING:
@@ -125,24 +126,38 @@ def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
         MegatuneError: SETTINGS, everything at once.
     """
     problems = [*problems]
-    domains = {each.domain for each in problems if each.shown is not None}
-    if not domains:
+    seen = {each.domain: each.shown.vision.vision for each in problems if each.shown is not None}
+    if not seen:
         return
-    findings = []
-    if any(each.shown is not None and each.shown.vision.vision.whole for each in problems):
+    vision, findings = next(iter(seen.values())), []
+    for name, folder in _others(settings).items():
+        other = load_architecture(folder).vision
+        if other is None or other.reading != vision.reading:
+            what, fix = f"{name} does not read the images of the prompts", "take a model of the policy's family"
+            why = "it reads text alone" if other is None else "it cuts images into other patches or tokens"
+            findings.append(Finding(what, folder, why, fix))
+    if vision.whole:
         why = "the built-in engine computes causal attention, and in this model the tokens of an image see each other"
         findings.append(Finding("prompts have images", why=why, fix="remove the images, or take another model"))
     if settings.actor_infer.engine != "builtin":
         what = f"actor_infer has strategy_name {settings.actor_infer.engine}, and prompts have images"
         fix = "write actor_infer.strategy_args.strategy_name: builtin"
         findings.append(Finding(what, why="images are handed to the built-in engine only", fix=fix))
-    for domain in sorted(domains):
+    for domain in sorted(seen):
         if "environment" in settings.rewards[domain].arguments:
             what = f"rewards.{domain} has an environment, and prompts have images"
             fix = "remove environment, or the images"
             findings.append(Finding(what, why="later turns are written as text alone", fix=fix))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
+
+
+def _others(settings: RLSettings) -> dict[str, str]:
+    """Return the folders of models beside the policy that read the prompts, by their names in messages."""
+    teachers, actor = settings.teachers.values(), settings.actor_train
+    roles = {role.name: role.settings for role in (settings.reference, settings.critic, *teachers) if role is not None}
+    engines = roles | ({} if actor.teacher is None else {"teacher": actor.teacher})
+    return {name: str(engine.model.model_name_or_path) for name, engine in engines.items()}
 
 
 def model_arguments(input_ids: np.ndarray, shown: Shown) -> dict[str, Tensor]:

@@ -173,11 +173,6 @@ class ModelWorker(ABC):
         parallel, place = self.settings.parallel, self.loaded.place
         multiples = parallel.sequence_multiple, parallel.document_multiple
         vision = next((each.vision for each in rollouts.shown if each is not None), None)
-        if vision is not None and vision.vision != self.loaded.architecture.vision:
-            why = "the policy's vision encoder cuts images into other patches, or other tokens stand for them"
-            fix = f"take a model of the policy's family for {self.role.name}"
-            finding = Finding(f"{self.role.name} does not read the images of the prompts", why=why, fix=fix)
-            raise MegatuneError(finding, ExitCode.INPUT)
         collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
         same_length = place.pp_size > 1
         decodes = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
