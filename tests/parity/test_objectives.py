@@ -26,7 +26,7 @@ from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
-from megatune.objectives.choose import CrossEntropy, objective_of
+from megatune.objectives.choose import CrossEntropy, evaluated, objective_of
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
@@ -220,6 +220,52 @@ def test_losses_of_tokens_have_the_gradients_of_the_formula(pool, model_dir, tmp
     assert [loss for loss, _ in answers] == pytest.approx([total] * ALL[layout].world_size, rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert_same_gradients(tmp_path, checkpoint_tensors(reference, gradients))
+
+
+def accuracies(model: Path, settings: Settings, samples: list[Sample]) -> tuple[float, float]:
+    """On every rank: loss and accuracy of an evaluation."""
+    assembly = assemble(model, settings)
+    batches = shard_samples(
+        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+    )
+    totals = step.evaluate(assembly.model, [batches], evaluated(objective_of(settings), settings))
+    return totals.loss, totals.metrics["accuracy"]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2 vpp2", "dp2", "cp2, packed"])
+@pytest.mark.parametrize("loss", [{}, {"finetuning.label_smoothing_factor": 0.1}], ids=["", "smoothed"])
+def test_accuracy_is_that_of_texts(pool, model_dir, layout, loss):
+    """As LLaMA-Factory's: of each text the share of trained labels that the model holds for the likeliest tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model, samples, expected = model_dir("qwen3"), [], []
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for number, sample in enumerate(random_samples(301, LENGTHS)):
+        likeliest = reference(input_ids=torch.tensor([sample.input_ids])).logits[0].argmax(-1).tolist()
+        labels = [
+            likeliest[place - 1] if label >= 0 and place % (number + 2) == 0 else label
+            for place, label in enumerate(sample.labels)
+        ]
+        samples.append(replace(sample, labels=tuple(labels)))
+        trained = [place for place, label in enumerate(labels) if place and label >= 0]
+        expected.append(sum(labels[place] == likeliest[place - 1] for place in trained) / len(trained))
+    settings = with_settings(ALL[layout].settings(), {"evaluation.compute_accuracy": True, **loss})
+    found = pool.run(ALL[layout].world_size, accuracies, model, settings, samples)
+    assert 0.2 < sum(expected) / len(expected) < 0.8
+    assert len({*expected}) > 2
+    assert [accuracy for _, accuracy in found] == pytest.approx([sum(expected) / len(expected)] * len(found), rel=1e-6)
+    plain = pool.run(ALL[layout].world_size, losses_of, model, with_settings(settings, loss), samples)
+    assert [value for value, _ in found] == pytest.approx(plain, rel=1e-6)
+
+
+def losses_of(model: Path, settings: Settings, samples: list[Sample]) -> float:
+    """On every rank: the loss alone."""
+    assembly = assemble(model, settings)
+    batches = shard_samples(
+        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+    )
+    return step.evaluate(assembly.model, [batches], objective_of(settings)).loss
 
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:

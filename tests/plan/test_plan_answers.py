@@ -61,6 +61,9 @@ def test_a_run_takes_longer_by_the_answers_that_it_writes(words: str, said: str)
     [
         ("val_size=64 eval_strategy=steps eval_steps=50", None, 4 * 64),
         ("val_size=64 eval_strategy=steps eval_steps=50 eval_on_start=true", None, 5 * 64),
+        ("val_size=64 eval_strategy=steps eval_steps=50 eval_delay=100", None, 3 * 64),
+        ("val_size=64 eval_strategy=steps eval_steps=50 eval_delay=900", None, 64),
+        ("val_size=0.1 eval_strategy=epoch num_train_epochs=2 eval_delay=2", 8_192_000.0, 400),
         ("val_size=0.1 eval_strategy=epoch num_train_epochs=2 eval_on_start=true", 8_192_000.0, 3 * 400),
         ("val_size=0.1 eval_strategy=epoch eval_on_start=true", None, 0),  # of a number of rows that is not known
     ],

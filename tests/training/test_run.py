@@ -187,6 +187,25 @@ def test_intervals_may_be_shares_of_all_steps(pool: RankPool, model: Path, tmp_p
     assert list(evaluations(tmp_path / "out")) == [6, 11]
 
 
+@pytest.mark.parametrize(("strategy", "delay", "evaluated"), [("steps", 5, [6, 8, 9]), ("epoch", 2, [8, 9])])
+def test_early_evaluations_are_left_out(
+    strategy: str, delay: int, evaluated: list[int], pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Epochs are of four steps."""
+    changes = {
+        "val_size": 0.5,
+        "eval_steps": 2 if strategy == "steps" else None,
+        "max_steps": 9,
+        "save_only_model": True,
+    }
+    changes |= {"eval_strategy": strategy, "eval_delay": delay, "compute_accuracy": True}
+    assert pool.run(1, train, settings_of(model, tmp_path / "out", **changes), tmp_path) == [0]
+    seen = evaluations(tmp_path / "out")
+    assert list(seen) == evaluated
+    assert all(0 < record["eval_accuracy"] < 1 for record in seen.values())
+    assert json.loads((tmp_path / "out/eval_results.json").read_text())["eval_accuracy"] == seen[9]["eval_accuracy"]
+
+
 def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path / "out", max_steps=3, save_only_model=True)
     assert pool.run(1, train, settings, tmp_path) == [0]

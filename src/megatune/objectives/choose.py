@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.data.rows import IGNORE_INDEX
-from megatune.engine.layers.cross_entropy import Head
-from megatune.engine.sequences import LocalBatch, MicroBatch
-from megatune.engine.step import ObjectiveOutput
+from megatune.engine.layers.cross_entropy import PLAIN, Head
+from megatune.engine.sequences import LocalBatch, MicroBatch, document_totals
+from megatune.engine.step import Objective, ObjectiveOutput
 from megatune.objectives.base import TrainingObjective
 from megatune.objectives.kto import KTO
 from megatune.objectives.pair_losses import Shape
@@ -85,6 +87,35 @@ class LabelSmoothing(CrossEntropy):
 
     def describe(self) -> str:
         return f"cross-entropy of each token, its label smoothed by {self.factor:g}"
+
+
+class WithAccuracy:
+    """A loss of tokens, for evaluation, and the metric `accuracy`: the share of a document's trained labels that are
+    the likeliest tokens, as a mean over the documents that have any.
+
+    Args:
+        loss: of tokens.
+    """
+
+    metric_names = ("accuracy",)
+
+    def __init__(self, loss: CrossEntropy) -> None:
+        self.loss, self.normalizer = loss, loss.normalizer
+        self.head = replace(getattr(loss, "head", PLAIN), likeliest=True)
+
+    def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
+        found = self.loss(output[..., :-1].squeeze(-1), batch)
+        trained = batch.labels != IGNORE_INDEX
+        shares = trained / document_totals(trained, batch.sequences).clamp(min=1)
+        right = shares * (output[..., -1] == batch.labels)
+        return replace(found, metrics={"accuracy": (right.sum(), shares.sum())})
+
+
+def evaluated(objective: TrainingObjective, settings: Settings) -> Objective:
+    """Return what evaluation computes of a loss."""
+    if settings.evaluation.compute_accuracy and isinstance(objective, CrossEntropy):
+        return WithAccuracy(objective)
+    return objective
 
 
 def objective_of(settings: Settings) -> TrainingObjective:

@@ -72,7 +72,8 @@ class Question:
             held_out *= of_epoch * self.global_batch_size if of_epoch < math.inf else 0.0
         interval = whole_steps(settings.eval_interval, steps)
         every = {"no": math.inf, "steps": interval, "epoch": of_epoch}[evaluation.eval_strategy]
-        times = evaluation.eval_on_start + steps / every
+        waits = evaluation.eval_delay / (interval if evaluation.eval_strategy == "steps" else 1)
+        times = evaluation.eval_on_start + max(steps / every - max(0, math.ceil(waits) - 1), min(1, steps / every))
         return times * held_out / self.global_batch_size * planned.time.forward
 
     @property

@@ -28,6 +28,7 @@ from megatune.engine.step import NO_VOTES, Votes, evaluate
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.base import TrainingObjective, check_first_step
+from megatune.objectives.choose import evaluated
 from megatune.plan.run.record import RankMemory
 from megatune.progress import say
 from megatune.training.answers import Answerer
@@ -350,7 +351,7 @@ class Trainer:
         self.objective.before_step(
             model, (self._readable(batches)[0] for batches in batches_of(self.feed.companions_evaluation))
         )
-        found = evaluate(model, prepared(), self.objective)
+        found = evaluate(model, prepared(), evaluated(self.objective, self.settings))
         if step and (self.state.best_loss is None or found.loss < self.state.best_loss):
             self.state.best_loss, self.state.best_step = found.loss, step
         return EvalReport(

@@ -22,6 +22,7 @@ class RunSchedule:
         global_batch_size: rows per optimizer step.
         steps_per_epoch: the last of them may be a short one; None where data is streamed and the number is not known.
         save_every, evaluate_every, generate_every: steps; 0 for never (the last step is always saved).
+        delay: steps before which nothing is evaluated, and no answer written; the last step is.
     """
 
     global_batch_size: int
@@ -30,6 +31,7 @@ class RunSchedule:
     save_every: int
     evaluate_every: int
     generate_every: int = 0
+    delay: float = 0.0
 
     @classmethod
     def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> RunSchedule:
@@ -46,7 +48,9 @@ class RunSchedule:
         evaluate = {"steps": whole_steps(settings.eval_interval, total), "epoch": per_epoch or 0, "no": 0}
         every = save[settings.checkpoint.save_strategy], evaluate[settings.evaluation.eval_strategy]
         generate = settings.evaluation.eval_generate_steps or (every[1] if settings.generates else 0)
-        return cls(size, per_epoch, total, *every, generate)
+        is_of_steps = settings.evaluation.eval_strategy == "steps"
+        delay = settings.evaluation.eval_delay * (1 if is_of_steps else per_epoch or 0)
+        return cls(size, per_epoch, total, *every, generate, delay)
 
     @property
     def num_epochs(self) -> float | None:
@@ -70,7 +74,7 @@ class RunSchedule:
         return self._is_due(step, self.generate_every)
 
     def _is_due(self, step: int, every: int) -> bool:
-        return bool(every and (step % every == 0 or step == self.total_steps))
+        return bool(every and ((step % every == 0 and step >= self.delay) or step == self.total_steps))
 
 
 class TimeBudget:

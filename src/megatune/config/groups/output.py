@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import STEPS, Count, Group, Interval, Mark, Needs
+from megatune.config.setting import STEPS, Count, Group, Interval, Mark, Needs, NonNegative
 
 _STREAMING, _BY_STEPS = "data.streaming", "how many steps an epoch has is not known while rows are read"
 _TENSORBOARD = Needs("logging.report_to", ("tensorboard", "all"))
@@ -22,6 +22,7 @@ _ROWS = Needs(
     otherwise=Needs("data.eval_dataset"),
 )
 _EVALUATES = Needs("evaluation.eval_strategy", ("steps", "epoch"), "nothing is evaluated")
+_TOKENS = Needs("run.stage", ("pt", "sft"), "other stages report how often the right answer wins")
 _GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
 _WRITES = Needs(
     "run.stage", ("pt", "sft", "dpo", "kto"), "a reward model writes no text", "remove `{name}`", off=(False,)
@@ -243,6 +244,15 @@ class EvaluationSettings(Group):
     """Evaluate before the first step, too.
     How: It is logged as step 0, and is no candidate for the best checkpoint.
     When: To see what training changes, and that evaluation works before hours of it."""
+    eval_delay: Annotated[NonNegative, "steps, or epochs", _EVALUATES] = 0.0
+    """Evaluate, and write answers, no earlier than after this many steps; with eval_strategy: epoch, epochs.
+    How: The last step is always evaluated, and eval_on_start evaluates before the first one all the same.
+    When: Where evaluation takes long, and nobody asks for the loss of an early step."""
+    compute_accuracy: Annotated[bool, _EVALUATES, _TOKENS] = False
+    """At every evaluation, count how often the label is the likeliest token.
+    How: eval_accuracy is the share of a text's trained tokens, as a mean over all texts with such tokens. The output
+    layer computes the logits of evaluation rows a second time.
+    When: For answers that are one token, such as a class or a letter; the loss says more of longer ones."""
     predict_with_generate: Annotated[bool, _WRITES] = False
     """Write answers at every evaluation, and score them, beside the loss.
     How: The prompts of held-out rows, or eval_generate_prompts, are answered by the weights as they are on all

@@ -64,7 +64,11 @@ class OutputLayer(ColumnParallelLinear):
             return found, None
         if head.greedy:
             return likeliest_tokens(input_, weight, labels, trained, part), None
-        return token_losses(input_, weight, labels, trained, part, head), None
+        found = token_losses(input_, weight, labels, trained, part, head)
+        if head.likeliest:
+            tokens = likeliest_tokens(input_, weight, labels, trained, part)
+            found = torch.cat((found.view(*labels.shape, -1), tokens[..., None]), -1)
+        return found, None
 
     @property
     def part(self) -> VocabularyPart:
@@ -87,6 +91,7 @@ class Head:
         uniform: compute the cross-entropy of every trained token's distribution from the uniform one, too, with its
             gradient: the mean of -log p over the vocabulary.
         top: compute, too, the entropy of the distribution of so many likeliest tokens alone, without a gradient.
+        likeliest: name the likeliest token at every label, too, behind all else.
         greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
         hidden: in place of all losses, return what goes into the output layer.
         divergences: in place of all losses, compute these, from what a teacher says.
@@ -97,6 +102,7 @@ class Head:
     entropy: bool = False
     uniform: bool = False
     top: int = 0
+    likeliest: bool = False
     greedy: bool = False
     hidden: bool = False
     divergences: Divergences | None = None
