@@ -106,12 +106,14 @@ class LayerKind(NamedTuple):
         sparse: it has experts.
         has_global_heads: its attention has the heads that layers without a window have.
         window: the most tokens that a query sees, its own among them; None for all.
+        mtp: it predicts a further token, behind the decoder.
     """
 
     delta: bool = False
     sparse: bool = False
     has_global_heads: bool = False
     window: int | None = None
+    mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +218,8 @@ class Architecture:
         has_classifier: Transformers has a sequence classification of this family, in which a reward model is saved.
         num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
             for a language model.
+        mtp_num_layers: layers behind the decoder that are trained to predict further tokens, numbered after its own; 0
+            where a checkpoint's are no part of the model.
     """
 
     model_type: str
@@ -266,6 +270,7 @@ class Architecture:
     mrope: MultimodalRope | None = None
     has_classifier: bool = True
     num_labels: int = 0
+    mtp_num_layers: int = 0
 
     def __hash__(self) -> int:
         """Hash some of the numbers, quickly: it is a key of many caches."""
@@ -281,6 +286,8 @@ class Architecture:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return what this layer, counted from 0, is made of."""
+        if layer >= self.num_layers:
+            return LayerKind(sparse=self.moe is not None, mtp=True)
         window = self.windows[layer] if self.windows else None
         has_global_heads = self.global_heads is not None and window is None
         return LayerKind(self.is_delta_layer(layer), self.is_moe_layer(layer), has_global_heads, window)
@@ -311,6 +318,11 @@ class Architecture:
     def merges_attention(self) -> bool:
         """Attention needs a kernel that returns its log-sum-exp, whatever the layout."""
         return self.attention_sinks or self.pictures_whole
+
+    @property
+    def concatenated_size(self) -> int:
+        """Columns of the projection of a layer that predicts a further token: of an embedding and a hidden state."""
+        return 2 * self.hidden_size
 
     @property
     def num_turned(self) -> int:

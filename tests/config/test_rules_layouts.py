@@ -234,8 +234,8 @@ WRONG = [
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5mL"],
-        "pipeline_model_parallel_layout 'Et*6|t*5mL' cannot be read: m means nothing in it: multi-token "
-        "prediction (m) is not trained\n"
+        "pipeline_model_parallel_layout 'Et*6|t*5mL' cannot be read: m means nothing in it: layers that "
+        "predict further tokens (m) are in the last part, and not written\n"
         "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
     ),
     (

@@ -74,6 +74,9 @@ OLMO3 = architecture(model_type="olmo3", wide_qk_norms=True, pre_norms=False, **
 SHARED = architecture(
     model_type="qwen2_moe", moe=experts(shared_expert_intermediate_size=512, shared_expert_gate=True, pre_softmax=True)
 )
+FURTHER = architecture(
+    model_type="glm4_moe", moe=experts(shared_expert_intermediate_size=256, score_function="sigmoid"), mtp_num_layers=1
+)
 LATENT = architecture(
     model_type="deepseek_v3",
     kv_channels=16,
@@ -277,6 +280,15 @@ def _experts() -> dict[str, Measured]:
     return found
 
 
+def _further() -> dict[str, Measured]:
+    """A layer behind the decoder predicts a further token."""
+    found = _both("1", "predicts further", FURTHER, Layout(1))
+    for name, layout in {"tp2 sp": Layout(2, TP2 | SP), "full": Layout(1, recompute=FULL)}.items():
+        found[f"{name}, fp32"] = Measured("predicts further", FURTHER, layout)
+    found["pp2, bf16"] = Measured("predicts further", FURTHER, Layout(2, PP2), bf16=True, micro_batches=3)
+    return found
+
+
 def _latent() -> dict[str, Measured]:
     found = _both("latent", "latent attention", LATENT, Layout(1))
     for name, layout in {
@@ -403,6 +415,7 @@ _TEXT = (
     _rewards(),
     _pipelines(),
     _experts(),
+    _further(),
     _latent(),
     _adapters(),
     _expert_adapters("experts", SPARSE),

@@ -93,3 +93,15 @@ def test_frozen_parts_save_what_they_do_not_compute() -> None:
     trained = 2 * of_layers * 2 / architecture.num_layers
     # The frozen output layer, and beyond the forward pass the two layers alone.
     assert train_flops(architecture, lengths, last) == pytest.approx(forward + (forward - of_layers) + trained)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_further_token_takes_one_more_layer_a_projection_and_the_output_layer_again(model_dir, family):
+    plain = load_architecture(model_dir(family))
+    sparse = replace(plain.moe, layers=(*plain.moe.layers, True))
+    longer, length = replace(plain, num_layers=plain.num_layers + 1, moe=sparse), 12
+    around = plain.hidden_size * (2 * plain.hidden_size + plain.vocab_size)
+    expected = train_flops(longer, [length]) + 3 * 2 * length * around
+    assert train_flops(replace(plain, mtp_num_layers=1), [length]) == expected
+    more = num_parameters(longer) + plain.hidden_size * (2 * plain.hidden_size + 3)
+    assert num_parameters(replace(plain, mtp_num_layers=1)) == more

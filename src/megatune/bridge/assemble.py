@@ -36,7 +36,7 @@ from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
 from megatune.families.table import Box
 from megatune.families.weight_index import key_findings
-from megatune.families.weights import Segment, TensorLayout, Weight, hf_shapes
+from megatune.families.weights import Layers, Segment, TensorLayout, Weight, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
 
@@ -105,7 +105,7 @@ def load_model(
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
     """
-    architecture = load_architecture(model_dir, settings.run.stage)
+    architecture = load_architecture(model_dir, settings.run.stage, settings.model.mtp_num_layers)
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, place)
     folder, form = open_checkpoint(model_dir, architecture)
@@ -153,13 +153,22 @@ def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[
         # Of a reward model that is made of a language model the score is in no file.
         weights = tuple(each for each in weights if each.engine != SCORE.engine)
     if is_torch_dist(model_dir):
+        if architecture.mtp_num_layers:
+            raise MegatuneError(_no_mtp(str(model_dir), "Megatron-Core's format is read without them"), ExitCode.INPUT)
         form = find_form(family.forms, weights, architecture, (), lambda name: (), version)
         return TorchDistFolder(model_dir, architecture, weights, form), form
     folder = SafetensorsFolder(model_dir)
     form = find_form(family.forms, weights, architecture, folder.names(), folder.file_shape, version)
     _check_keys(folder, architecture, weights, form)
     folder.places = form.locate_all(weights, architecture)
-    return folder, form
+    copies = family.copies(architecture).items()
+    return folder, replace(form, copies=tuple(each for each in copies if each[1] in folder.names()))
+
+
+def _no_mtp(where: str, why: str) -> Finding:
+    """Return what to say of a checkpoint without the layers that predict further tokens."""
+    what = "it has no layers that predict further tokens, which mtp_num_layers trains"
+    return Finding(what, where, why, "remove mtp_num_layers, or name a checkpoint that has them")
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
@@ -180,6 +189,12 @@ def _check_keys(
     ignored = re.compile("|".join(family.ignored(architecture)))
     missing, unknown = expected.keys() - names, {key for key in names - expected.keys() if not ignored.fullmatch(key)}
     where = str(folder.folder)
+    further = {
+        name for weight in weights if weight.layers is Layers.MTP for name in form.all_shapes([weight], architecture)
+    }
+    if further and further <= missing:
+        why = "some are published without them, and merged or converted ones lose them"
+        raise MegatuneError(_no_mtp(where, why), ExitCode.INPUT)
     findings = list(key_findings(missing, unknown, where, architecture.model_type))
     for name, shape in expected.items():
         if name in names and folder.file_shape(name) != shape:

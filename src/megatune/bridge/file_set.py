@@ -178,7 +178,7 @@ class FileSet:
         local = piece.local
         if self._fused_name(local) is None:
             names = hf_shapes(local.weight, self.architecture, local.layer, piece.slice)
-            shapes = {self.form.file_name(name): shape for name, shape in names.items()}
+            shapes = {each: shape for name, shape in names.items() for each in self.form.written_names(name)}
         else:
             shapes = self.form.file_shapes(local.weight, self.architecture, local.layer)
             shapes = {} if piece.slice.ep_rank else shapes
@@ -199,15 +199,17 @@ class FileSet:
                 yield from self._own(piece) if holders.slices.rank() == file.slice_rank else ()
                 continue
             whole = gather_piece(piece, holders, file.slice_rank, self.architecture, torch.device("cpu"))
-            yield from (whole or {}).values()
+            for name, tensor in (whole or {}).items():
+                yield from [tensor] * len(self.form.written_names(name))
 
     def _own(self, piece: Piece) -> Iterator[Tensor]:
         """Yield the rows of a piece that this rank holds whole, tensor by tensor, where they are."""
         weight, layer = piece.local.weight, piece.local.layer
         rows = list(rows_of(weight, self.architecture, piece.slice, layer))
         for name in hf_shapes(weight, self.architecture, layer, piece.slice):
-            for row in sorted((row for row in rows if row.name == name), key=lambda row: row.box):
-                yield piece.values[row.start : row.start + row.box.numel]
+            for _ in self.form.written_names(name):
+                for row in sorted((row for row in rows if row.name == name), key=lambda row: row.box):
+                    yield piece.values[row.start : row.start + row.box.numel]
 
     def _index(self) -> Iterator[WrittenFile]:
         """Yield, on rank 0, the index; nothing where one file holds all."""

@@ -37,6 +37,8 @@ def _reasons(settings: Settings, architecture: Architecture) -> Iterator[str]:
         yield "gated delta nets have weights of their own beside their projections"
     if architecture.global_heads is not None:
         yield "layers without a window have heads of another size, and values of all layers a norm"
+    if architecture.mtp_num_layers:
+        yield "a layer that predicts a further token is of the engine's own layers"
     if not architecture.pre_norms:
         yield "its layers join a projection with the norm before it, and the model has none there"
     if settings.finetuning.finetuning_type == "lora":

@@ -114,7 +114,9 @@ def parse_layout(text: str) -> list[PipelineChunk]:
         plain = unrolled
     plain = re.sub(r"([^*])\*(\d+)", lambda match: match[1] * int(match[2]), plain)
     if unknown := sorted(set(plain) - set("EtL|")):
-        why = "multi-token prediction (m) is not trained" if "m" in unknown else "it is made of E, t, L, | and repeats"
+        why = "it is made of E, t, L, | and repeats"
+        if "m" in unknown:
+            why = "layers that predict further tokens (m) are in the last part, and not written"
         raise ValueError(f"{', '.join(unknown)} means nothing in it: {why}")
     joined = plain.replace("|", "")
     if not re.fullmatch(r"Et+L", joined):

@@ -33,8 +33,8 @@ from megatune.engine.layers.rotary import (
 from megatune.engine.layers.vision.features import PictureFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.patches import patch_model
-from megatune.engine.sequences import Pictures, Sequences
-from megatune.engine.specs import block_spec
+from megatune.engine.sequences import Following, Pictures, Sequences
+from megatune.engine.specs import block_spec, mtp_spec
 from megatune.engine.trained import add_adapters, freeze, without_gradient
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
@@ -61,18 +61,23 @@ class DecoderModel(GPTModel):
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> None:
         tp_size = config.tensor_model_parallel_size
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(architecture, config, vp_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, tp_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_last,
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             # Rotary embeddings follow the positions of each micro-batch, below.
             position_embedding_type="none",
             # Features of pictures take their places in whole rows first.
             scatter_embedding_sequence_parallel=architecture.vision is None,
+            # They need a word embedding where they are, a copy of the first stage's.
+            mtp_block_spec=mtp_spec(architecture, config, vp_stage)
+            if is_last and architecture.mtp_num_layers
+            else None,
             vp_stage=vp_stage,
         )
         self.inverse_frequencies = inverse_frequencies(architecture.of_heads(True)).to(torch.cuda.current_device())
@@ -105,6 +110,10 @@ class DecoderModel(GPTModel):
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
             self.output_layer.softcap = self.logits_softcap
+            if self.mtp_process and architecture.tie_word_embeddings:
+                # The word embedding beside it is. As on one stage, it gets gradients from both.
+                self.output_layer.weight = None
+                self.embedding.word_embeddings.weight.zero_out_wgrad = True
         self.picture_features: PictureFeatures | None = None
         if self.pre_process and architecture.vision is not None:
             self._add_vision(architecture, architecture.vision)
@@ -131,6 +140,7 @@ class DecoderModel(GPTModel):
         labels: Tensor | None = None,
         pictures: Pictures | None = None,
         head: Head = PLAIN,
+        following: Following | None = None,
     ) -> Tensor:
         """Compute this chunk's layers.
 
@@ -139,6 +149,8 @@ class DecoderModel(GPTModel):
             labels: int64 [b, s / cp], below 0 where a token is not trained; None asks for logits.
             pictures: of the whole micro-batch, on the host.
             head: what the last chunk computes of labels.
+            following: of a model that predicts further tokens, what it is to predict: losses of these are put behind
+                all that is computed of labels, [b, s / cp, 2] of a plain head.
 
         Returns:
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
@@ -148,14 +160,23 @@ class DecoderModel(GPTModel):
             [b, s / cp], with labels or without.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
+        rotary = self._rotary_embedding(sequences)
         hidden_states = self.decoder(
             hidden_states=self._begin(embeddings),
             attention_mask=None,
             context=deepstack,
-            rotary_pos_emb=self._rotary_embedding(sequences),
+            rotary_pos_emb=rotary,
             packed_seq_params=sequences,
         )
-        return self.head(hidden_states, labels, sequences.trained, head) if self.post_process else hidden_states
+        if not self.post_process:
+            return hidden_states
+        output = self.head(hidden_states, labels, sequences.trained, head)
+        if following is None:
+            return output
+        (layer,) = self.mtp.layers
+        hidden_states = layer(hidden_states, self._word_embeddings(following.input_ids), rotary, sequences)
+        further = self.head(hidden_states, following.labels, following.trained)
+        return torch.cat((output.view(*further.shape, -1), further[..., None]), -1)
 
     def _embed(
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
@@ -163,8 +184,6 @@ class DecoderModel(GPTModel):
         """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
         features = self.picture_features(pictures) if self.picture_features is not None else None
         embeddings, deepstack = self._word_embeddings(input_ids), None
-        if self.embedding_multiplier != 1:
-            embeddings = embeddings * self.embedding_multiplier
         if sequences.noise is not None:
             embeddings = self._with_noise(embeddings, sequences.noise, sequences.lengths)
         if self.picture_features is None:
@@ -181,13 +200,12 @@ class DecoderModel(GPTModel):
         """Return embeddings [s / cp (/ tp), b, h]; as in Transformers, that of the padding token, which may end every
         answer too, gets no gradient."""
         embeddings: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
-        if self.padding_token is None or not embeddings.requires_grad:
-            return embeddings
-        is_padding = (input_ids == self.padding_token).t()[..., None]
-        if len(embeddings) < len(is_padding):
-            is_padding = scatter_to_sequence_parallel_region(is_padding)
-        embeddings.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0))
-        return embeddings
+        if self.padding_token is not None and embeddings.requires_grad:
+            is_padding = (input_ids == self.padding_token).t()[..., None]
+            if len(embeddings) < len(is_padding):
+                is_padding = scatter_to_sequence_parallel_region(is_padding)
+            embeddings.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0))
+        return embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
 
     def _with_noise(self, embeddings: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
         """Return word embeddings with noise of up to alpha / √(L · h), where L is the length of a token's document."""

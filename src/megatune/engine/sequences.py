@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -132,6 +132,20 @@ class Sequences(PackedSeqParams):
         return [(stop - start) // cp_size for start, stop in pairwise(self.boundaries)]
 
 
+class Following(NamedTuple):
+    """What comes one token further than a rank's tokens and labels, on the device; 0 and -100 where that is no more in
+    the document.
+
+    Attributes:
+        input_ids, labels: int64 [b, s / cp].
+        trained: int64 [n], places of the trained ones in the flattened labels.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    trained: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
     """This context-parallel rank's part of a micro-batch, on the device.
@@ -140,6 +154,7 @@ class LocalBatch:
         input_ids, labels: int64 [b, s / cp].
         extras: what `Extra.on_rank` returned.
         pictures: those of the micro-batch, on the host: what becomes of them is known where they are encoded.
+        following: None of a model that predicts no further tokens.
     """
 
     input_ids: Tensor
@@ -147,6 +162,7 @@ class LocalBatch:
     sequences: Sequences
     extras: Mapping[str, Any]
     pictures: Pictures | None
+    following: Following | None = None
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
@@ -162,11 +178,12 @@ def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tenso
     return torch.cat(parts)
 
 
-def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBatch:
+def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, follows: bool = False) -> LocalBatch:
     """Copy this rank's part of the micro-batch, which is whole on every rank, to the device.
 
     Args:
         normalizer: as in Sequences; None counts trained tokens.
+        follows: the model predicts further tokens.
     """
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
@@ -198,7 +215,19 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None) -> LocalBat
         noise=extras.pop(NOISE, None),
         pictures=() if pictures is None else picture_runs(pictures.places, boundaries),
     )
-    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures)
+    following = None
+    if follows:
+        tokens_after, labels_after = (_shifted(each, boundaries) for each in (batch.input_ids, batch.labels))
+        places = (of_this_rank(labels_after).reshape(-1) >= 0).nonzero()[:, 0]
+        following = Following(to_device(tokens_after.clamp(min=0)), to_device(labels_after), send(places))
+    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures, following)
+
+
+def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
+    """Move whole rows, int64 [b, s], by a token to the left within their documents; -100 takes the last places."""
+    shifted = rows.roll(-1, 1)
+    shifted[:, torch.tensor(boundaries[1:]) - 1] = -100
+    return shifted
 
 
 def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:

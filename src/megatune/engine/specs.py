@@ -12,6 +12,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,12 +23,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatune.architecture import Architecture, MultiLatentAttention
+from megatune.architecture import Architecture, LayerKind, MultiLatentAttention
 from megatune.engine.layers.attention.core import CoreAttention
 from megatune.engine.layers.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.linear import feed_forward_layers, linear_layer, normed_linear, row_linear
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
+from megatune.engine.layers.mtp import PredictingLayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.self_attention import (
     AllKeysNorm,
@@ -91,30 +93,59 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline chunk."""
     first = get_transformer_layer_offset(config, vp_stage)
+    layers = [
+        _layer(architecture, config, architecture.layer_kind(first + index), keeps=_keeps(config, index))
+        for index in range(get_num_layers_to_build(config, vp_stage=vp_stage))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def mtp_spec(
+    architecture: Architecture, config: TransformerConfig, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules:
+    """Return the layers behind the last pipeline chunk's that predict further tokens; they are recomputed whole where
+    one more layer of the chunk would be."""
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = architecture.num_layers - get_transformer_layer_offset(config, vp_stage)
+    layers = []
+    for index in range(architecture.mtp_num_layers):
+        keeps = _keeps(config, count + index)
+        kind = architecture.layer_kind(architecture.num_layers + index)
+        params = {
+            "layer": _layer(architecture, config, kind, keeps=keeps),
+            "index": first + index,
+            "recomputed": config.recompute_granularity == "full" and not keeps,
+        }
+        layers.append(ModuleSpec(module=PredictingLayer, params=params))
+    return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+
+
+def _keeps(config: TransformerConfig, index: int) -> bool:
+    """Return whether full recomputation, in blocks, keeps a chunk's layer, which is beyond the first."""
+    return config.recompute_method == "block" and index >= config.recompute_num_layers
+
+
+def _layer(architecture: Architecture, config: TransformerConfig, kind: LayerKind, *, keeps: bool) -> ModuleSpec:
+    """Return a layer of a kind."""
     before = RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
     scale = architecture.residual_multiplier
     add = get_bias_dropout_add if scale == 1 else _adding(lambda output: output * scale)
-    layers = [
-        TransformerLayerSubmodules(
-            input_layernorm=before,
-            self_attention=_mixer(architecture, config, first + index),
-            self_attn_bda=add,
-            pre_mlp_layernorm=_before_mlp(architecture, config, first + index),
-            mlp=_mlp(architecture, config, first, index),
-            mlp_bda=add,
-        )
-        for index in range(count)
-    ]
+    layer = TransformerLayerSubmodules(
+        input_layernorm=before,
+        self_attention=_mixer(architecture, config, kind),
+        self_attn_bda=add,
+        pre_mlp_layernorm=_before_mlp(architecture, config, kind),
+        mlp=_mlp(config, kind, keeps=keeps),
+        mlp_bda=add,
+    )
     params = {"post_norms": architecture.post_norms, "has_scalar": architecture.layer_scalars}
-    specs = [ModuleSpec(module=DecoderLayer, params=params, submodules=layer) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return ModuleSpec(module=DecoderLayer, params=params, submodules=layer)
 
 
-def _before_mlp(architecture: Architecture, config: TransformerConfig, layer: int) -> type:
+def _before_mlp(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> type:
     """Return the norm before a layer's feed-forward; experts may have theirs inside, and so do projections of
     Transformer Engine."""
-    if architecture.moe is not None and architecture.is_moe_layer(layer):
+    if architecture.moe is not None and kind.sparse:
         return RMSNorm if architecture.pre_norms and not architecture.moe.separate_norms else IdentityOp
     return RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
 
@@ -131,20 +162,17 @@ def _adding(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., T
     return get_add
 
 
-def _mlp(architecture: Architecture, config: TransformerConfig, first: int, index: int) -> ModuleSpec | type:
-    """Return the feed-forward of a chunk's layer, counted from the chunk's first."""
-    if not architecture.is_moe_layer(first + index):
+def _mlp(config: TransformerConfig, kind: LayerKind, *, keeps: bool) -> ModuleSpec | type:
+    """Return the feed-forward of a layer."""
+    if not kind.sparse:
         if config.uses_transformer_engine:
             return ModuleSpec(module=FeedForward, submodules=feed_forward_layers())
         return FeedForward
-    # Full recomputation in blocks keeps the layers beyond the first of each chunk.
-    keeps = config.recompute_method == "block" and index >= config.recompute_num_layers
     return RecomputedMoELayer if keeps and config.moe_layer_recompute else MoELayer
 
 
-def _mixer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
-    """Return what mixes the tokens of a layer, counted from 0 in the whole model."""
-    kind = architecture.layer_kind(layer)
+def _mixer(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+    """Return what mixes the tokens of a layer."""
     if not kind.delta:
         attention = _self_attention(architecture, config)
         if kind.has_global_heads:

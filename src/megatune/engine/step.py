@@ -26,6 +26,8 @@ from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole
 
 # An extra of a micro-batch, `Teaching`: an objective gets the divergence from it in place of losses.
 TEACHING = "teaching"
+# A metric: the mean cross-entropy of tokens that are predicted one token further than labels are.
+MTP_LOSS = "mtp_loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,9 @@ def forward_backward(
         for chunk in model:
             chunk.zero_grad_buffer()
     reports = _schedule(model, batches, partial(_train, objective), forward_only=forward_only)
-    own, routers = objective.metric_names, {} if forward_only else router_metrics(model)
+    config: Any = model[0].config
+    own = (*objective.metric_names, *([MTP_LOSS] if config.mtp_num_layers else []))
+    routers = {} if forward_only else router_metrics(model)
     device = torch.cuda.current_device()
     num_values = 6 + 2 * (len(own) + len(routers))
     num_ranks = 0 if busy is None else torch.distributed.get_world_size()
@@ -336,24 +340,37 @@ def _train(
     objective: Objective, iterator: Iterator[MicroBatch], chunk: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     batch = next(iterator)
-    mine = local_batch(batch, objective.normalizer(batch))
+    config: Any = chunk.config
+    mine = local_batch(batch, objective.normalizer(batch), follows=bool(config.mtp_num_layers))
     head = getattr(objective, "head", PLAIN)
     if TEACHING in mine.extras:
         head = replace(head, divergences=mine.extras[TEACHING].divergences)
-    return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine)
+    return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine, config.mtp_loss_scaling_factor)
 
 
 def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None, head: Head) -> Tensor:
     """Run one pipeline chunk; see `DecoderModel.forward`."""
     output: Tensor = chunk(
-        input_ids=mine.input_ids, sequences=mine.sequences, labels=labels, pictures=mine.pictures, head=head
+        input_ids=mine.input_ids,
+        sequences=mine.sequences,
+        labels=labels,
+        pictures=mine.pictures,
+        head=head,
+        following=mine.following,
     )
     return output
 
 
-def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [3 + 2 · metrics]."""
-    found = objective(token_losses, mine)
+def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [3 + 2 · metrics].
+
+    Args:
+        factor: of losses of further tokens, which are added to the loss that is trained, not to the one reported.
+    """
+    further = None
+    if mine.following is not None:
+        output, further = output[..., :-1].squeeze(-1), output[..., -1]
+    found = objective(output, mine)
     # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
     first = parallel_state.get_context_parallel_rank() == 0
     normalizer = mine.sequences.normalizer if first else torch.zeros_like(mine.sequences.normalizer)
@@ -365,4 +382,8 @@ def _loss(objective: Objective, mine: LocalBatch, token_losses: Tensor) -> tuple
         values = [nothing, *counts, *[nothing] * len(metrics)]
     # The schedule scales the loss in place for fp16; what is reported must be a copy.
     report = torch.stack([value.detach().double() for value in values])
-    return found.loss, normalizer.int(), report
+    if further is None or mine.following is None:
+        return found.loss, normalizer.int(), report
+    total, count = further.sum(), torch.full_like(nothing, len(mine.following.trained))
+    report = torch.cat((report, torch.stack((total.detach(), count)).double()))
+    return found.loss + factor * total, normalizer.int(), report

@@ -46,7 +46,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = uses_transformer_engine(settings, architecture)
-    config.windows = architecture.windows or (None,) * architecture.num_layers
+    config.windows = architecture.windows or (None,) * (architecture.num_layers + architecture.mtp_num_layers)
     config.pictures_whole = architecture.pictures_whole
     config.whole_in_windows = architecture.vision is not None and architecture.vision.whole_in_windows
     config.query_scaling = architecture.query_scaling
@@ -58,6 +58,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses
         config.activation_func = functools.partial(F.gelu, approximate="tanh")
+    # Given to the constructor, it would ask for a place in the pipeline, which is behind the last layer.
+    config.mtp_num_layers = architecture.mtp_num_layers or None
+    config.mtp_loss_scaling_factor = settings.model.mtp_loss_scaling_factor
     # Given to the constructor, it would refuse expert tensor parallelism.
     config.add_bias_linear = architecture.add_bias_linear
     if architecture.moe is not None:

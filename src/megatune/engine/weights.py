@@ -32,7 +32,8 @@ def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterato
 
     Yields:
         The entry; the layer, counted from 0 over all pipeline stages, 0 outside layers; the tensor; and whether another
-        stage holds the same weight and this is its copy (tied embeddings).
+        stage holds the same weight and this is its copy (tied embeddings, and the one beside layers that predict
+        further tokens).
     """
     module: Any = chunk
     while hasattr(module, "module"):  # DDP and mixed-precision wrappers
@@ -42,6 +43,7 @@ def named_weights(chunk: torch.nn.Module, architecture: Architecture) -> Iterato
     for path, tensor in named_tensors(module):
         name, layer = entry_name(module, path, by_name)
         is_copy = name == OUTPUT_LAYER.engine and architecture.tie_word_embeddings
+        is_copy |= name == EMBEDDING.engine and not module.pre_process
         if isinstance(tensor, torch.nn.Parameter | QuantizedMatrix):
             yield by_name[EMBEDDING.engine if is_copy else name], layer, tensor, is_copy
         elif name in by_name and by_name[name].is_buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
@@ -48,11 +49,11 @@ from megatune.families import (
     qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
+    scores,
     seed_oss,
     smollm3,
 )
 from megatune.families.family import Config, Family
-from megatune.families.scores import as_trained
 from megatune.hub.models import no_folder
 
 _MODULES = (
@@ -89,11 +90,12 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     return config
 
 
-def load_architecture(model_dir: str | Path, stage: str | None = None) -> Architecture:
+def load_architecture(model_dir: str | Path, stage: str | None = None, mtp_num_layers: int = 0) -> Architecture:
     """Read a checkpoint's config.json as an Architecture.
 
     Args:
         stage: that of a run that starts from it: the model that is trained is returned, see `as_trained`.
+        mtp_num_layers: of that run: layers behind the decoder that it trains.
 
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model; SETTINGS, when the stage
@@ -101,7 +103,22 @@ def load_architecture(model_dir: str | Path, stage: str | None = None) -> Archit
     """
     where = str(Path(model_dir) / "config.json")
     architecture = read_architecture(read_config(model_dir), where)
-    return architecture if stage is None else as_trained(architecture, stage, where)
+    return architecture if stage is None else as_trained(architecture, stage, where, mtp_num_layers)
+
+
+def as_trained(architecture: Architecture, stage: str, where: str, mtp_num_layers: int = 0) -> Architecture:
+    """Return the model that a stage trains, see `scores.as_trained`, with so many layers that predict further tokens.
+
+    Raises:
+        MegatuneError: SETTINGS, when the stage cannot train it, or its family has no such layers.
+    """
+    trained = scores.as_trained(architecture, stage, where)
+    if mtp_num_layers and FAMILIES[architecture.model_type].mtp is None:
+        having = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mtp is not None))
+        what = f"mtp_num_layers {mtp_num_layers} with a {architecture.model_type}"
+        why = f"layers that predict further tokens are trained of {having}"
+        raise MegatuneError(Finding(what, where, why, "remove mtp_num_layers"), ExitCode.SETTINGS)
+    return replace(trained, mtp_num_layers=mtp_num_layers)
 
 
 def read_architecture(config: Config, where: str) -> Architecture:

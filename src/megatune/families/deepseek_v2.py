@@ -26,6 +26,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
 FAMILY = replace(
     deepseek_v3.FAMILY,
     model_type="deepseek_v2",
+    mtp=None,
     weights=tuple(weight for weight in deepseek_v3.FAMILY.weights if not weight.is_buffer),
     required={
         "attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_act": "silu", "moe_layer_freq": 1,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatune.architecture import MixtureOfExperts, MultiLatentAttention
 from megatune.families.dense import FRAME, LATENT_ATTENTION
 from megatune.families.family import Config, Family
+from megatune.families.mtp import BEHIND_LAYERS
 from megatune.families.rope import rope_parameters, softmax_scale
 from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
@@ -70,8 +71,9 @@ FAMILY = Family(
     ),
     defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    # Layers that predict further tokens come after the last one; they take no part in training.
+    # Layers that predict further tokens come after the last one.
     ignored_keys=(r"model\.layers\.{num_layers}\..+",),
+    mtp=BEHIND_LAYERS,
     head_dim_key="qk_rope_head_dim",
     experts=read_experts,
     latent_attention=_latent_attention,

@@ -12,6 +12,7 @@ from megatune.encoders import Vision
 from megatune.errors import Finding
 from megatune.families.dense import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
+from megatune.families.mtp import PredictingLayer
 from megatune.families.rope import (
     FULL_ATTENTION,
     ROPE_TYPES,
@@ -58,6 +59,8 @@ class Family:
             {num_layers} is replaced by the number of layers.
         carried_keys: regular expressions of checkpoint keys that this model does not use, and that are written back as
             they were read; as those above.
+        mtp: the layer that predicts a further token, where a run may train it; otherwise its weights are among those
+            keys.
         partial_rotary: config.json's partial_rotary_factor may leave channels of a head unturned.
         head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
         head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
@@ -86,6 +89,7 @@ class Family:
     rope_types: tuple[str, ...] = ROPE_TYPES
     ignored_keys: tuple[str, ...] = ()
     carried_keys: tuple[str, ...] = ()
+    mtp: PredictingLayer | None = None
     partial_rotary: bool = False
     head_dim_key: str = "head_dim"
     head_dim_default: int | None = None
@@ -102,14 +106,15 @@ class Family:
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """List the weights of this member of the family."""
-        return tuple(weight for weight in self.weights if weight.exists(architecture))
+        behind = self.mtp.weights(self.weights) if self.mtp is not None and architecture.mtp_num_layers else ()
+        return tuple(weight for weight in (*self.weights, *behind) if weight.exists(architecture))
 
     def ignored(self, architecture: Architecture) -> list[str]:
         """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
         # Published checkpoints with tied embeddings may carry an output layer all the same.
         # A reward model has none, and may be made from a language model.
         without = architecture.tie_word_embeddings or architecture.num_labels
-        patterns = _of_layers(self.ignored_keys, architecture) + self.carried(architecture)
+        patterns = _of_layers((*self.ignored_keys, *self.carried_keys), architecture)
         return [*patterns, *([r"(language_model\.)?lm_head\.weight"] if without else [])]
 
     def in_modules(self, name: str) -> str:
@@ -120,7 +125,16 @@ class Family:
 
     def carried(self, architecture: Architecture) -> list[str]:
         """List regular expressions of checkpoint keys that are written back as they were read."""
-        return _of_layers(self.carried_keys, architecture)
+        return [] if architecture.mtp_num_layers else _of_layers(self.carried_keys, architecture)
+
+    def copies(self, architecture: Architecture) -> dict[str, str]:
+        """Return under which names files may repeat weights for a layer that predicts a further token, by the names
+        that they have anyway."""
+        if self.mtp is None or not self.mtp.copies or not architecture.mtp_num_layers:
+            return {}
+        names = {weight.engine: weight.hf[0].name for weight in self.weight_map(architecture)}
+        repeated = {names[engine]: copy for engine, copy in self.mtp.copies.items() if engine in names}
+        return dict(zip(repeated, _of_layers(tuple(repeated.values()), architecture), strict=True))
 
     def check(self, config: Config, where: str) -> list[Finding]:
         """Find everything in config.json that keeps this engine from computing the model."""

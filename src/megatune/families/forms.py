@@ -41,11 +41,17 @@ class CheckpointForm:
         fused: engine names of experts' weights, and the one tensor [experts, rows, columns] that has all of a layer's,
             of biases [experts, rows].
         transposed: those are [experts, columns, rows].
+        copies: names of tensors in the map, and another name by which files have each of them once more.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+
+    def written_names(self, name: str) -> tuple[str, ...]:
+        """Return under which names a tensor that is by itself is written."""
+        return self.file_name(name), *(copy for copied, copy in self.copies if copied == name)
 
     def file_name(self, name: str) -> str:
         """Return what files call a tensor that is by itself."""

@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from megatune.families import deepseek_v3
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2", computed_as="deepseek_v3")
+FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2", mtp=None, computed_as="deepseek_v3")

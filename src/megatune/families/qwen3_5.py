@@ -21,6 +21,7 @@ TEXT = Family(
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
     partial_rotary=True,
     carried_keys=qwen3_next.FAMILY.carried_keys,
+    mtp=qwen3_next.FAMILY.mtp,
     delta_nets=qwen3_next.FAMILY.delta_nets,
     forms=(AS_MAPPED, AS_PART),
 )
@@ -35,5 +36,5 @@ VISION = replace(
 )  # fmt: skip
 TOWER = tuple(weight for weight in qwen3_vl.ENCODER if weight.stack is not Stack.DEEPSTACK)
 FAMILY = replace(
-    TEXT, model_type="qwen3_5", weights=(*as_decoder(TEXT.weights), *TOWER), vision=VISION, forms=(AS_MAPPED,)
+    TEXT, model_type="qwen3_5", weights=(*as_decoder(TEXT.weights), *TOWER), mtp=None, vision=VISION, forms=(AS_MAPPED,)
 )

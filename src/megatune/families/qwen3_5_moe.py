@@ -26,6 +26,7 @@ TEXT = replace(
         "intermediate_size": 1,
     },
     aliases=qwen3_next.FAMILY.aliases,
+    mtp=None,
     experts=qwen3_next.FAMILY.experts,
     forms=(
         AS_MAPPED, fused_experts(_EXPERTS), qwen3_5.AS_PART, fused_experts(_OF_PART, qwen3_5.AS_PART.prefixes),

@@ -46,6 +46,7 @@ class Layers(Enum):
     GLOBAL = "global"  # those layers
     DENSE = "dense"
     SPARSE = "sparse"
+    MTP = "mtp"  # layers behind the decoder that predict further tokens
 
 
 class Stack(Enum):
@@ -165,7 +166,10 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
     """Return the layers of its stack that have the weight, counted from 0; [0] for a weight outside layers."""
     if not weight.per_layer:
         return [0]
-    layers = range(attrgetter(weight.num_layers)(architecture))
+    count = attrgetter(weight.num_layers)(architecture)
+    if weight.layers is Layers.MTP:
+        return list(range(count, count + architecture.mtp_num_layers))
+    layers = range(count)
     if weight.layers is Layers.ALL:
         return list(layers)
     return [layer for layer in layers if is_in_layer(weight, architecture.layer_kind(layer))]
@@ -173,6 +177,8 @@ def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
 
 def is_in_layer(weight: Weight, kind: LayerKind) -> bool:
     """Return whether a weight is in layers of a kind."""
+    if kind.mtp or weight.layers is Layers.MTP:
+        return kind.mtp and weight.layers is Layers.MTP
     match weight.layers:
         case Layers.ATTENTION | Layers.DELTA:
             return kind.delta == (weight.layers is Layers.DELTA)

@@ -91,7 +91,8 @@ def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[st
     layout does not fit the world, or has no whole copies of the model as the stage trains it."""
     settings, world = with_settings(case.settings, changes), changes.get(PROCESSES, case.world_size)
     try:
-        architecture = as_trained(case.model.architecture, settings.run.stage, case.model.name)
+        asked = settings.run.stage, case.model.name, settings.model.mtp_num_layers
+        architecture = as_trained(case.model.architecture, *asked)
     except MegatuneError:
         return None
     if world % settings.parallel.smallest_world:

@@ -93,7 +93,8 @@ def _flops(architecture: Architecture, trainable: FinetuningSettings) -> tuple[i
     of_weights = _PASSES - 1 if trainable.finetuning_type == "lora" else _PASSES
     matrices = {"weights": of_weights, "through": _PASSES - 1, "none": 1}
     output = is_trained(output_weight(architecture), 0, architecture, trainable)
-    by_token = 2 * (_PASSES if output else _PASSES - 1) * _output_parameters(architecture)
+    outputs = 1 + architecture.mtp_num_layers  # what predicts further tokens has the output layer, too
+    by_token = 2 * (_PASSES if output else _PASSES - 1) * _output_parameters(architecture) * outputs
     by_window: Counter[int | None] = Counter()
     for kind, gradient in layer_contents(architecture, trainable):
         passes = 1 if gradient == "none" else _PASSES

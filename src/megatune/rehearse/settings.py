@@ -137,6 +137,7 @@ def _around(settings: Settings, model_dir: str, output_dir: str) -> _Changes:
     yield "model.model_name_or_path", model_dir, ""
     yield "model.mcore_model", None, "weights are random"
     yield "model.rope_scaling", None, "config.json of the smaller model has it"
+    yield "model.mtp_num_layers", 0, "the smaller model has no layers that predict further tokens"
     yield "model.model_revision", "main", ""
     yield "run.output_dir", output_dir, ""
     for name, value in (("overwrite_output_dir", False), ("resume_from_checkpoint", None), ("num_processes", None)):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.setting import Count, Group, Limit, Mark, Needs
+from megatune.config.setting import Count, Group, Limit, Mark, Needs, Positive
 
 # They train on preference pairs.
 PAIR_STAGES = ("dpo", "rm")
@@ -25,6 +25,21 @@ _WHOLE_MODEL = Needs(
     "write `merge_lora: true`, or remove `rope_scaling`",
     otherwise=Needs("checkpoint.merge_lora", (True,)),
 )
+_ONE_MORE = Limit(1, "published checkpoints have one such layer, and further ones are not computed")
+_TOKENS = Needs("run.stage", ("pt", "sft"), "they predict tokens of texts, and other stages train on whole answers")
+_WEIGHTS = Needs(
+    "finetuning.finetuning_type",
+    ("full",),
+    "their weights are trained whole: peft knows no such layers that could have adapters",
+)
+_HF = Needs("checkpoint.save_format", ("hf",), "Megatron-Core's format is written without such layers")
+_FILES = Needs("model.mcore_model", (None,), "such layers are read from a Hugging Face checkpoint")
+_NO_NOISE = Needs(
+    "finetuning.neftune_noise_alpha",
+    (None,),
+    "noise is added to what the decoder reads, and nobody says what such a layer is to read of it",
+)
+_PREDICTS = Needs("model.mtp_num_layers", least=1)
 _SAVES = Needs(
     "checkpoint.save_strategy",
     ("steps", "epoch"),
@@ -211,6 +226,20 @@ class ModelSettings(Group):
     - linear: divides positions by the factor
     - yarn: stretches slow channels, keeps fast ones, and sharpens attention (arXiv:2309.00071)
     - llama3: stretches slow channels, and keeps fast ones, as Llama 3.1 does"""
+    mtp_num_layers: Annotated[int, Field(ge=0), "layers", _ONE_MORE, _TOKENS, _WEIGHTS, _HF, _FILES, _NO_NOISE] = 0
+    """Layers behind the decoder that are trained to predict a further token, which engines use for speculative
+    decoding; 0 leaves those of the checkpoint as they are.
+    How: Such a layer sees what the decoder puts out for a token and the embedding of the next one, and predicts the
+    token after that (DeepSeek-V3, arXiv:2412.19437, section 2.2). Its loss, logged as mtp_loss, is added with
+    mtp_loss_scaling_factor. It is read from the checkpoint and saved with it; with pipeline stages it is in the last
+    one, with a copy of the word embedding.
+    When: Write 1 where the trained model is served with speculative decoding: a layer that is left as it was guesses
+    worse, the more the model has changed."""
+    mtp_loss_scaling_factor: Annotated[Positive, _PREDICTS] = 0.1
+    """How much the loss of further tokens counts beside that of next tokens.
+    How: Both are sums over tokens, divided by the number of trained tokens, as in Megatron-Core. The loss that is
+    logged is that of next tokens alone.
+    When: DeepSeek-V3 was trained with 0.3, and with 0.1 at the end."""
     cache_dir: Annotated[str, Mark.NAME, Mark.MACHINE] | None = None
     """Folder for files of models that are fetched from a hub. null is the hub's own cache.
     How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE

@@ -60,9 +60,9 @@ def find_model(
     if settings is not None:
         config, stage = as_scaled(config, settings), settings.run.stage
     architecture = read_architecture(config, where)
-    return PlannedModel(
-        name=str(name_or_path), architecture=architecture if stage is None else as_trained(architecture, stage, where)
-    )
+    if stage is not None:
+        architecture = as_trained(architecture, stage, where, model.mtp_num_layers)
+    return PlannedModel(name=str(name_or_path), architecture=architecture)
 
 
 def model_config(

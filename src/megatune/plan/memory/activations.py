@@ -12,7 +12,15 @@ from megatune.plan.case import Case
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, stage_chunks
 from megatune.plan.operators.attention import heads_of
-from megatune.plan.operators.decoder import Recompute, decoder_layer, embedding, head, inputs, recompute_of
+from megatune.plan.operators.decoder import (
+    Recompute,
+    decoder_layer,
+    embedding,
+    further_tokens,
+    head,
+    inputs,
+    recompute_of,
+)
 from megatune.plan.operators.experts import saves_input_twice
 from megatune.plan.operators.linear import layer_norm
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
@@ -102,9 +110,20 @@ def _pass(
     memories += _runs(shapes, kept, recompute.modules)
     if chunk.loss:
         norm, *rest = (operator.memory for operator in head(shapes))
-        memories += [norm, *(rest if with_loss else [Memory(0, shapes.hidden, shapes.hidden)])]
+        end = [norm, *(rest if with_loss else [Memory(0, shapes.hidden, shapes.hidden)])]
+        memories += [*end, *_further(shapes, chunk, recompute), *end] if chunk.predicts_further else end
     whole = chain(memories)
     return whole._replace(forward=whole.forward + added) if added else whole
+
+
+def _further(shapes: Shapes, chunk: ChunkContent, recompute: Recompute) -> list[Memory]:
+    """Return the layer that predicts a further token, which is recomputed where one more layer of the chunk would be,
+    and what is before it."""
+    looked_up, *before = (operator.memory for operator in further_tokens(shapes))
+    inner = chain((*before, _layer(shapes, chunk.layers[-1], recompute.modules)))
+    if recompute.num_layers >= len(chunk.layers):
+        inner = recomputed(inner, 2 * shapes.hidden, shapes.hidden)
+    return [looked_up, inner]
 
 
 @lru_cache(16384)
@@ -130,8 +149,9 @@ def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Mem
 
 @lru_cache(4096)
 def _groups(chunk: ChunkContent, recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
-    """Return groups of layers that are recomputed together, equal ones counted, and the layers that are not."""
-    layers = chunk.layers
+    """Return groups of layers of the decoder that are recomputed together, equal ones counted, and those that are
+    not."""
+    layers = chunk.layers[: len(chunk.layers) - chunk.predicts_further]
     last = min(recompute.num_layers, len(layers))
     size = recompute.group_size
     groups = [layers[first : min(first + size, last)] for first in range(0, last, size)]

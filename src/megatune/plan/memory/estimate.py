@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.settings import Settings
+from megatune.families import FAMILIES
 from megatune.families.dense import EMBEDDING
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, hf_shapes
@@ -125,7 +126,8 @@ def num_communicators(case: Case, *, trains: bool = True) -> int:
     sizes = [tp, parallel.context_parallel_size, pp]
     sizes += [ep, etp] if architecture.moe is not None else []
     if trains:
-        sizes += [case.shard_size, tp * pp, case.world_size, 2 if architecture.tie_word_embeddings and pp > 1 else 1]
+        copied = pp > 1 and (architecture.tie_word_embeddings or architecture.mtp_num_layers)
+        sizes += [case.shard_size, tp * pp, case.world_size, 2 if copied else 1]
         sizes += [ep * etp, case.expert_shard_size] if architecture.moe is not None else []
     return len([size for size in sizes if size > 1])
 
@@ -188,13 +190,16 @@ def bytes_of(
 def checkpoint_bytes(settings: Settings, architecture: Architecture) -> CheckpointBytes:
     """Count what a run writes at each save."""
     counts = {Role.BASE: 0, Role.ADAPTER: 0}
-    matrices = 0
+    matrices = repeated = 0
+    copies = FAMILIES[architecture.model_type].copies(architecture)  # published files have them
     twice = 0  # a tied word embedding beside adapters, which peft looks for under two names
     for weight, layer in trained_weights(architecture, settings.finetuning):
-        size = sum(map(prod, hf_shapes(weight, architecture, layer).values()))
+        shapes = hf_shapes(weight, architecture, layer)
+        size = sum(map(prod, shapes.values()))
         counts[weight.role] += size
+        repeated += sum(prod(shape) for name, shape in shapes.items() if name in copies)
         matrices += size if weight.is_matrix else 0
         if weight.engine == EMBEDDING.engine and architecture.tie_word_embeddings:
             twice = size
-    parameters = num_parameters(architecture)
+    parameters = num_parameters(architecture) + repeated
     return bytes_of(settings, parameters, counts[Role.BASE], counts[Role.ADAPTER], twice, matrices)

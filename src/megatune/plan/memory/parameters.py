@@ -238,7 +238,7 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageMemory:
     """Return bytes of a rank that holds these parts."""
     chunks, optimizer = rules.contents[stage], rules.optimizer
     sparse = sum([count for chunk in chunks for layer, count in chunk.counts if layer.kind.sparse])
-    num_layers = sum(len(chunk.layers) for chunk in chunks)
+    num_layers = sum(count for chunk in chunks for layer, count in chunk.counts if not layer.kind.mtp)
     weights = sparse * rules.held.sparse_buffer_bytes - saved_bytes(rules.held, chunks, rules.parameter_bytes)
     weights += num_layers * rules.parameter_bytes if rules.model.architecture.layer_scalars else 0
     gradients = master_weights = host = 0
@@ -297,6 +297,7 @@ def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[Place, int]]:
     counts: Counter[Place] = Counter()
     for chunk in chunks:
         counts["first"] += chunk.embedding
+        counts["copy"] += chunk.copies_embedding
         counts.update(dict(chunk.counts))
         counts["last"] += chunk.loss
     return [(place, count) for place, count in counts.items() if count]

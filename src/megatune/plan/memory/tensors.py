@@ -17,6 +17,7 @@ from megatune.config.settings import ParallelSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, FINAL_NORM, GLOBAL_HEADS, output_weight
+from megatune.families.mtp import INNER_LAYER
 from megatune.families.quantized import form_of, is_quantized, quantized_buffers
 from megatune.families.trained import first_trained_layer, is_trained, trained_weights
 from megatune.families.weights import (
@@ -123,7 +124,8 @@ class LayerContent(NamedTuple):
     gradient: Literal["weights", "through", "none"] = "weights"
 
 
-Place = LayerContent | Literal["first", "last"]  # of parameters: a layer of a kind, or the ends of the model
+# Of parameters: a layer of a kind, the ends of the model, or a copy of the word embedding.
+Place = LayerContent | Literal["first", "copy", "last"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of many caches, which `chunk_content` makes once
@@ -136,10 +138,22 @@ class ChunkContent:
     counts: tuple[tuple[LayerContent, int], ...]  # of layers, each kind where it comes first
 
     @property
+    def predicts_further(self) -> bool:
+        """Whether a layer behind the decoder is in it, with what is around that."""
+        return bool(self.layers) and self.layers[-1].kind.mtp
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether it has a copy of the word embedding for that layer."""
+        return self.predicts_further and not self.embedding
+
+    @property
     def places(self) -> Iterator[Place]:
         """Yield where its parameters are, in the engine's order."""
         if self.embedding:
             yield "first"
+        if self.copies_embedding:
+            yield "copy"
         yield from self.layers
         if self.loss:
             yield "last"
@@ -157,7 +171,8 @@ class HeldParameters:
 
     Attributes:
         at: each place's, in the engine's order; "first" are the vision tower with its mergers and the word embedding,
-            "last" the final norm and the output layer, or the score of a reward model.
+            "last" the final norm and the output layer, or the score of a reward model. The final norm is before a layer
+            that predicts a further token.
         sparse_buffer_bytes: buffers of a sparse layer.
         is_quantized: some of them have few bits (QLoRA, arXiv:2305.14314).
     """
@@ -191,7 +206,7 @@ def _stage_chunks(
 ) -> tuple[tuple[ChunkContent, ...], ...]:
     contents, first, layers = [], 0, layer_contents(architecture, trainable)
     for chunk in cut:
-        last = first + chunk.num_layers
+        last = first + chunk.num_layers + (architecture.mtp_num_layers if chunk.loss else 0)
         contents.append(chunk_content(chunk.embedding, layers[first:last], chunk.loss))
         first = last
     return tuple(tuple(contents[stage::pp]) for stage in range(pp))
@@ -199,7 +214,7 @@ def _stage_chunks(
 
 @lru_cache(maxsize=4096)
 def layer_contents(architecture: Architecture, trainable: FinetuningSettings) -> tuple[LayerContent, ...]:
-    """Return what the layers of the decoder are, in order."""
+    """Return what the layers of the decoder are, in order, and those behind it that predict further tokens."""
     weights = trained_weights(architecture, trainable)
     trained = {layer for weight, layer in weights if weight.per_layer and _is_ours(weight)}
     first = first_trained_layer(architecture, trainable)
@@ -210,9 +225,8 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
         # Of a language model that is frozen as a whole something before it is trained.
         return "none" if layer < first and not trainable.freeze_language_model else "through"
 
-    return tuple(
-        LayerContent(architecture.layer_kind(layer), gradient(layer)) for layer in range(architecture.num_layers)
-    )
+    count = architecture.num_layers + architecture.mtp_num_layers
+    return tuple(LayerContent(architecture.layer_kind(layer), gradient(layer)) for layer in range(count))
 
 
 @lru_cache(maxsize=4096)
@@ -235,16 +249,20 @@ def held_parameters(
     def layer(content: LayerContent) -> tuple[HeldParameter, ...]:
         ours = [weight for weight in weights if is_in_layer(weight, content.kind)]
         index = contents.index(content)  # equal ones train the same weights
-        return tuple(held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
+        inside = tuple(held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
+        return (held(FINAL_NORM), *inside) if content.kind.mtp else inside
 
     weights = _of_layers(architecture)
     # With both on one stage, tied embeddings are one parameter; a copy of it is reduced between two stages.
-    tied = architecture.tie_word_embeddings
-    embedding = replace(held(EMBEDDING), is_shared_embedding=tied and pipelined)
+    tied, further = architecture.tie_word_embeddings, architecture.mtp_num_layers > 0
+    embedding = replace(held(EMBEDDING), is_shared_embedding=(tied or further) and pipelined)
     output = embedding if tied else held(output_weight(architecture))
     at: dict[Place, tuple[HeldParameter, ...]] = {content: layer(content) for content in dict.fromkeys(contents)}
     at["first"] = *(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding
+    at["copy"] = (embedding,)
     at["last"] = (held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output)
+    if further:
+        at["last"] = () if tied else (output,)
     return HeldParameters(
         at,
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
@@ -330,7 +348,9 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
     places = {f"{ENGINE_LAYER}.{name}": place for place, name in enumerate(order)}
 
     def place(weight: Weight) -> int:
-        return places[weight.engine.replace(GLOBAL_HEADS, "")]
+        name = weight.engine.replace(GLOBAL_HEADS, "").replace(INNER_LAYER, ENGINE_LAYER)
+        # Around that layer are norms and a projection, and the last norm is behind it.
+        return places.get(name, len(order) if name.endswith("final_layernorm.weight") else -1)
 
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     return sorted(

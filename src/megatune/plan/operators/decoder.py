@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megatune.architecture import DeltaNet
 from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.config.settings import Settings
+from megatune.families.mtp import PROJECTION
 from megatune.families.weights import padded_vocab_size
 from megatune.plan.operators.attention import self_attention
 from megatune.plan.operators.experts import before_experts, routed_experts
@@ -143,6 +144,15 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     output = Operator("output", memories[0], forward, backward, launches, weight)
     loss = Operator("loss", memories[1], *elementwise(shapes, shapes.tokens * columns, *passes, 20))
     return layer_norm(shapes), output, loss
+
+
+@lru_cache(maxsize=4096)
+def further_tokens(shapes: Shapes) -> tuple[Operator, ...]:
+    """Return what is before a layer that predicts a further token: the look-up of next tokens, two norms, and the
+    projection of both side by side."""
+    hidden, norm = shapes.architecture.hidden_size, layer_norm(shapes)
+    projection = linear(shapes, PROJECTION, "mtp", 2 * hidden, hidden, vectors=shapes.part)
+    return embedding(shapes), norm, norm, projection
 
 
 def _score(shapes: Shapes) -> tuple[Operator, Operator]:

@@ -28,7 +28,15 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import STREAMS, Case
 from megatune.plan.machine import Device, Machine
 from megatune.plan.memory.parameters import StageParameters, optimizer_rules
-from megatune.plan.operators.decoder import around_experts, dense_branch, embedding, experts, head, mixer_branch
+from megatune.plan.operators.decoder import (
+    around_experts,
+    dense_branch,
+    embedding,
+    experts,
+    further_tokens,
+    head,
+    mixer_branch,
+)
 from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
@@ -316,6 +324,12 @@ def _branch_seconds(branch: Callable[[Shapes], tuple[Operator, ...]], shapes: Sh
 def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
     """Time the word embedding, or the last norm, the output layer and the loss."""
     return _add_up(rates, head(shapes) if loss else (embedding(shapes),))
+
+
+@lru_cache(maxsize=8192)
+def further_seconds(shapes: Shapes, rates: Rates) -> Seconds:
+    """Time what is before a layer that predicts a further token."""
+    return _add_up(rates, further_tokens(shapes))
 
 
 @lru_cache(maxsize=1024)

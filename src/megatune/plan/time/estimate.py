@@ -31,7 +31,15 @@ from megatune.plan.time.communication import (
     send,
     sum_of_shares,
 )
-from megatune.plan.time.efficiency import Rates, Seconds, end_seconds, layer_seconds, optimizer_seconds, vision_seconds
+from megatune.plan.time.efficiency import (
+    Rates,
+    Seconds,
+    end_seconds,
+    further_seconds,
+    layer_seconds,
+    optimizer_seconds,
+    vision_seconds,
+)
 from megatune.plan.uncertainty import time_uncertainty
 
 
@@ -306,7 +314,15 @@ class RankTime:
             parts = parts.plus(self._parts[key], count)
         if content.embedding:
             parts = parts.plus(self._begin)
+        if content.predicts_further:
+            parts = parts.plus(self._further).plus(self._end)
         return parts.plus(self._end) if content.loss else parts
+
+    @cached_property
+    def _further(self) -> _Parts:
+        """Return what is before a layer that predicts a further token."""
+        computed = further_seconds(without_experts(self.shapes), self.rates)
+        return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
 
     @cached_property
     def _end(self) -> _Parts:

@@ -1,0 +1,75 @@
+"""A layer that predicts a further token, see `families.mtp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatune.engine.layers.norm import RMSNorm
+from megatune.engine.layers.self_attention import ReplicatedLinear
+from megatune.engine.sequences import Sequences
+
+
+class PredictingLayer(MegatronModule):
+    """Megatron-Core's layer of multi-token prediction, with the names of its parameters.
+
+    Megatron-Core's own shifts tokens itself, which it cannot in rows as ours are, and cuts its projection over ranks
+    only to gather what it gives.
+
+    Args:
+        layer: builds the layer of the model's own kind.
+        index: of this layer behind those of the pipeline chunk, from 0.
+        recomputed: it is computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: ModuleSpec,
+        index: int,
+        recomputed: bool,
+        vp_stage: int | None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        size, epsilon = config.hidden_size, config.layernorm_epsilon
+        self.recomputed = recomputed
+        self.enorm, self.hnorm = RMSNorm(config, size, epsilon), RMSNorm(config, size, epsilon)
+        self.eh_proj = ReplicatedLinear(2 * size, size, config=config)
+        # Megatron-Core adds the layers of the chunks before.
+        self.transformer_layer = build_module(layer, config=config, layer_number=index + 1, vp_stage=vp_stage)
+        self.layer_number = self.transformer_layer.layer_number  # by which the weight map knows it
+        self.final_layernorm = RMSNorm(config, size, epsilon)
+
+    def forward(self, hidden_states: Tensor, embeddings: Tensor, rotary: Tensor, sequences: Sequences) -> Tensor:
+        """Compute what goes into the output layer, [s / cp (/ tp), b, h].
+
+        Args:
+            hidden_states: [s / cp (/ tp), b, h], what the decoder puts out.
+            embeddings: the same of each token's next one.
+            rotary: see `DecoderModel`; turned are differences of positions, the same of next tokens.
+        """
+
+        def compute(hidden_states: Tensor, embeddings: Tensor, rotary: Tensor) -> Tensor:
+            both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), -1)
+            output, _ = self.transformer_layer(
+                hidden_states=self.eh_proj(both),
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=sequences,
+            )
+            found: Tensor = output
+            return found
+
+        if self.recomputed and self.training and torch.is_grad_enabled():
+            output = tensor_parallel.checkpoint(compute, False, hidden_states, embeddings, rotary)
+        else:
+            output = compute(hidden_states, embeddings, rotary)
+        normalized: Tensor = self.final_layernorm(output)
+        return normalized
