@@ -23,6 +23,7 @@ JUDGED = (
     "rewards.math.model_args.model_name_or_path=J",
     "rewards.math.strategy_args.strategy_name=hf_infer",
 )
+TEACHER = "teacher={device_mapping: [2], strategy_args: {strategy_name: hf_infer}, model_args: {model_name_or_path: T}}"
 SAMPLER = "actor_infer.strategy_args.strategy_config"
 SGLANG = ("actor_infer.strategy_args.strategy_name=sglang", f"{SAMPLER}.mem_fraction_static=0.8")
 VLLM = "actor_infer.strategy_args.strategy_name=vllm"
@@ -204,6 +205,10 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (
             (*JUDGED, "async_generation_ratio=1", "actor_infer.device_mapping=[2]"),
             "rewards.math shares devices with actor",
+        ),
+        (
+            ("use_opd=true", "async_generation_ratio=1", "actor_infer.device_mapping=[2]", TEACHER),
+            "actor_infer shares devices with teacher.default",
         ),
         (("use_kl_loss=true",), "use_kl_loss without the role reference"),
         (("use_opd=true",), "use_opd without the role teacher"),

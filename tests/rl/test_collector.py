@@ -178,7 +178,7 @@ def test_an_asynchronous_run_keeps_what_it_has_begun_and_samples_anew_what_is_to
     assert not {name for name, _ in run(_step(other))} & {name for name, _ in first}
     engines.version = 4
     run(other.pause())
-    other.regenerate_stale(4)
+    other.regenerate_stale(4, 4)
     taken = run(other.take())
     assert all((group.oldest_version or 0) >= 3 for group in taken.groups)
     assert taken.num_stale > 0
@@ -206,7 +206,7 @@ def test_a_sync_waits_for_no_score(run: Any) -> None:
     sampled = {int(request.id.split("-")[1]) for request in other.seen}
     assert sampled.isdisjoint({0, 1, 2, 3, 4, 6, 8, 10}), "they are only scored again"
     engines.version = 4
-    collector.regenerate_stale(4)
+    collector.regenerate_stale(4, 4)
     scores.may.set()
     taken = run(collector.take())
     assert taken.num_stale == 8
@@ -235,7 +235,7 @@ def test_a_synchronous_run_waits_for_no_long_group_that_it_carries(run: Any) -> 
     run(_moments(100))
     assert len(engines.seen) == sampled, "nothing is sampled while the trainer works"
     engines.version = 2
-    collector.regenerate_stale(2)
+    collector.regenerate_stale(2, 2)
     part = collector._domains["b"].under_way[0]
     part.parts = {0: _response("train-1-0-0", [6], "abort", ((0, 1),))}
     state = json.loads(json.dumps(collector.state({})))
@@ -247,8 +247,10 @@ def test_a_synchronous_run_waits_for_no_long_group_that_it_carries(run: Any) -> 
     assert group.responses[0].response_ids[0] == 6
     late = _collector(engines, Scores(), extra=4, carried=1)
     late.load_state(state, {})
+    late.regenerate_stale(3, 1)
+    assert late._domains["b"].under_way[0].parts, "the engines have no newer weights"
     engines.version = 3
-    late.regenerate_stale(3)
+    late.regenerate_stale(3, 3)
     assert all((group.oldest_version or 0) >= 2 for group in run(late.take()).groups)
 
 

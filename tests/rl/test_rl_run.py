@@ -21,6 +21,7 @@ from megatune.config.rl.rollout import Generating, PromptData
 from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.rl.pipeline.collector import Collector
 from megatune.rl.pipeline.run import _reported
 from megatune.rl.pipeline.startup import check_resume
 from megatune.rl.rewards.pool import RewardPool
@@ -120,6 +121,18 @@ def test_a_synchronous_run_carries_responses_to_its_next_steps(pool, model, tmp_
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["staleness"] > 0 for record in steps] == [False] + [True] * 5
     assert all(record["staleness"] <= 1 and record["log_prob_gap_mean"] < 1e-5 for record in steps)
+
+
+def _regenerated(found: RLSettings, model: Path) -> list[tuple[int, int]]:
+    """On one rank: of each step the version that responses may not be too old for, and the engines'."""
+    with mock.patch.object(Collector, "regenerate_stale") as asked:
+        run(found, model)
+    return [call.args for call in asked.call_args_list]
+
+
+def test_responses_become_too_old_in_steps_without_an_update_of_the_weights_too(pool, model, tmp_path):
+    found = pool.run(1, _regenerated, _seldom_updated(model, tmp_path, 5), model, limit=LIMIT)
+    assert found == [[(1, 1), (2, 1), (3, 1), (4, 4), (5, 4)]]
 
 
 def test_an_asynchronous_run_replays_experts(pool, tmp_path):
@@ -326,17 +339,21 @@ def test_a_distillation_has_no_rewards_and_says_how_far_the_teacher_is(pool, mod
     assert 0 < distances[-1] < distances[0]
 
 
-@pytest.mark.parametrize("loss", ["policy_gradient", "jsd"])
-def test_a_teacher_of_another_tokenizer_is_refused(model, tmp_path, loss):
+@pytest.mark.parametrize(("loss", "change"), [("policy_gradient", "swapped"), ("jsd", "swapped"), ("jsd", "renamed")])
+def test_a_teacher_of_another_tokenizer_is_refused(model, tmp_path, loss, change):
     settings = read_roll(_distilled(tmp_path, model, loss, 1e-3)).require_valid()
     tokenizer = tmp_path / "teacher/tokenizer.json"
     content = json.loads(tokenizer.read_text())
     known = content["model"]["vocab"]
-    known["1"], known["2"] = known["2"], known["1"]
+    if change == "swapped":
+        known["1"], known["2"] = known["2"], known["1"]
+    else:
+        known["1."] = known.pop("1")
     tokenizer.write_text(json.dumps(content))
     with pytest.raises(MegatuneError, match="has another tokenizer than the policy") as caught:
         read(settings, model)
-    assert str(caught.value.findings[0].why).startswith("'1' is token ")
+    other = {"swapped": "'2'", "renamed": "'1.'"}[change]
+    assert str(caught.value.findings[0].why).endswith(f" of the policy is '1', and of the teacher {other}")
 
 
 def test_an_engine_that_is_behind_ends_the_run(pool, model, tmp_path):

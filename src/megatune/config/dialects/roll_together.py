@@ -90,7 +90,8 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
     """Roles that work at the same time have devices of their own."""
     infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
     ahead = settings.rollout.async_generation_ratio > 0
-    models = (settings.actor_train, settings.reference, settings.critic, *settings.scorers.values())
+    models = [settings.actor_train, settings.reference, settings.critic]
+    models += [*settings.teachers.values(), *settings.scorers.values()]
     others = {role.name: role.devices for role in models if role}
     for name, devices in others.items():
         if ahead and (shared := infer & set(devices)):

@@ -137,9 +137,13 @@ class Collector:
         if self._ratio:
             self._sampler.resume()
 
-    def regenerate_stale(self, version: int) -> None:
-        """Sample again what would be too old for a step at this version of the weights; nothing is sampled."""
-        oldest = version - self._most_stale
+    def regenerate_stale(self, version: int, sampling: int) -> None:
+        """Sample again what would be too old for a step at this version of the weights; nothing is sampled.
+
+        Args:
+            sampling: the engines' version, than which nothing newer could be had.
+        """
+        oldest = min(version - self._most_stale, sampling)
         for domain in self._domains.values():
             stale = [group for group in (*domain.ready, *domain.under_way.values()) if _is_older(group, oldest)]
             domain.ready = [group for group in domain.ready if not _is_older(group, oldest)]

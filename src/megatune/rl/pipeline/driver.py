@@ -54,6 +54,7 @@ class Driver:
     _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
     _synced: bool = field(default=False, init=False)
+    _version: int = field(default=0, init=False)  # of the engines' weights
 
     def __post_init__(self) -> None:
         run, rollout = self.settings.run, self.settings.rollout
@@ -144,16 +145,17 @@ class Driver:
         often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
         is_due = not self._synced or step % often == 0 or step % save_steps == 0
         is_due |= self.roles.engines.admit()
-        if not is_due and not self.weights.engines_forget:
+        found: dict[str, float] = {}
+        if is_due or self.weights.engines_forget:
+            with phases("sync"):
+                found = self._sync(step + 1)
+            self._synced = True
+            if self._is_asynchronous:
+                with phases("probe"):
+                    self.weights.probe(self.problems.all(), step + 1, self.learner)
+        else:
             self.weights.resume()
-            return {}
-        with phases("sync"):
-            found = self._sync(step + 1)
-        self._synced = True
-        if self._is_asynchronous:
-            with phases("probe"):
-                self.weights.probe(self.problems.all(), step + 1, self.learner)
-        self._collector.regenerate_stale(step + 1)
+        self._collector.regenerate_stale(step + 1, self._version)
         return found
 
     def _wake(self, step: int) -> None:
@@ -165,7 +167,7 @@ class Driver:
 
     def _sync(self, version: int) -> dict[str, float]:
         """Give the engines the weights; those that were started again take part from here on."""
-        engines = self.roles.engines
+        engines, self._version = self.roles.engines, version
         engines.refill = partial(self._sync, version)
         engines.admit()
         found = self.weights.sync(version)

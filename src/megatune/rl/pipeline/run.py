@@ -182,10 +182,11 @@ def _check_teachers(settings: RLSettings, source: Path) -> None:
     for name, engine in {**inside, **{each.name: each.settings for each in settings.teachers.values()}}.items():
         folder = Path(engine.model.model_name_or_path or "")
         known = load_tokenizer(folder).get_vocab() if has_tokenizer(folder) else own
+        theirs = {number: token for token, number in known.items()}
         for number, token in sorted((number, token) for token, number in own.items()):
-            if (other := known.get(token, number)) != number:
+            if (other := theirs.get(number, token)) != token:
                 what, fix = f"{name} has another tokenizer than the policy", "take a teacher of the policy's family"
-                why = f"{token!r} is token {number:,} of the policy, and {other:,} of the teacher"
+                why = f"token {number:,} of the policy is {token!r}, and of the teacher {other!r}"
                 raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
 
 
