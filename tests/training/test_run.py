@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import RankPool
-from runs import assert_same_tensors, evaluations, metrics, run, said, settings_of, tensors, train
+from runs import DEMO, assert_same_tensors, evaluations, metrics, run, said, settings_of, tensors, train
 from transformers import TrainerState, TrainingArguments
 
 from megatune.data.order import PreparedSteps
@@ -204,6 +204,36 @@ def test_early_evaluations_are_left_out(
     assert list(seen) == evaluated
     assert all(0 < record["eval_accuracy"] < 1 for record in seen.values())
     assert json.loads((tmp_path / "out/eval_results.json").read_text())["eval_accuracy"] == seen[9]["eval_accuracy"]
+
+
+@pytest.mark.parametrize(("world_size", "changes"), [(1, {"packing": True}), (2, {"per_device_eval_batch_size": 2})])
+def test_each_data_set_is_evaluated_by_itself(
+    world_size: int, changes: dict[str, bool | int], pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Its loss and accuracy are those of a run that evaluates it alone, and the loss of all is that of their tokens."""
+    rows = json.loads((DEMO / "identity.json").read_text())
+    for name, part in {"identity": rows[:40], "first": rows[40:43], "second": rows[43:50]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    files = {name: {"file_name": f"{name}.json"} for name in ("identity", "first", "second")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(files))
+    common = {**changes, "dataset_dir": tmp_path, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    common |= {"compute_accuracy": True, "per_device_train_batch_size": 2, "save_only_model": True}
+    found = {}
+    for name, each in (("first", False), ("second", False), ("first,second", True)):
+        settings = settings_of(
+            model, tmp_path / f"out-{name}", **common, eval_dataset=name, eval_on_each_dataset=each, model_name="T"
+        )
+        run(pool, world_size, settings, tmp_path)
+        found[name] = evaluations(tmp_path / f"out-{name}")[1]
+    together = found.pop("first,second")
+    assert {key for key in together if "first" in key} == {"eval_first_loss", "eval_first_accuracy"}
+    for name, alone in found.items():
+        assert together[f"eval_{name}_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
+        assert together[f"eval_{name}_accuracy"] == pytest.approx(alone["eval_accuracy"], rel=1e-6)
+    tokens = {name: alone["eval_num_tokens"] for name, alone in found.items()}
+    total = sum(tokens[name] * found[name]["eval_loss"] for name in found) / sum(tokens.values())
+    assert together["eval_loss"] == pytest.approx(total, rel=1e-6)
+    assert found["first"]["eval_loss"] != pytest.approx(found["second"]["eval_loss"], rel=1e-3)
 
 
 def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Prepared:
     directory: Path
     key: str  # names all that determined them
     key_parts: Mapping[str, str] = field(default_factory=dict)  # see `RowsKey`; empty where rows are only opened
+    each: Mapping[str, TokenRows] = field(default_factory=dict)  # of eval_on_each_dataset, by the data set's name
 
 
 def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Prepared:
@@ -88,7 +89,10 @@ def open_prepared(directory: Path) -> Prepared:
         raise MegatuneError(Finding("no prepared data", str(directory)), ExitCode.INPUT) from error
     evaluation = TokenRows(directory / EVALUATION_FOLDER) if (directory / EVALUATION_FOLDER).exists() else None
     key = (stored_key(directory) or "").partition("-")[0]
-    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key)
+    folders = sorted(directory.glob(f"{EVALUATION_FOLDER}-*"))
+    names = [dataset.name for dataset in report.datasets if dataset.evaluation]  # of `eval_dataset`
+    each = {name: TokenRows(folder) for name, folder in zip(names, folders, strict=False)}
+    return Prepared(TokenRows(directory / TRAIN_FOLDER), evaluation, report, directory, key, each=each)
 
 
 @dataclass(slots=True)
@@ -136,6 +140,8 @@ def _build(pipeline: Pipeline, folder: Path) -> None:
                 one.report.evaluation = len(one.copies)
             held_out = [np.flatnonzero(split.held_out), *(one.numbers for one in evaluated)]
             report.evaluation = builder.write_part(EVALUATION_FOLDER, np.concatenate(held_out))
+            for number, one in enumerate(evaluated if settings.evaluation.eval_on_each_dataset else ()):
+                builder.write_part(f"{EVALUATION_FOLDER}-{number:04}", one.numbers)
     report.save(folder / REPORT_FILE)
 
 

@@ -6,9 +6,9 @@ One process of each machine prepares or reads ahead; all ranks follow a stream s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,8 @@ class Feed:
     # What the objective looks at before each step and each evaluation: the same rows, with answers to other prompts.
     companions: PreparedSteps | None = None
     companions_evaluation: TokenRows | None = None
+    # Those to evaluate, of each data set by itself, by its name; {} where they are evaluated together.
+    each: Mapping[str, TokenRows] = field(default_factory=dict)
 
 
 class ModelLimits(NamedTuple):
@@ -157,7 +159,7 @@ def _prepared_feed(
     has_pictures = any(part.pictures.tokens for part in parts)
     report = prepared.report
     feed = Feed(rows, prepared.evaluation, lines, report.summary(), report.warnings())
-    feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures)
+    feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures, each=prepared.each)
     if not objective_of(settings).has_companions:
         return feed
     steps = replace(rows, rows=CompanionRows(prepared.train.directory), ordered_by=prepared.train)

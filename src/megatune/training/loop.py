@@ -24,7 +24,7 @@ from megatune.engine import device, groups
 from megatune.engine.layers.noise import noise_keys
 from megatune.engine.model import gather_parameters
 from megatune.engine.sequences import NOISE
-from megatune.engine.step import NO_VOTES, Votes, evaluate
+from megatune.engine.step import NO_VOTES, StepTotals, Votes, evaluate
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.objectives.base import TrainingObjective, check_first_step
@@ -340,9 +340,9 @@ class Trainer:
                 self.context.beat(f"evaluate batch {index}", step)
                 yield batches
 
-        def prepared() -> Iterator[list[Batch]]:
+        def prepared(rows: TokenRows) -> Iterator[list[Batch]]:
             nonlocal unreadable
-            for batches in batches_of(self.feed.evaluation):
+            for batches in batches_of(rows):
                 batches, number = self._prepared(batches)
                 unreadable += number
                 yield batches
@@ -351,7 +351,10 @@ class Trainer:
         self.objective.before_step(
             model, (self._readable(batches)[0] for batches in batches_of(self.feed.companions_evaluation))
         )
-        found = evaluate(model, prepared(), evaluated(self.objective, self.settings))
+        objective = evaluated(self.objective, self.settings)
+        parts = self.feed.each or {"": self.feed.evaluation}
+        each = {name: evaluate(model, prepared(rows), objective) for name, rows in parts.items()}
+        found = StepTotals.summed([*each.values()])
         if step and (self.state.best_loss is None or found.loss < self.state.best_loss):
             self.state.best_loss, self.state.best_step = found.loss, step
         return EvalReport(
@@ -362,7 +365,7 @@ class Trainer:
             num_tokens=found.num_tokens,
             seconds=time.monotonic() - began,
             unreadable_pictures=unreadable,
-            metrics=self.objective.reported(found.metrics),
+            metrics={**self.objective.reported(found.metrics), **(_named(each) if self.feed.each else {})},
         )
 
     def _generate(self, report: EvalReport | None) -> EvalReport:
@@ -416,3 +419,9 @@ class Trainer:
             path = self._saver.settle()
             assert path is not None
             self.callbacks.on_save(path)
+
+
+def _named(each: Mapping[str, StepTotals]) -> dict[str, float]:
+    """Name the loss and the metrics of each data set as LLaMA-Factory does, but for its prefix `eval_`."""
+    found = ((name, {"loss": totals.loss, **totals.metrics}) for name, totals in each.items())
+    return {f"{name}_{metric}": value for name, values in found for metric, value in values.items()}

@@ -23,6 +23,8 @@ _ROWS = Needs(
 )
 _EVALUATES = Needs("evaluation.eval_strategy", ("steps", "epoch"), "nothing is evaluated")
 _TOKENS = Needs("run.stage", ("pt", "sft"), "other stages report how often the right answer wins")
+_NAMED = Needs("data.eval_dataset", why="it names the data sets that are evaluated")
+_PREPARED = Needs(_STREAMING, (False,), "rows to evaluate are those that the stream leaves out")
 _GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
 _WRITES = Needs(
     "run.stage", ("pt", "sft", "dpo", "kto"), "a reward model writes no text", "remove `{name}`", off=(False,)
@@ -253,6 +255,11 @@ class EvaluationSettings(Group):
     How: eval_accuracy is the share of a text's trained tokens, as a mean over all texts with such tokens. The output
     layer computes the logits of evaluation rows a second time.
     When: For answers that are one token, such as a class or a letter; the loss says more of longer ones."""
+    eval_on_each_dataset: Annotated[bool, Mark.ROWS, _NAMED, _EVALUATES, _TOKENS, _PREPARED] = False
+    """Log the loss of each data set of eval_dataset by itself, too, as eval_NAME_loss.
+    How: Each is evaluated in rows of its own; eval_loss is that of all their tokens, by which the best checkpoint is
+    chosen. With compute_accuracy there is an eval_NAME_accuracy.
+    When: Where data sets are of several tasks, and one may become worse while all together become better."""
     predict_with_generate: Annotated[bool, _WRITES] = False
     """Write answers at every evaluation, and score them, beside the loss.
     How: The prompts of held-out rows, or eval_generate_prompts, are answered by the weights as they are on all
