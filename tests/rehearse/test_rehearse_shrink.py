@@ -61,6 +61,8 @@ def default_config(family: str) -> dict[str, Any]:
     config: dict[str, Any] = AutoConfig.for_model(family).to_dict()
     # Transformers has no number of chosen experts where nothing is said.
     config |= {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+    if family == "dots1":  # nor numbers of experts; as dots.llm1
+        config |= {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "norm_topk_prob": True}
     if family == "phi3":  # a factor for each of 36 pairs of channels, as Phi-4-mini has
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
         config["rope_parameters"] = rope | {"short_factor": [1.0] * 36, "long_factor": [2.0] * 36}
