@@ -7,7 +7,7 @@ from computing import LENGTHS, differences, failures
 from layouts import LAYOUTS, SEQUENCE_LAYOUTS, Layout
 
 from megatune.config.load import load
-from megatune.config.rope import open_scaled
+from megatune.config.model import open_changed
 from megatune.families import load_architecture, read_config
 from megatune.verify.samples import random_samples
 
@@ -63,7 +63,7 @@ def test_any_scaling_agrees(pool, model_dir, reference, tmp_path, family, rope):
 def test_a_scaling_of_the_settings_agrees(pool, model_dir, reference, tmp_path, kind):
     """The longest row has 30 tokens, and the model 16 positions: Transformers loads the config.json of the run."""
     settings = load(None, [f"rope_scaling={kind}", "cutoff_len=30"]).settings
-    model = open_scaled(settings, str(model_dir("qwen3", max_position_embeddings=16))).fetch()
+    model = open_changed(settings, str(model_dir("qwen3", max_position_embeddings=16))).fetch()
     rope = read_config(model)["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 2.0, 10000.0)
     assert load_architecture(model).max_position_embeddings == 32

@@ -235,13 +235,25 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_tied_embeddings_are_not_trained_in_one_of_their_two_places(tmp_path):
-    found = refused(tmp_path, "qwen3", [LORA, "additional_target=embed_tokens,lm_head"], tie_word_embeddings=True)
+def test_tied_embeddings_go_by_the_name_of_the_first(tmp_path):
+    found = refused(tmp_path, "qwen3", [LORA, "additional_target=norm,lm_head"], tie_word_embeddings=True)
     assert found.partition(": ")[2] == (
-        "additional_target has embed_tokens, lm_head, and the model ties embed_tokens and lm_head\n"
-        "    why: one matrix is both; peft trains a copy in one of the two places, which no merged model can have\n"
-        "    fix: remove embed_tokens from additional_target, or write finetuning_type: freeze, which trains the one "
-        "matrix"
+        "additional_target has lm_head, and the model ties embed_tokens and lm_head\n"
+        "    why: one matrix is both, and goes by the name of the first\n"
+        "    fix: write embed_tokens in its place, which trains the one matrix"
+    )
+
+
+NEW_ROWS = [LORA, "add_tokens=<fish>"]
+
+
+def test_adapters_have_the_rows_of_new_tokens(tmp_path):
+    """Unless they are merged: peft loads adapters on a base without these rows."""
+    found = refused(tmp_path, "qwen3", [*NEW_ROWS, "additional_target=norm,embed_tokens"])
+    assert found.partition(": ")[2] == (
+        "tokens are added, and additional_target has no lm_head\n"
+        "    why: new rows would be neither in the adapter nor in the model that it is loaded on\n"
+        "    fix: write additional_target: norm,embed_tokens,lm_head, or merge_lora: true"
     )
 
 

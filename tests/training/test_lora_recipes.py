@@ -22,6 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "lora"
 # A family, the processes of the layout, and the linear layers of attention and feed-forward.
 RUNS = {
     "qwen3_lora_sft": ("qwen3", 2),
+    "qwen3_new_tokens": ("qwen3", 2),
     "qwen3_5_lora_sft": ("qwen3_5_text", 2),
     "qwen3_moe_lora_sft": ("qwen3_moe", 8),
 }
@@ -71,6 +72,8 @@ def test_an_example_trains_and_its_adapter_is_peft_s(
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if name == "qwen3_new_tokens":
+        base.resize_token_embeddings(2048, mean_resizing=False)
     before = logits(base)
     adapted = logits(PeftModel.from_pretrained(base, str(output)))
     assert (adapted - before).abs().max() > 1e-2 * before.abs().max()

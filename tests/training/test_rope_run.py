@@ -10,7 +10,7 @@ from pool import RankPool
 from runs import leave_as_crashed, metrics, run, settings_of, tensors
 
 from megatune.config.load import load
-from megatune.config.rope import as_scaled
+from megatune.config.model import as_scaled
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import MegatuneError
 from megatune.families import load_architecture

@@ -197,7 +197,10 @@ def _places(peft: Any, tensors: Collection[str], architecture: Architecture | No
     Args:
         tensors: names in files; experts are one by one where some of these are.
     """
-    parameters = {_in_files(path): each for path, each in peft.named_parameters() if f".{_NAME}" in path}
+    own, every = {path for path, _ in peft.named_parameters()}, peft.named_parameters(remove_duplicate=False)
+    found = [(path, _in_files(path), each) for path, each in every if f".{_NAME}" in path]
+    # Tied embeddings are one parameter, which files may have under both of its names.
+    parameters = {name: each for path, name, each in found if path in own or name in tensors}
     of_experts = dict(_places_of_experts(parameters, tensors, architecture)) if architecture is not None else {}
     stacks = {parameter for parameter, _ in of_experts.values()}
     return {name: (each, _whole) for name, each in parameters.items() if each not in stacks} | of_experts

@@ -73,7 +73,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         from megatune.generation import harness
 
         manager = harness.find_tasks(options)
-        folder = find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
+        folder = find_model(model_dir(asked.adapted, options.model_revision, options.cache_dir))
         found = harness.run_tasks(asked, folder, options, options.max_batch_size, manager)
         table = [("task", "metric", "value", "standard error"), *harness.task_rows(found)]
     else:

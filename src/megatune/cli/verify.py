@@ -72,8 +72,9 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
     """
-    from megatune.config.rope import open_scaled
+    from megatune.config.model import open_changed
     from megatune.generation.inputs import adapted_model
+    from megatune.hub.vocabulary import as_adapted
 
     given = COMMAND.read(words)
     name, loaded, other = _read(given)
@@ -83,7 +84,7 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     if count is not None and named.adapters:
         why, fix = "an adapter is of all layers", "leave --layers out, or write --finetuning_type lora: random adapters"
         raise MegatuneError(Finding(f"--layers {count} with an adapter", "", why, fix), ExitCode.SETTINGS)
-    model = open_scaled(loaded.settings, named.base, loaded.settings.model.model_revision)
+    model = as_adapted(open_changed(loaded.settings, named.base, loaded.settings.model.model_revision), named.adapters)
     if count is None:
         return _compare(name, given.options, loaded, other, model, named.adapters, reference)
 

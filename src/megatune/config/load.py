@@ -308,11 +308,22 @@ class _Reading(Builder):
         if settings.model.model_name_or_path is None and settings.model.mcore_model is not None:
             # Weights that are named alone say themselves what the model is.
             settings = with_settings(settings, {"model.model_name_or_path": settings.model.mcore_model})
+        settings = _training_new_rows(settings)
         if steps is not None and _is_global_batch(steps, self.dialect):
             settings = with_settings(settings, {ACCUMULATION: infos[ACCUMULATION].default})
             self.refused.add(ACCUMULATION)
         invalid, findings = frozenset(self.refused & set(infos)), in_order(self.findings)
         return Loaded(settings, findings, invalid, entries, self.dialect, secrets=secrets, accepted=self.ignored)
+
+
+def _training_new_rows(settings: Settings) -> Settings:
+    """Return settings that train the embeddings beside adapters where tokens are added, as LLaMA-Factory does."""
+    finetuning = settings.finetuning
+    is_open = finetuning.finetuning_type == "lora" and not finetuning.additional_target
+    if not (is_open and settings.model.adds_tokens) or finetuning.freeze_language_model:
+        return settings
+    whole = ["embed_tokens"] if settings.run.stage == "rm" else ["embed_tokens", "lm_head"]
+    return with_settings(settings, {"finetuning.additional_target": whole})
 
 
 def _is_global_batch(entry: SettingEntry, dialect: Dialect) -> bool:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatune.config.model import open_changed
 from megatune.config.values import counted
 from megatune.data.order import PreparedSteps, steps_per_epoch
 from megatune.data.report import DataReport, DatasetReport, LengthReport, adapter_of
 from megatune.data.rows import Arrangement, TokenRows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.hub.models import open_model
 from megatune.picture import new_figure, write
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _vocab_size(settings: Settings) -> int | None:
     model = settings.model
     assert model.model_name_or_path is not None
     try:
-        folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).config_dir()
+        folder = open_changed(settings, model.model_name_or_path, model.model_revision).config_dir()
         return load_architecture(folder).vocab_size
     except MegatuneError:
         return None

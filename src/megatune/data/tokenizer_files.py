@@ -83,8 +83,8 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         shown = ", ".join(f"{id_} {token!r}" for id_, token in beyond[:3])
         more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
         what = f"the tokenizer is larger than the model's vocabulary of {size}: {shown}{more}"
-        why = "the model has no embedding for them, and its vocabulary is not resized here"
-        raise MegatuneError(Finding(what, str(folder), why, f"use {_OWN_FILE}"), ExitCode.INPUT)
+        fix = f"use {_OWN_FILE}, or write resize_vocab: true, which adds rows for them"
+        raise MegatuneError(Finding(what, str(folder), "the model has no embedding for them", fix), ExitCode.INPUT)
 
 
 def _foreign_class(folder: Path) -> str | None:

@@ -90,12 +90,12 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
 
 
 def _architecture(settings: Settings) -> Architecture:
-    from megatune.config.rope import open_scaled
+    from megatune.config.model import open_changed
     from megatune.families import load_architecture
 
     model = settings.model
     assert model.model_name_or_path is not None
-    found = open_scaled(settings, model.model_name_or_path, model.model_revision, model.mcore_model)
+    found = open_changed(settings, model.model_name_or_path, model.model_revision, model.mcore_model)
     return load_architecture(found.config_dir(), settings.run.stage, model.mtp_num_layers)
 
 

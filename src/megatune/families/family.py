@@ -109,6 +109,11 @@ class Family:
         behind = self.mtp.weights(self.weights) if self.mtp is not None and architecture.mtp_num_layers else ()
         return tuple(weight for weight in (*self.weights, *behind) if weight.exists(architecture))
 
+    def vocabulary_tensors(self) -> list[str]:
+        """List the tensors with a row for each token by their names in files, of every form."""
+        names = [tensor.name for weight in self.weights for tensor in weight.hf if tensor.shape[:1] == ("vocab_size",)]
+        return list(dict.fromkeys(form.file_name(name) for name in names for form in self.forms))
+
     def ignored(self, architecture: Architecture) -> list[str]:
         """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
         # Published checkpoints with tied embeddings may carry an output layer all the same.

@@ -80,7 +80,7 @@ def answer_named(asked: Asked, names: Sequence[str], options: Any, *, stream: bo
 
 def model_folder(asked: Asked, options: Any) -> Path:
     """Return the folder of the model, fetched where it is on a hub."""
-    return find_model(model_dir(asked.adapted.base, options.model_revision, options.cache_dir))
+    return find_model(model_dir(asked.adapted, options.model_revision, options.cache_dir))
 
 
 def load_generator(asked: Asked, folder: Path, *, brings_pictures: bool = False, chats: bool = True) -> Generator:

@@ -16,6 +16,7 @@ from megatune.generation.inputs import AdaptedModel, adapted_model, nearest_fold
 from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
+from megatune.hub.vocabulary import as_adapted
 
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 
@@ -111,9 +112,9 @@ def _model_or_adapters(model: str | None, base: str | None, adapters: list[str])
     return first, adapted
 
 
-def model_dir(name: str, revision: str, cache_dir: str | None) -> Path:
-    """Return the folder that is named, or that a model on a hub is fetched into."""
-    path = Path(name)
+def model_dir(adapted: AdaptedModel, revision: str, cache_dir: str | None) -> Path:
+    """Return the folder that is named, or that a model on a hub is fetched into; with the tokens of its adapters."""
+    name, path = adapted.base, Path(adapted.base)
     if path.is_dir() and is_torch_dist(path):
         what, why = f"{name} is in Megatron-Core's format", "answers are generated with Transformers"
         fix = f"megatune export --to_hf true --mcore_model {name} --output_dir OUT, and then OUT"
@@ -121,7 +122,7 @@ def model_dir(name: str, revision: str, cache_dir: str | None) -> Path:
     if not is_hub_id(name) and not path.is_dir():
         return path  # `find_model` says what is wrong with it
     try:
-        return open_model(name, revision, cache_dir).fetch()
+        return as_adapted(open_model(name, revision, cache_dir), adapted.adapters).fetch()
     except MegatuneError as error:
         if path.is_dir() or (near := nearest_folder(path)) is None:
             raise

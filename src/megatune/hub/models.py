@@ -150,7 +150,7 @@ class MegatronModel(Model):
         """Return a folder with the small files and a link to the weights; it goes with this process."""
         if self._view is None:
             small = self.described.tokenizer_dir()
-            self._view = view = _new_view()
+            self._view = view = new_view()
             for path in small.iterdir():
                 if path.is_file() and path.name.endswith(_SMALL) and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, view / path.name)
@@ -185,7 +185,7 @@ class ChangedModel(Model):
     def _seen(self, folder: Path) -> Path:
         """Return a folder with its own config.json and links to all else; it goes with this process."""
         config = json.dumps(self._changed(folder), indent=2, ensure_ascii=False)
-        self._view = self._view or _new_view()
+        self._view = self._view or new_view()
         for path in folder.iterdir():
             if path.name != CONFIG and not (self._view / path.name).exists():
                 (self._view / path.name).symlink_to(path.absolute())
@@ -193,7 +193,7 @@ class ChangedModel(Model):
         return self._view
 
 
-def _new_view() -> Path:
+def new_view() -> Path:
     view = Path(tempfile.mkdtemp(prefix="megatune-model-"))
     atexit.register(_remove_view, view, os.getpid())
     return view

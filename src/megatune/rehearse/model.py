@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import Architecture, LayerKind
 from megatune.bridge.auto import register_types
+from megatune.config.model import as_changed, open_changed
 from megatune.config.pipeline import holds_deepstack
-from megatune.config.rope import as_scaled, open_scaled
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.data.templates import check_template
 from megatune.data.templates.named import is_template_file, read_template
@@ -70,7 +70,7 @@ def find_real_model(settings: Settings) -> RealModel:
         raise MegatuneError(Finding("model_name_or_path is missing", fix=fix), ExitCode.SETTINGS)
     folder, note = None, ""
     try:
-        folder = open_scaled(settings, name, model.model_revision, model.mcore_model).tokenizer_dir()
+        folder = open_changed(settings, name, model.model_revision, model.mcore_model).tokenizer_dir()
         config: dict[str, Any] = read_config(folder)
         where = str(folder / CONFIG)
     except MegatuneError as error:
@@ -78,7 +78,7 @@ def find_real_model(settings: Settings) -> RealModel:
             raise
         try:
             found, where = model_config(name, asks_hub=False)
-            config = as_scaled(found, settings)
+            config = as_changed(found, settings)
         except MegatuneError:
             raise error from None
         folder, note = None, f"{name} is not on this machine, and its hub was not reached"

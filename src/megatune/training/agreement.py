@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatune.config.rope import open_scaled
+from megatune.config.model import is_changed, open_changed
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, all_settings, setting_value
 from megatune.config.values import shown
@@ -234,7 +234,7 @@ def fetched_on_node(
 
     Args:
         note: names the model to the other ranks.
-        settings: of the run, which may scale the model.
+        settings: of the run, which may change the model.
         weights: a folder in Megatron-Core's format with the model's weights; None for its own.
         fetched: the folder that the launcher has put it into.
 
@@ -250,7 +250,7 @@ def fetched_on_node(
     if fetched is not None:
         folder, version = Path(fetched), revision
     else:
-        model = open_scaled(settings, name, revision, weights)
+        model = open_changed(settings, name, revision, weights)
         folder, version = model.fetch(), model.commit or "a folder"
     groups.post(key, version)
     versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
@@ -264,7 +264,7 @@ def fetched_on_node(
 
 def _is_fetched(name: str, settings: Settings, weights: str | None) -> bool:
     """Return whether a model lies elsewhere than in the folder of its name, or in parts."""
-    return any((weights, settings.model.rope_scaling, is_hub_id(name), is_torch_dist(name)))
+    return any((weights, is_changed(settings), is_hub_id(name), is_torch_dist(name)))
 
 
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:

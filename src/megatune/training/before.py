@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatune.architecture import Architecture
+from megatune.config.model import changed
 from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import counted
 from megatune.data.check import Checked, check_data
@@ -21,7 +22,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import read_config
 from megatune.families.weight_index import check_layers, no_weights, read_whole_index
 from megatune.hub.megatron import is_torch_dist
-from megatune.hub.models import is_hub_id
+from megatune.hub.models import Model, is_hub_id
 from megatune.progress import amount
 from megatune.training.storage.files import nearest_folder
 from megatune.training.storage.manifest import read_manifest
@@ -45,7 +46,10 @@ def check_before(
     wrong = set(invalid)
     folder = None if "model.model_name_or_path" in wrong else _folder(settings.model.model_name_or_path)
     is_megatron = settings.model.mcore_model is not None or (folder is not None and is_torch_dist(str(folder)))
-    check_data(settings, checked, tokenizer=None if is_megatron else folder, invalid=invalid)
+    tokenizer = None
+    if folder is not None and not is_megatron:
+        tokenizer = checked.run(lambda: changed(Model(folder), settings).tokenizer_dir())
+    check_data(settings, checked, tokenizer=tokenizer, invalid=invalid)
     if first and not {"run.output_dir", "run.resume_from_checkpoint", "run.overwrite_output_dir"} & wrong:
         checked.run(lambda: check_output(settings))
         resumes = checked.run(lambda: check_checkpoint(settings))

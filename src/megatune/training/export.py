@@ -120,12 +120,13 @@ def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:
         MegatuneError: as `megatune export`.
     """
     from megatune.hub.models import open_model
+    from megatune.hub.vocabulary import as_adapted
 
     assert export.export_dir is not None
     if not adapters:
         why, fix = f"{base} holds no adapter, and is a Hugging Face model as it is", f"add {_ADAPTER}"
         raise MegatuneError(Finding("there is nothing to merge", "", why, fix), ExitCode.SETTINGS)
-    folder = open_model(base, export.model_revision, export.cache_dir).fetch()
+    folder = as_adapted(open_model(base, export.model_revision, export.cache_dir), adapters).fetch()
 
     from megatune.training.conversion import merge_adapters
 
@@ -141,11 +142,12 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
     """
     from megatune.hub.megatron import is_hugging_face, is_torch_dist
     from megatune.hub.models import open_model
+    from megatune.hub.vocabulary import as_adapted
 
     source = export.mcore_model or export.model_name_or_path or export.adapters[0]
     weights = export.mcore_model or base
     in_megatron_form = None if is_hugging_face(weights) else export.mcore_model  # a run's checkpoint may be either
-    model = open_model(base, export.model_revision, export.cache_dir, in_megatron_form)
+    model = as_adapted(open_model(base, export.model_revision, export.cache_dir, in_megatron_form), adapters)
     is_plain = export.mcore_model is None and not is_torch_dist(weights)
     if export.to_hf and is_plain and not adapters:
         fix = "name the folder of Megatron-Core: --mcore_model FOLDER"

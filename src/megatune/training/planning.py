@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from megatune.config.derived import Gpu
 from megatune.config.load import Loaded
+from megatune.config.model import changed
 from megatune.config.settings import Settings
 from megatune.errors import MegatuneError
+from megatune.hub.models import Model
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.read_question import PlannedRows
 from megatune.plan.rows import RowLengths
@@ -132,6 +134,7 @@ def _encoder(settings: Settings, folder: Path) -> Encoder:
     from megatune.data.encode import load_tokenizer, make_encoder
     from megatune.data.vision import load_vision_input
 
+    folder = changed(Model(folder), settings).tokenizer_dir()
     tokenizer = load_tokenizer(folder)
     return make_encoder(settings, tokenizer, load_vision_input(folder, tokenizer, settings.data))
 

@@ -48,7 +48,7 @@ from megatune.training.resume import choose_checkpoint, digest_base
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.storage.files import write_atomically, writing
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, remove_checkpoints
-from megatune.training.train_state import TrainState, later_checkpoints, read_state, scaling_of
+from megatune.training.train_state import TrainState, changes_of, later_checkpoints, read_state
 from megatune.training.train_step import LearningRateSchedule
 
 _JOIN_GRACE = 60.0  # seconds
@@ -197,7 +197,7 @@ def _build_trainer(
     settings = with_settings(settings, counted_steps(settings, schedule.total_steps))
     digest = "" if reference is None else reference.digest
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
-    state.rows_parts, state.rope_scaling = data.key_parts, scaling_of(settings)
+    state.rows_parts, (state.rope_scaling, state.new_tokens) = data.key_parts, changes_of(settings)
     if resumed is not None:
         architecture = load_architecture(source, settings.run.stage, settings.model.mtp_num_layers)
         check_continues(resumed, architecture, settings, state)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from megatune.config.rope import scaled, scaling_line
+from megatune.config.model import changed, is_changed, lines_of
 from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.families import read_config
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
@@ -62,9 +61,9 @@ class RunModel:
             self._pin(described.commit, f"{model.model_revision} on {described.host}")
         if found is not described or isinstance(found, HubModel):
             self._model = found
-        if model.rope_scaling is not None:
-            self.lines = [scaling_line(read_config(found.config_dir()), self.settings)]
-            self._model = found = scaled(found, self.settings)
+        if is_changed(self.settings):
+            self.lines = lines_of(found, self.settings)
+            self._model = found = changed(found, self.settings)
         return found.config_dir()
 
     def fetch(self) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megatune.config.model import new_tokens
 from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.config.values import shown
@@ -40,6 +41,7 @@ class TrainState:
         updates: of the optimizer, where a step may have several.
         bad_steps: how many were skipped (training/bad_steps.py).
         rope_scaling: the setting, as YAML writes it; "" where config.json was left as it is.
+        new_tokens: those that are added to the model, as YAML writes them; "" where none are.
         recent_losses, recent_grad_norms: of the last steps that were not bad.
     """
 
@@ -56,6 +58,7 @@ class TrainState:
     updates: int = 0
     bad_steps: int = 0
     rope_scaling: str = ""
+    new_tokens: str = ""
     recent_losses: list[float] = field(default_factory=list)
     recent_grad_norms: list[float] = field(default_factory=list)
     rows_parts: dict[str, str] = field(default_factory=dict)
@@ -139,19 +142,31 @@ def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     return "; ".join(f"{said}: {', '.join(parts)}" for said, parts in lists if parts) or "their order"
 
 
-def scaling_of(settings: Settings) -> str:
-    """Return `TrainState.rope_scaling`."""
-    return "" if settings.model.rope_scaling is None else shown(settings.model.rope_scaling)
+def changes_of(settings: Settings) -> tuple[str, str]:
+    """Return `TrainState.rope_scaling` and `TrainState.new_tokens`.
+
+    Raises:
+        MegatuneError: see `new_tokens`.
+    """
+    scaling, tokens = settings.model.rope_scaling, new_tokens(settings)
+    added = [] if tokens is None else [*tokens.plain, *tokens.special]
+    return "" if scaling is None else shown(scaling), shown(added) if added else ""
 
 
-def _changed_scaling(checkpoint: Path, state: TrainState, settings: Settings) -> Iterator[Finding]:
+_CHANGES = (
+    ("rope_scaling was", "null", "weights and rotary embeddings were trained together"),
+    ("tokens that are added were", "none", "the checkpoint has rows for the tokens that it was trained with"),
+)
+
+
+def _changed_model(checkpoint: Path, state: TrainState, settings: Settings) -> Iterator[Finding]:
     """Yield that another model would be trained from here on. The factor follows from data settings and the model."""
-    before, after = (each or "null" for each in (state.rope_scaling, scaling_of(settings)))
-    if before != after:
-        what = f"rope_scaling was {before}, and is {after} in this run"
-        why = "weights and rotary embeddings were trained together"
-        fix = f"set it to {before} again, or start again from the model with overwrite_output_dir: true"
-        yield Finding(what, str(checkpoint), why, fix)
+    before, after = (state.rope_scaling, state.new_tokens), changes_of(settings)
+    for (what, none, why), was, is_now in zip(_CHANGES, before, after, strict=True):
+        if was != is_now:
+            fix = f"go back to {was or none}, or start again from the model with overwrite_output_dir: true"
+            verb = "are" if what.endswith("were") else "is"
+            yield Finding(f"{what} {was or none}, and {verb} {is_now or none} in this run", str(checkpoint), why, fix)
 
 
 _OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
@@ -198,8 +213,8 @@ def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[
         replicas = world_size // parallel.model_parallel_size
         rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         findings += changed_batch(resumed, state, rows, settings.run.seed)
-    if "model.rope_scaling" not in invalid:
-        findings += _changed_scaling(resumed, state, settings)
+    if not any(path.startswith("model.") for path in invalid):
+        findings += _changed_model(resumed, state, settings)
     if not any(path.startswith("data.") for path in invalid):
         with contextlib.suppress(MegatuneError):  # what is wrong with the data itself is found elsewhere
             findings += changed_data(resumed, state, local_parts(settings))

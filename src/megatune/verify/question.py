@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 
 # What a comparison depends on; any other setting would be without effect, and is refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
-_OF_MODEL = ("model.model_name_or_path", "model.model_revision", "model.cache_dir", "model.rope_scaling")
+_OF_MODEL = (
+    "model.model_name_or_path",
+    "model.model_revision",
+    "model.cache_dir",
+    "model.rope_scaling",
+    "model.add_tokens",
+    "model.add_special_tokens",
+    "model.new_special_tokens_config",
+    "model.init_special_tokens",
+    "model.resize_vocab",
+)
 _SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", *_OF_MODEL)
 _NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
 # What two layouts have in common, and so the first one says.

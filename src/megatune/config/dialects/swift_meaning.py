@@ -122,6 +122,20 @@ def length(command: Command) -> None:
         command.default("memory_check", "warn", "rows may be shorter than the model allows")
 
 
+def tokens(command: Command) -> None:
+    """Words that end in .txt are files of tokens, with spaces or lines between them."""
+    found: list[str] = []
+    for word in command.value("new_special_tokens") or ():
+        try:
+            found += Path(word).read_text(encoding="utf-8").split() if word.endswith(".txt") else [word]
+        except (OSError, ValueError) as error:
+            fix = "write the tokens, or name their file"
+            command.refuse("new_special_tokens", f"{word} cannot be read: {error}", fix)
+            return
+    if command.given("new_special_tokens"):
+        command.becomes("new_special_tokens", found)
+
+
 def rope(command: Command) -> None:
     """The factor of a scaling without one is that of max_model_len, which says nothing else."""
     scaling, longest = command.value("rope_scaling"), command.number("max_model_len")
@@ -214,7 +228,7 @@ def experts(command: Command) -> None:
         command.default("expert_tensor_parallel_size", 1, why)
 
 
-_OF_RUN = (model, hub, output, precision, length, rope, cached, evaluation, rows, parallel, shape, experts)
+_OF_RUN = (model, hub, output, precision, length, tokens, rope, cached, evaluation, rows, parallel, shape, experts)
 
 
 def learning_rate(command: Command) -> None:

@@ -40,6 +40,7 @@ _NO_NOISE = Needs(
     "noise is added to what the decoder reads, and nobody says what such a layer is to read of it",
 )
 _PREDICTS = Needs("model.mtp_num_layers", least=1)
+_DESCRIBED = Needs("model.new_special_tokens_config", (), "it begins with what the file's texts mean")
 _SAVES = Needs(
     "checkpoint.save_strategy",
     ("steps", "epoch"),
@@ -195,6 +196,11 @@ class RunSettings(Group):
 
 
 class ModelSettings(Group):
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether tokens are added to the model, as far as it has not got them already."""
+        return any((self.add_tokens, self.add_special_tokens, self.new_special_tokens_config, self.resize_vocab))
+
     model_name_or_path: Annotated[str, Mark.NAME] | None = None
     """The Hugging Face checkpoint to train: a folder with config.json, safetensors and tokenizer, or the id of a model
     on a hub, such as Qwen/Qwen3-0.6B.
@@ -240,6 +246,35 @@ class ModelSettings(Group):
     How: Both are sums over tokens, divided by the number of trained tokens, as in Megatron-Core. The loss that is
     logged is that of next tokens alone.
     When: DeepSeek-V3 was trained with 0.3, and with 0.1 at the end."""
+    add_tokens: list[str] = Field(default=[])
+    """Tokens to add to the model's vocabulary, as texts: each becomes one token wherever it stands in a text.
+    How: They get the ids behind the tokenizer's, and both embeddings grow to the next multiple of 64 rows where the
+    checkpoint has no spare ones; tokens that the tokenizer has stay as they are. Checkpoints and the final model have
+    the larger vocabulary. With LoRA both embeddings are fully trained, unless additional_target says what is.
+    When: For markers that answers are to have, such as <think>, and words of a domain. A model learns them from some
+    thousand rows that have them."""
+    add_special_tokens: list[str] = Field(default=[])
+    """Special tokens to add to the model's vocabulary, which decoding leaves out where it skips special tokens.
+    How: As add_tokens, behind which they get their ids.
+    When: For markers that a template puts around turns, and that no answer is to show. Programs that read markers in
+    answers, such as <tool_call>, need add_tokens instead."""
+    new_special_tokens_config: Annotated[str, Mark.NAME] | None = None
+    """A YAML file of special tokens to add, each with a text that says what it means: `<token>: text`.
+    How: As add_special_tokens, for the tokens in the file.
+    When: With init_special_tokens: desc_init, for tokens whose meaning has words."""
+    init_special_tokens: Annotated[Literal["noise_init", "desc_init", "desc_init_w_noise"], _DESCRIBED] = "noise_init"
+    """What rows of new tokens begin as, in the word embedding and, by its own rows, in the output layer.
+    How: The mean is over all rows that the checkpoint has for other tokens; the noise is normal with a standard
+    deviation of 1 / √hidden_size, drawn from seed and the token's id, so that all layouts begin alike. Tokens without
+    a description begin as with noise_init.
+    When: desc_init_w_noise helps where rows are few. noise_init is what LLaMA-Factory does by default.
+    - noise_init: the mean row, plus noise
+    - desc_init: the mean of the rows of the description's tokens
+    - desc_init_w_noise: the mean of the rows of the description's tokens, plus noise"""
+    resize_vocab: bool = False
+    """Add rows for tokens of the tokenizer that the model has none for.
+    How: They begin as those of add_tokens do, which adds rows whatever this says.
+    When: For a model whose tokenizer somebody has extended without its embeddings, which is refused otherwise."""
     cache_dir: Annotated[str, Mark.NAME, Mark.MACHINE] | None = None
     """Folder for files of models that are fetched from a hub. null is the hub's own cache.
     How: The hub's own cache is shared with every program that uses the hub; HF_HOME, HF_HUB_CACHE or MODELSCOPE_CACHE

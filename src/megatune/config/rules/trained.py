@@ -48,19 +48,32 @@ def whole_modules(context: Context) -> Iterator[Problem]:
     if architecture is None or not finetuning.additional_target:
         return
     asked, known = finetuning.additional_target, modules(architecture, per_layer=False)
-    tied = [module for module in asked if module in _TIED and architecture.tie_word_embeddings]
+    tied = _TIED if architecture.tie_word_embeddings else ()
     unknown = [module for module in asked if module not in (*known, *tied)]
-    if tied:
-        what = f"`{_WHOLE}` has {', '.join(tied)}, and the model ties {' and '.join(_TIED)}"
-        why = "one matrix is both; peft trains a copy in one of the two places, which no merged model can have"
-        fix = f"remove {tied[0]} from `{_WHOLE}`, or write `finetuning_type: freeze`, which trains the one matrix"
-        yield Problem((_WHOLE,), what, why, fix)
+    if tied and _TIED[1] in asked and _TIED[0] not in asked:
+        what = f"`{_WHOLE}` has {_TIED[1]}, and the model ties {' and '.join(_TIED)}"
+        fix = f"write {_TIED[0]} in its place, which trains the one matrix"
+        yield Problem((_WHOLE,), what, "one matrix is both, and goes by the name of the first", fix)
     if unknown:
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
         fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
         fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
         yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
+
+
+def new_rows(context: Context) -> Iterator[Problem]:
+    """Rows of new tokens are with the adapter, or merged: the base that it is loaded on has others, or none."""
+    architecture, finetuning = _of_adapters(context)
+    settings = context.settings
+    if architecture is None or not settings.model.adds_tokens or settings.checkpoint.merge_lora:
+        return
+    needed = [module for module in modules(architecture, per_layer=False) if module in _TIED]
+    if missing := [module for module in needed if module not in finetuning.additional_target]:
+        what = f"tokens are added, and `{_WHOLE}` has no {' and no '.join(missing)}"
+        why = "new rows would be neither in the adapter nor in the model that it is loaded on"
+        fix = f"write `{_WHOLE}: {','.join(dict.fromkeys((*finetuning.additional_target, *needed)))}`"
+        yield Problem((_WHOLE,), what, why, f"{fix}, or `merge_lora: true`")
 
 
 def experts(context: Context) -> Iterator[Problem]:
@@ -188,7 +201,7 @@ def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> 
     return Problem((_TARGET, switch), what, "what is frozen has no adapters", fix)
 
 
-_OF_ADAPTERS = (targets, whole_modules, experts, saved, parts)
+_OF_ADAPTERS = (new_rows, targets, whole_modules, experts, saved, parts)
 
 
 def known_modules(context: Context) -> Iterator[Problem]:

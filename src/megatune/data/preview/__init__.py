@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
+from megatune.config.model import open_changed
 from megatune.config.values import counted
 from megatune.data.bad_rows import RowError
 from megatune.data.build import RowShape
@@ -23,7 +24,6 @@ from megatune.data.templates import stop_note
 from megatune.data.vision import VisionInput, load_vision_input
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.models import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def load_model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, Visio
     """
     model = settings.model
     assert model.model_name_or_path is not None, "required by the rules of the data"
-    folder = open_model(model.model_name_or_path, model.model_revision, model.cache_dir).tokenizer_dir()
+    folder = open_changed(settings, model.model_name_or_path, model.model_revision).tokenizer_dir()
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_vision_input(folder, tokenizer, settings.data)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.config.groups.run import ModelSettings
-from megatune.config.rope import as_scaled
+from megatune.config.model import as_changed
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
 from megatune.families import as_trained, read_architecture, read_config
@@ -58,7 +58,7 @@ def find_model(
     model = ModelSettings() if settings is None else settings.model
     config, where = model_config(name_or_path, model.model_revision, model.cache_dir, asks_hub=asks_hub)
     if settings is not None:
-        config, stage = as_scaled(config, settings), settings.run.stage
+        config, stage = as_changed(config, settings, Path(name_or_path).expanduser()), settings.run.stage
     architecture = read_architecture(config, where)
     if stage is not None:
         architecture = as_trained(architecture, stage, where, model.mtp_num_layers)
