@@ -186,7 +186,7 @@ class Shell:
             ended = self._megatune(*words)
             if words[0] == "doctor" and ended.returncode == ExitCode.UNAVAILABLE:
                 ended = ended._replace(returncode=0)  # this machine may lack what a run needs
-            starts = words[0] in ("train", "sft", "pt", "dpo", "kto", "rm", "rl") and not self._trains
+            starts = words[0] in ("train", "sft", "pt", "dpo", "kto", "rm", "cls", "rl") and not self._trains
             assert not starts or ended.returncode or self._launched > before, f"{words}: nothing was started"
             return ended
         return Ended(0, "", "")

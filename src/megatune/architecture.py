@@ -216,8 +216,8 @@ class Architecture:
         max_position_embeddings: positions that the rotary embeddings are made for, stretched by YaRN or not.
         mrope: None where rotary embedding turns by one position.
         has_classifier: Transformers has a sequence classification of this family, in which a reward model is saved.
-        num_labels: 1 for a reward model, which has a linear layer to that many scores in place of the output layer; 0
-            for a language model.
+        num_labels: scores of a classifier, which has a linear layer to them in place of the output layer, and of which
+            a reward model has 1; 0 for a language model.
         mtp_num_layers: layers behind the decoder that are trained to predict further tokens, numbered after its own; 0
             where a checkpoint's are no part of the model.
     """

@@ -90,7 +90,7 @@ WRONG = [
     (
         ["save_format=torch_dist", "stage=rm"],
         "save_format: torch_dist with stage: rm\n"
-        "    why: Megatron-Core's language model has no place for the score of a reward model\n"
+        "    why: Megatron-Core's language model has no place for scores\n"
         "    fix: write save_format: hf",
     ),
     (
@@ -475,7 +475,7 @@ WRONG_ANSWERS = [
     (
         ["eval_generate_steps=10", "val_size=5", "stage=rm"],
         "eval_generate_steps: 10 with stage: rm\n"
-        "    why: a reward model writes no text\n"
+        "    why: a model with scores writes no text\n"
         "    fix: remove eval_generate_steps",
     ),
     (

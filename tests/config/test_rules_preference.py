@@ -1,4 +1,4 @@
-"""Rules of preference training, with their whole messages, and its warnings."""
+"""Rules of preference training and of classifiers, with their whole messages, and its warnings."""
 
 from dataclasses import replace
 
@@ -38,6 +38,8 @@ def messages(*overrides: str) -> list[str]:
         [RM, "center_rewards_coefficient=0.01", "packing=true"],
         [RM, LORA, *STREAMED],
         [RM, *STREAMED],
+        ["stage=cls", "num_labels=1", *STREAMED],
+        ["stage=cls", "num_labels=1", "problem_type=multi_label_classification"],
         [DPO, LORA, *STREAMED],
         [DPO, "pref_loss=orpo", *STREAMED],
         [KTO],
@@ -195,6 +197,24 @@ WRONG = [
         "streaming: true with stage: kto\n"
         "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
         "    fix: remove streaming",
+    ),
+    (
+        ["stage=cls"],
+        "stage: cls without num_labels\n"
+        "    why: it says how many scores the classifier has\n"
+        "    fix: write num_labels: N, one more than the largest label, or 1 where labels are numbers to predict",
+    ),
+    (
+        ["stage=cls", "num_labels=1", "problem_type=single_label_classification"],
+        "problem_type: single_label_classification with num_labels: 1\n"
+        "    why: one class alone is always right\n"
+        "    fix: write num_labels: 2, or problem_type: regression",
+    ),
+    (
+        ["num_labels=3"],
+        "num_labels: 3 with stage: sft\n"
+        "    why: it says what a classifier puts out for a row\n"
+        "    fix: write stage: cls, or remove num_labels",
     ),
 ]
 

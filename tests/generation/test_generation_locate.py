@@ -40,8 +40,8 @@ def test_a_reward_model_writes_nothing(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(as_saved(config, "Qwen3ForSequenceClassification", 0)))
     assert refusal(model) == (
-        f"{model}: it is a reward model\n"
-        "    why: it has a score in place of the output layer, and writes no text\n"
+        f"{model}: it is a reward model or a classifier\n"
+        "    why: it has scores in place of the output layer, and writes no text\n"
         "    fix: load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
     )
 

@@ -50,6 +50,7 @@ def experts(**numbers: Any) -> MixtureOfExperts:
 DENSE = architecture()
 # Of few layers, so that the score weighs.
 REWARD = architecture(num_layers=2, num_labels=1)
+CLASSIFIER = architecture(num_layers=2, num_labels=2000)
 QWEN3 = architecture(model_type="qwen3", qk_layernorm=True)
 # Its vocabulary is padded: the loss masks a copy.
 LARGE_VOCABULARY = architecture(num_layers=2, vocab_size=31900)
@@ -229,6 +230,14 @@ def _rewards() -> dict[str, Measured]:
     for name, layout in {"1": Layout(1), "full": Layout(1, recompute=FULL), "tp2 sp": Layout(2, TP2 | SP)}.items():
         found |= _both(name, "reward model", REWARD, layout, rows=2)
     return found | {"pp2, bf16": Measured("reward model", REWARD, Layout(2, PP2), bf16=True, rows=2, micro_batches=3)}
+
+
+def _classifiers() -> dict[str, Measured]:
+    """Of many classes: their scores of all tokens count."""
+    found: dict[str, Measured] = {}
+    for name, layout in {"1": Layout(1), "full": Layout(1, recompute=FULL), "tp2 sp": Layout(2, TP2 | SP)}.items():
+        found |= _both(name, "classifier", CLASSIFIER, layout, rows=2)
+    return found
 
 
 def _pipelines() -> dict[str, Measured]:
@@ -413,6 +422,7 @@ def _dealt() -> dict[str, Measured]:
 _TEXT = (
     _dense(),
     _rewards(),
+    _classifiers(),
     _pipelines(),
     _experts(),
     _further(),

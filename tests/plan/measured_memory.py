@@ -12,12 +12,15 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batches import SCORED, Batch, Pictures, TokenValues, deal
+from megatune.data.batches import SCORED, Batch, DocumentValues, Extra, Pictures, TokenValues, deal
+from megatune.data.rows import LABEL
 from megatune.engine import step
 from megatune.engine.groups import build
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.model import Chunk, build_model
+from megatune.engine.step import Objective
 from megatune.objectives.choose import CrossEntropy
+from megatune.objectives.classification import Classification
 from megatune.objectives.preference import Reward
 
 DOCUMENTS = 4  # of a packed row
@@ -26,13 +29,19 @@ GRID = (1, 16, 16)  # patches of an image
 
 def measure_step(architecture: Architecture, settings: Settings, trainable: FinetuningSettings, images: int = 0) -> int:
     """On every rank: a step's most live bytes, with random weights, every token trained, and so many images a row;
-    of a reward model rows are pairs."""
+    of a reward model rows are pairs, of a classifier their class is 0."""
     model = _built(architecture, settings, trainable)
     count = settings.batch.gradient_accumulation_steps
     batches = [_batch(architecture, settings, images, index) for index in range(count)]
     with LiveBytes() as found:
-        step.forward_backward(model, batches, Reward() if architecture.num_labels else CrossEntropy())
+        step.forward_backward(model, batches, _objective(architecture.num_labels))
     return found.peak
+
+
+def _objective(num_labels: int) -> Objective:
+    if num_labels > 1:
+        return Classification("single_label_classification", num_labels)
+    return Reward() if num_labels else CrossEntropy()
 
 
 def measure_log_probs(architecture: Architecture, settings: Settings) -> int:
@@ -84,7 +93,9 @@ def _batch(architecture: Architecture, settings: Settings, images: int, seed: in
     if not settings.packing:
         positions, lengths = torch.arange(length).repeat(rows, 1), (length,) * rows
         pictures = _pictures(architecture, positions, images) if images else None
-        extras = {SCORED: TokenValues(positions == length - 1)} if architecture.num_labels else {}
+        extras: dict[str, Extra] = {}
+        if architecture.num_labels:
+            extras = {SCORED: TokenValues(positions == length - 1), LABEL: DocumentValues(torch.zeros(rows, 1))}
         return Batch(tokens, tokens, positions, lengths, extras=extras, pictures=pictures)
     document = length // DOCUMENTS
     count = rows * DOCUMENTS

@@ -93,7 +93,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for number, colour in enumerate(("red", "green")):
         Image.new("RGB", (90 + 60 * number, 80), colour).save(folder / f"{number}.png")
-    rows: dict[str, list[dict[str, Any]]] = {"chat": [], "self": [], "text": [], "pair": [], "picture": []}
+    rows: dict[str, list[dict[str, Any]]] = {"chat": [], "self": [], "text": [], "pair": [], "label": [], "picture": []}
     for number in range(24):
         asked = {"role": "user", "content": f"Say {number}."}
         said = {"role": "assistant", "content": f"It is {number}. " * 3}
@@ -105,6 +105,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows["self"].append({**who, "tag": ("zh", "en")[number % 2]})
         rows["text"].append({"content": f"One text is {number}. " * 9})
         rows["pair"].append({"messages": [asked, said], "rejected_response": f"No {number}."})
+        rows["label"].append({"messages": [asked], "label": number % 2})
         rows["picture"].append({"messages": [shown, told], **images})
     for name, each in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
@@ -162,6 +163,11 @@ STANDS = {
     ),
     "v4/long_text": Stand("qwen2", ["chat"], 4, {"sequence_parallel": True, **PACKED, **FULL, **HELD_OUT}, HEADS),
     "v4/dpo": Stand("qwen3", ["pair"], 4, {"stage": "dpo", "group_by_length": True, "pref_ftx": 0.1, **FULL}, HEADS),
+    "v4/seq_cls_lora": Stand(
+        "qwen3_moe", ["label"], 2,
+        {"stage": "cls", "num_labels": 2, "finetuning_type": "lora", "expert_model_parallel_size": 2,
+         "merge_lora": True, **PACKED, **FULL, **HELD_OUT},
+    ),
     "v4/vision": Stand(
         "qwen3_vl", ["picture#24"], 2, {"video_maxlen": 16, "freeze_language_model": False, **PACKED}
     ),

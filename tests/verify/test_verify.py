@@ -82,14 +82,15 @@ def test_good_layout_passes(verify, model):
     assert "14 more parameters are closer than these" in ended.stdout
 
 
-def test_a_reward_model_is_verified(verify, model, tmp_path):
-    """And a language model with an adapter that has a score."""
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_reward_model_and_a_classifier_are_verified(verify, model, tmp_path, count):
+    """And a language model with an adapter that has their scores."""
     folder = shutil.copytree(model, tmp_path / "reward")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     (folder / "config.json").write_text(
-        json.dumps(as_saved(config, "Qwen3ForSequenceClassification", config["pad_token_id"]))
+        json.dumps(as_saved(config, "Qwen3ForSequenceClassification", config["pad_token_id"], count))
     )
-    tensors["score.weight"] = torch.randn(1, 32)
+    tensors["score.weight"] = torch.randn(count, 32)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ended = verify(folder, "--tensor_model_parallel_size", "2", "sequence_parallel=true", "--length", "8")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -105,7 +105,7 @@ def load_model(
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
     """
-    architecture = load_architecture(model_dir, settings.run.stage, settings.model.mtp_num_layers)
+    architecture = load_architecture(model_dir, *settings.task)
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, place)
     folder, form = open_checkpoint(model_dir, architecture)

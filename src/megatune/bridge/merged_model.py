@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import open_adapter, with_adapters
+from megatune.bridge.adapter_files import num_scores, open_adapter, with_adapters
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.file_set import cut_into_files
 from megatune.bridge.file_stream import TensorFile, index_files
@@ -20,8 +20,7 @@ from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
-from megatune.families.peft_config import has_score
-from megatune.families.scores import STAGE, as_trained
+from megatune.families.scores import CLASSES, as_trained
 from megatune.families.weights import Segment, hf_shapes
 
 _NAME = "model"
@@ -51,7 +50,7 @@ class MergedModel:
         dtype: of all weights; None keeps each tensor's own. Buffers keep theirs.
 
     Attributes:
-        becomes_reward_model: a language model is merged with an adapter that has a score, and is one no more.
+        num_labels: scores of the merged model, which an adapter may bring; a language model is one no more then.
 
     Raises:
         MegatuneError: INPUT, where the model or an adapter cannot be used, or they do not belong together.
@@ -59,9 +58,9 @@ class MergedModel:
 
     def __init__(self, model_dir: Path, adapters: Sequence[Path], dtype: torch.dtype | None = None) -> None:
         own = architecture = load_architecture(model_dir)
-        if any(has_score(path) for path in adapters):
-            architecture = as_trained(architecture, STAGE, str(model_dir))
-        self.becomes_reward_model = architecture.num_labels > own.num_labels
+        if counts := [count for path in adapters if (count := num_scores(path))]:
+            architecture = as_trained(architecture, str(model_dir), CLASSES, counts[-1])
+        self.num_labels = architecture.num_labels
         self._folder, self._form = open_checkpoint(model_dir, architecture)
         self._adapters = [open_adapter(path, architecture) for path in adapters]
         self._merged = with_adapters(self._folder, self._adapters)
@@ -74,7 +73,7 @@ class MergedModel:
         if dtype is not None:
             kept = self._buffers(architecture)
             self.entries = [each if each.name in kept else replace(each, dtype=dtype) for each in self.entries]
-        if self.becomes_reward_model:
+        if architecture.num_labels > own.num_labels:
             new, own_dtype = hf_shapes(SCORE, architecture, 0), self.entries[0].dtype
             self.entries += [TensorEntry(name, shape, own_dtype) for name, shape in new.items()]
 

@@ -58,7 +58,7 @@ class InitialAdapters(TensorSource):
 
 
 class InitialScore(TensorSource):
-    """The score of a reward model that is made of a language model, as Transformers begins it: normal, with a standard
+    """The score of a model that is made of a language model, as Transformers begins it: normal, with a standard
     deviation of initializer_range.
 
     It is drawn from the seed alone, so that every layout begins with the same one.

@@ -21,6 +21,7 @@ VERBS = {
     "dpo": ("train", "preference training on pairs of answers, from flags"),
     "kto": ("train", "preference training on desirable and undesirable answers, from flags"),
     "rm": ("train", "a reward model from pairs of answers, from flags"),
+    "cls": ("train", "a classifier from conversations or texts with labels, from flags"),
     "plan": ("plan", "which layouts are valid, fit in memory, and how fast they are, before anything is started"),
     "explain": ("explain", "what a setting does, when to change it, what it costs here"),
     "families": ("families", "which models are supported, and what proves each"),
@@ -48,13 +49,13 @@ VERBS = {
 GROUPS = {
     "look": "families data explain ui report doctor",
     "plan": "plan rehearse verify",
-    "train": "new train sft pt dpo kto rm rl sweep",
+    "train": "new train sft pt dpo kto rm cls rl sweep",
     "use": "infer evaluate serve",
     "convert": "export demo-model megatron swift shims completion",
 }
 
 # The verbs that run something, which take --quiet.
-RUNS = "train sft pt dpo kto rm rl new sweep rehearse verify infer evaluate export demo-model megatron swift"
+RUNS = "train sft pt dpo kto rm cls rl new sweep rehearse verify infer evaluate export demo-model megatron swift"
 QUIET = "--quiet"
 
 

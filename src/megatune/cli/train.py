@@ -1,4 +1,4 @@
-"""megatune train FILE.yaml, and megatune sft | pt | dpo | kto | rm from flags."""
+"""megatune train FILE.yaml, and megatune sft | pt | dpo | kto | rm | cls from flags."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _ABOUT = {
     "dpo": "Preference training on pairs of answers.",
     "kto": "Preference training on desirable and undesirable answers.",
     "rm": "Train a reward model on pairs of answers.",
+    "cls": "Train a classifier on conversations or texts with labels.",
 }
 
 

@@ -106,16 +106,17 @@ def _compare(
     reference: Path | None,
 ) -> int:
     """Compare and print; see `verify`."""
+    from megatune.bridge.adapter_files import num_scores
     from megatune.families import load_architecture
-    from megatune.families.peft_config import has_score
-    from megatune.families.scores import STAGE
+    from megatune.families.scores import CLASSES
     from megatune.verify import question
     from megatune.verify.question import trained_in
 
     architecture = load_architecture(model.config_dir())
-    if architecture.num_labels or any(map(has_score, adapters)):
-        architecture = load_architecture(model.config_dir(), STAGE)
-        loaded, other = question.of_reward_model(loaded), None if other is None else question.of_reward_model(other)
+    if count := max(architecture.num_labels, *map(num_scores, adapters), 0):
+        architecture = load_architecture(model.config_dir(), CLASSES, count)
+        loaded = question.of_classifier(loaded, count)
+        other = None if other is None else question.of_classifier(other, count)
     finetuning = trained_in(loaded, adapters, architecture)
     seed = loaded.settings.run.seed
     samples = question.samples_of(architecture, options.samples, options.length, seed)

@@ -46,6 +46,12 @@ class Settings(Group):
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
 
     @property
+    def task(self) -> tuple[str, int | None, int]:
+        """What `families.as_trained` makes the model that is trained of: the stage, scores of a classifier, and layers
+        that predict further tokens."""
+        return self.run.stage, self.run.num_labels, self.model.mtp_num_layers
+
+    @property
     def packing(self) -> bool:
         """Whether rows hold several samples; texts share rows unless the user says otherwise."""
         packing = self.data.packing

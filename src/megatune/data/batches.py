@@ -142,7 +142,7 @@ class Collator:
     vision: VisionInput | None = None  # of a vision-language model
     documents_per_row: int = 1  # 2 where documents are preference pairs; packed, a row has a multiple of it
     ld_alpha: float | None = None  # of pairs: makes the extra ANSWER_TOKEN_WEIGHTS, see `answer_token_weights`
-    scores: bool = False  # of a reward model: makes the extra SCORED, see `scored_tokens`
+    scores: bool = False  # of a model with scores: makes the extra SCORED, see `scored_tokens`
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -263,7 +263,7 @@ def answer_token_weights(documents: Sequence[Document], alpha: float) -> ExtraCo
 
 
 def scored_tokens(documents: Sequence[Document], pad_token_id: int) -> ExtraColumn:
-    """Return bool [tokens]: True for the token of each document at which a reward model's score is read.
+    """Return bool [tokens]: True for the token of each document at which its scores are read.
 
     It is the last one that pads no row, as in Transformers; where a tokenizer pads with the token that ends answers,
     the one before the end.

@@ -24,6 +24,7 @@ from megatune.data.report import TokenReport
 from megatune.data.rows import (
     DESIRABLE,
     IGNORE_INDEX,
+    LABEL,
     MARGIN,
     TOKENS_FILE,
     TRAINED_FILE,
@@ -129,7 +130,7 @@ def concatenate(spans: np.ndarray, capacity: int, *, joined: bool) -> tuple[np.n
 class RowShape:
     """How samples become rows."""
 
-    # "sft" and "kto": a sample is a document. "pt": a text, cut into pieces. "dpo" and "rm": a pair of documents
+    # "sft", "kto" and "cls": a sample is a document. "pt": a text, cut into pieces. "dpo" and "rm": a pair of documents
     stage: str
     cutoff_len: int  # tokens of the longest document
     packing: bool  # rows hold several samples
@@ -193,6 +194,7 @@ class RowsBuilder:
         self._largest = array("i")  # token id of each document
         self._desirable = array("b")  # of each document of stage kto
         self._margins = array("f")  # of each document, that of its pair
+        self._labels = array("f")  # of each document of stage cls, as many numbers each
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -207,11 +209,18 @@ class RowsBuilder:
         """Samples added."""
         return len(self._samples) - 1
 
-    def add(self, documents: Sequence[Document], margin: float = 0.0, desirable: bool | None = None) -> int:
+    def add(
+        self,
+        documents: Sequence[Document],
+        margin: float = 0.0,
+        desirable: bool | None = None,
+        label: tuple[float, ...] | None = None,
+    ) -> int:
         """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
 
         Args:
             desirable: of stage kto, whether the answer is one that is wanted.
+            label: of stage cls.
 
         Raises:
             ValueError: a document is empty, or has more or fewer labels than tokens.
@@ -228,6 +237,8 @@ class RowsBuilder:
         self._samples.append(len(self._ends) - 1)
         if desirable is not None:
             self._desirable.append(desirable)
+        if label is not None:
+            self._labels.extend(label)
         if self._num_unwritten >= _FLUSH_TOKENS:
             self._flush()
         return len(self) - 1
@@ -272,9 +283,11 @@ class RowsBuilder:
             extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents[order]]
         else:
             spans, rows, arrangement = self._shape.arranged(spans)
+        of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
         if self._shape.stage == "rm":
-            of_spans = np.searchsorted(ends, spans[:, 0], side="right") - 1
             extras[MARGIN] = np.asarray(self._margins)[of_spans]
+        elif self._shape.stage == "cls":
+            extras[LABEL] = np.asarray(self._labels).reshape(len(self), -1)[of_spans]
         written = write_rows(self._folder / name, spans, rows, arrangement, extras)
         if companions is not None:
             companions.write(self._folder / name)

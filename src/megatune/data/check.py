@@ -108,5 +108,5 @@ def _used(settings: Settings, source: DatasetSource) -> set[str]:
     used += [columns.prompt, columns.query, columns.history] if is_alpaca else [columns.messages]
     used += [columns.chosen, columns.rejected] if source.ranking else []
     used += [columns.response] if is_alpaca or stage == "kto" else []
-    used += [columns.margin] if stage == "rm" else []
+    used += [columns.margin] if stage == "rm" else [columns.label] if stage == "cls" else []
     return {LANGUAGE_FIELD, *(name for name in used if name is not None)}

@@ -50,7 +50,7 @@ class RowPicture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns of (user or tools, assistant), ending with the assistant.
+    """Turns of (user or tools, assistant), ending with the assistant; with a label they may end with the user.
 
     Attributes:
         system: the system message; None where the row has none, and "" where it says that there is none.
@@ -58,6 +58,7 @@ class Conversation:
         pictures: of the tags <image> and <video> in the messages, in their order.
         desirable: whether the last answer is one that is wanted; None where nobody asked.
         switches: settings of the template that the row has itself, by their names in `SwiftRules`.
+        label: what `formats.labels` reads; None but in stage cls.
     """
 
     messages: tuple[Message, ...]
@@ -66,9 +67,11 @@ class Conversation:
     pictures: tuple[RowPicture, ...] = ()
     desirable: bool | None = None
     switches: tuple[tuple[str, bool], ...] = ()
+    label: tuple[float, ...] | None = None
 
     def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
-        return Conversation, (self.messages, self.system, self.tools, self.pictures, self.desirable, self.switches)
+        found = self.messages, self.system, self.tools, self.pictures, self.desirable, self.switches, self.label
+        return Conversation, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class PreferencePair:
         return self.chosen.pictures
 
 
-# Rows of stage pt, of sft and kto, and of dpo and rm.
+# Rows of stage pt, of sft, kto and cls, and of dpo and rm.
 Example = str | Conversation | PreferencePair
 
 # Self-cognition data sets write the model's name and maker so; the setting that fills each.

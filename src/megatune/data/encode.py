@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from unicodedata import is_normalized
 import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, PreferencePair
+from megatune.data.conversation import Conversation, Example, Message, PreferencePair
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
@@ -48,12 +48,14 @@ class Encoded:
         truncated: whether anything was cut off.
         length: tokens before truncation, of the longer document of a pair.
         margin: of a pair.
+        label: of a classified row.
     """
 
     documents: tuple[Document, ...]
     truncated: bool = False
     length: int = 0
     margin: float = 0.0
+    label: tuple[float, ...] | None = None
 
 
 class _Written(NamedTuple):
@@ -71,8 +73,10 @@ class _Plan(NamedTuple):
     length: int
     pictures: tuple[tuple[Placed, ...], ...] = ()  # of each document
     margin: float = 0.0
+    label: tuple[float, ...] | None = None
 
 
+_NO_ANSWER = Message("assistant", "-")
 # The stretches of one turn: its prompt and its completion.
 _TurnStretches = tuple[Stretch, Stretch]
 
@@ -118,7 +122,7 @@ class Encoder:
         made = [plan for plan in plans if isinstance(plan, _Plan)]
         documents = self._documents([pair for plan in made for pair in zip(plan.documents, plan.pictures, strict=True)])
         return [
-            Encoded(tuple(next(documents) for _ in plan.documents), plan.truncated, plan.length, plan.margin)
+            Encoded(tuple(next(documents) for _ in plan.documents), *plan[1:3], plan.margin, plan.label)
             if isinstance(plan, _Plan)
             else plan
             for plan in plans
@@ -130,7 +134,7 @@ class Encoder:
         is_pair = any(isinstance(example, PreferencePair) for example in examples)
         drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
         thinking = Thinking(self.enable_thinking, drop_history=drop_history)
-        conversations = [each for one in placed if isinstance(one, list) for each, _ in one]
+        conversations = [self._answered(each) for one in placed if isinstance(one, list) for each, _ in one]
         rendered = iter(() if self.template is None else render_all(self.template, conversations, thinking))
         written: list[list[_Written] | RowError] = []
         for one, example in zip(placed, examples, strict=True):
@@ -150,6 +154,18 @@ class Encoder:
                         both.append(_Written(turns))
                 written.append(errors[0] if errors else both)
         return written
+
+    def _answered(self, conversation: Conversation) -> Conversation:
+        """Give a classified question an answer that stands for none, where the template writes no question alone."""
+        return (
+            conversation
+            if self._writes(conversation)
+            else replace(conversation, messages=(*conversation.messages, _NO_ANSWER))
+        )
+
+    def _writes(self, conversation: Conversation) -> bool:
+        is_apart = self.template is not None and self.template.answer_end is not None
+        return conversation.label is None or is_apart or conversation.messages[-1].role == "assistant"
 
     def _placed(self, example: Example) -> list[tuple[Conversation, tuple[Placed, ...]]] | RowError:
         """Return the conversations of an example with text in place of their tags; of a text none."""
@@ -276,6 +292,8 @@ class Encoder:
             if self.vision is not None:
                 turns = [self._expanded(each, placed) for each, placed in zip(turns, pictures, strict=True)]
             assert self.template is not None
+            if isinstance(example, Conversation) and example.label is not None:
+                turns = [self._whole(example, turns[0])]
             if self.template.answer_end is not None:
                 plan = self._each_alone(turns)
             elif isinstance(example, PreferencePair):
@@ -284,8 +302,15 @@ class Encoder:
                 plan = self._conversation(turns[0])
         except RowError as error:
             return error
-        margin = example.margin if isinstance(example, PreferencePair) else 0.0
-        return plan._replace(pictures=pictures, margin=margin)
+        if isinstance(example, PreferencePair):
+            return plan._replace(pictures=pictures, margin=example.margin)
+        return plan._replace(pictures=pictures, label=example.label)
+
+    def _whole(self, conversation: Conversation, turns: list[_TurnStretches]) -> list[_TurnStretches]:
+        """Let every token of a classified conversation count, without the answer that stands for none."""
+        if not self._writes(conversation):
+            turns = [*turns[:-1], (turns[-1][0], ([], False))]
+        return [((prompt, True), (completion, True)) for (prompt, _), (completion, _) in turns]
 
     def _expanded(self, turns: list[_TurnStretches], pictures: Sequence[Placed]) -> list[_TurnStretches]:
         """Give every run of placeholders its length."""

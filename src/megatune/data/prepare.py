@@ -161,7 +161,7 @@ def _collect(
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        builder.add(encoded.documents, encoded.margin, sample.facts.desirable)
+        builder.add(encoded.documents, encoded.margin, sample.facts.desirable, encoded.label)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)

@@ -32,8 +32,8 @@ from megatune.data.store import Column, write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 # Extras of documents: of stage kto, whether the answer is one that is wanted, bool; of stage rm, by how much the chosen
-# answer is to be ahead, in both documents of a pair.
-DESIRABLE, MARGIN = "desirable", "margin"
+# answer is to be ahead, in both documents of a pair; of stage cls, what `formats.labels` makes of a label, fp32 [n].
+DESIRABLE, MARGIN, LABEL = "desirable", "margin", "label"
 IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
 
 TOKENS_FILE = "tokens.npy"

@@ -14,6 +14,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
 from megatune.data.formats.fields import check_inside
+from megatune.data.formats.labels import Labels
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -65,6 +66,7 @@ class RowReader:
         placeholders: see `replacements`.
         pictures: whether the model takes some.
         seed: of `rank`; None where nothing is held out.
+        labels: of stage cls.
     """
 
     source: DatasetSource
@@ -72,16 +74,17 @@ class RowReader:
     placeholders: Replacements
     pictures: bool = False
     seed: int | None = None
+    labels: Labels | None = None
 
     @classmethod
     def of(cls, source: DatasetSource, settings: Settings, *, pictures: bool, seed: int | None = None) -> RowReader:
         """Return the reader that settings ask for."""
-        return cls(source, settings.run.stage, replacements(settings.data), pictures, seed)
+        return cls(source, settings.run.stage, replacements(settings.data), pictures, seed, Labels.of(settings.run))
 
     def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, Facts]:
         """Return what a row says, or why it cannot be trained on."""
         try:
-            example = to_example(fields, self.source, self.stage, pictures=self.pictures)
+            example = to_example(fields, self.source, self.stage, pictures=self.pictures, labels=self.labels)
             if self.source.fetched and not isinstance(example, str):
                 check_inside(example.pictures)
             missing: list[str] = []

@@ -55,8 +55,8 @@ class EncodedItems(NamedTuple):
     Attributes:
         tokens, labels: int32, of all documents, one after the other.
         sizes, pictures: tokens and pictures of each document.
-        results: of each row its number of documents, whether it was cut, its length before and its margin; or why it
-            has none. An UnsupportedRow ends the run.
+        results: of each row its number of documents, whether it was cut, its length before, its margin and
+            its label; or why it has none. An UnsupportedRow ends the run.
         facts: of each row.
     """
 
@@ -64,7 +64,7 @@ class EncodedItems(NamedTuple):
     labels: np.ndarray
     sizes: list[int]
     pictures: list[tuple[DocumentPicture, ...]]
-    results: list[tuple[int, bool, int, float] | RowError | UnsupportedRow]
+    results: list[tuple[int, bool, int, float, tuple[float, ...] | None] | RowError | UnsupportedRow]
     facts: list[Facts]
 
     def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, Facts]]:
@@ -160,7 +160,9 @@ class _Work:
             [len(document.input_ids) for document in documents],
             [document.pictures for document in documents],
             [
-                (len(each.documents), each.truncated, each.length, each.margin) if isinstance(each, Encoded) else each
+                (len(each.documents), each.truncated, each.length, each.margin, each.label)
+                if isinstance(each, Encoded)
+                else each
                 for each in results
             ],
             [facts for _, facts in read],

@@ -96,7 +96,7 @@ def _architecture(settings: Settings) -> Architecture:
     model = settings.model
     assert model.model_name_or_path is not None
     found = open_changed(settings, model.model_name_or_path, model.model_revision, model.mcore_model)
-    return load_architecture(found.config_dir(), settings.run.stage, model.mtp_num_layers)
+    return load_architecture(found.config_dir(), *settings.task)
 
 
 def _hubs(settings: Settings) -> Iterator[tuple[Hub, str]]:

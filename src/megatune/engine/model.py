@@ -156,8 +156,8 @@ class DecoderModel(GPTModel):
             Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
             [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`, or in its place
             what else a head asks for), or logits [b, s / cp, padded vocabulary / tp], or, where the head asks for it,
-            what goes into the output layer, [s / cp (/ tp), b, h]; of a reward model the score of each token, fp32
-            [b, s / cp], with labels or without.
+            what goes into the output layer, [s / cp (/ tp), b, h]; with a score in its place the scores of each
+            token, fp32 [b, s / cp], or [b, s / cp, labels] of several, with labels or without.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         rotary = self._rotary_embedding(sequences)

@@ -247,10 +247,10 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
     large).
 
     Args:
-        values: [b, s / cp].
+        values: [b, s / cp, ...].
 
     Returns:
-        [D]: of each row, or of each document of the packed row, padding at its end included.
+        [D, ...]: of each row, or of each document of the packed row, padding at its end included.
     """
     if sequences.is_packed:
         lengths = send(torch.tensor(sequences.document_lengths))

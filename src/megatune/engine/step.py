@@ -68,8 +68,9 @@ class Objective(Protocol):
         """Compute the loss.
 
         Args:
-            output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a reward model
-                scores of tokens; [b, s / cp, 2] with entropies, where its `head` says so.
+            output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a model with a
+                score the scores of tokens, several of them [b, s / cp, labels]; [b, s / cp, 2] with entropies, where
+                its `head` says so.
             batch: what this rank holds of the micro-batch; `engine.sequences.document_sums` adds up documents.
         """
         ...

@@ -90,12 +90,14 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     return config
 
 
-def load_architecture(model_dir: str | Path, stage: str | None = None, mtp_num_layers: int = 0) -> Architecture:
+def load_architecture(
+    model_dir: str | Path, stage: str | None = None, num_labels: int | None = None, mtp_num_layers: int = 0
+) -> Architecture:
     """Read a checkpoint's config.json as an Architecture.
 
     Args:
-        stage: that of a run that starts from it: the model that is trained is returned, see `as_trained`.
-        mtp_num_layers: of that run: layers behind the decoder that it trains.
+        stage, num_labels, mtp_num_layers: `Settings.task` of a run that starts from it: the model that is trained is
+            returned, see `as_trained`.
 
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model; SETTINGS, when the stage
@@ -103,16 +105,18 @@ def load_architecture(model_dir: str | Path, stage: str | None = None, mtp_num_l
     """
     where = str(Path(model_dir) / "config.json")
     architecture = read_architecture(read_config(model_dir), where)
-    return architecture if stage is None else as_trained(architecture, stage, where, mtp_num_layers)
+    return architecture if stage is None else as_trained(architecture, where, stage, num_labels, mtp_num_layers)
 
 
-def as_trained(architecture: Architecture, stage: str, where: str, mtp_num_layers: int = 0) -> Architecture:
+def as_trained(
+    architecture: Architecture, where: str, stage: str, num_labels: int | None = None, mtp_num_layers: int = 0
+) -> Architecture:
     """Return the model that a stage trains, see `scores.as_trained`, with so many layers that predict further tokens.
 
     Raises:
         MegatuneError: SETTINGS, when the stage cannot train it, or its family has no such layers.
     """
-    trained = scores.as_trained(architecture, stage, where)
+    trained = scores.as_trained(architecture, where, stage, num_labels)
     if mtp_num_layers and FAMILIES[architecture.model_type].mtp is None:
         having = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mtp is not None))
         what = f"mtp_num_layers {mtp_num_layers} with a {architecture.model_type}"

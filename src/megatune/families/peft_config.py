@@ -92,7 +92,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def has_score(folder: Path) -> bool:
-    """Return whether an adapter is that of a reward model, whose score is trained whole beside it.
+    """Return whether an adapter is that of a model with scores, which are trained whole beside it.
 
     Raises:
         MegatuneError: as `read_peft_config`.

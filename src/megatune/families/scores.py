@@ -1,4 +1,5 @@
-"""Reward models: Transformers' ...ForSequenceClassification with one label, a score in place of the output layer."""
+"""Reward models and classifiers: Transformers' ...ForSequenceClassification, with scores in place of the output layer,
+of which a reward model has one."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-STAGE = "rm"
+STAGE, CLASSES = "rm", "cls"
 SCORER = "scorer"  # in place of a stage: of a role that scores with a reward model as it is
-_TEXT_ONLY = "reward models are made from language models that read text only"
+_TEXT_ONLY = "models with scores are made from language models that read text only"
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -24,51 +25,78 @@ def num_labels(config: Mapping[str, Any]) -> int:
 
 
 def score_problems(config: Mapping[str, Any], *, has_vision: bool) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a classifier from being a reward model, and why."""
-    count = num_labels(config)
-    if count and has_vision:
+    """Yield what keeps a classifier from being computed, and why."""
+    if num_labels(config) and has_vision:
         yield f"it is a {config['architectures'][0]}", _TEXT_ONLY
-    elif count > 1:
-        yield f"{config['architectures'][0]} has {count} labels", "a reward model has one, the score of an answer"
 
 
-def as_trained(architecture: Architecture, stage: str, where: str) -> Architecture:
-    """Return the model that a stage trains, made of the one that it starts from: with stage rm a reward model; with
-    SCORER the reward model that it is.
+def as_trained(architecture: Architecture, where: str, stage: str, num_labels: int | None = None) -> Architecture:
+    """Return the model that a stage trains, made of the one that it starts from: with stage rm a reward model, with
+    stage cls a classifier; with SCORER the reward model that it is.
+
+    Args:
+        num_labels: scores of a classifier; None for as many as it has.
 
     Raises:
         MegatuneError: SETTINGS, when the stage cannot train it, or it scores nothing.
     """
-    if stage == STAGE:
+    own = architecture.num_labels
+    if stage in (STAGE, CLASSES):
         if architecture.vision is not None or not architecture.has_classifier:
-            what = f"stage rm with a {architecture.model_type}"
-            why = "Transformers has no sequence classification of this family, in which a reward model could be saved"
+            what = f"stage {stage} with a {architecture.model_type}"
+            why = "Transformers has no sequence classification of this family, in which it could be saved"
             why = why if architecture.vision is None else _TEXT_ONLY
             raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)
-        return replace(architecture, num_labels=1, tie_word_embeddings=False)
-    if stage == SCORER and not architecture.num_labels:
-        what, why = "it is a language model", "a reward model has a score in place of the output layer"
+        count = 1 if stage == STAGE else num_labels or own or 1
+        if own not in (0, count):
+            raise _other_scores(stage, own, count, where)
+        return replace(architecture, num_labels=count, tie_word_embeddings=False)
+    if stage == SCORER and own != 1:
+        what = f"it has {own} scores" if own else "it is a language model"
+        why = "a reward model has one score in place of the output layer"
         fix = "name one that `megatune rm` has trained, or a published ...ForSequenceClassification with one label"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
-    if architecture.num_labels and stage != SCORER:
-        what, why = f"stage {stage} with a reward model", "it has a score in place of the output layer"
-        fix = "write stage: rm, or name a language model"
+    if own and stage != SCORER:
+        what, why = f"stage {stage} with a model that has {_scores(own)}", "it has no output layer, and writes no text"
+        fix = f"write stage: {STAGE if own == 1 else CLASSES}, or name a language model"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
     return architecture
 
 
-def as_saved(config: Mapping[str, Any], class_name: str, pad_token_id: int) -> dict[str, Any]:
-    """Return the config.json of a reward model, made of that of the model it was trained from.
+def _other_scores(stage: str, own: int, count: int, where: str) -> MegatuneError:
+    if stage == STAGE:
+        what, why = f"stage rm with a model that has {_scores(own)}", "a reward model has one, the score of an answer"
+        fix = f"write stage: {CLASSES} with num_labels: {own}, or name a language model"
+    else:
+        what, why = f"num_labels {count} with a model that has {_scores(own)}", "they are trained further as they are"
+        fix = f"write num_labels: {own}, or name a language model, which gets new ones"
+    return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
+
+
+def _scores(count: int) -> str:
+    return f"{count} score{'s' * (count > 1)}"
+
+
+def as_saved(
+    config: Mapping[str, Any], class_name: str, pad_token_id: int, count: int = 1, problem_type: str | None = None
+) -> dict[str, Any]:
+    """Return the config.json of a model with scores, made of that of the model it was trained from.
 
     Args:
         class_name: of Transformers' classifiers of this family.
-        pad_token_id: Transformers reads the score at the last token that is another one.
+        pad_token_id: Transformers reads the scores at the last token that is another one.
+        count: scores; their names stay where the model had as many.
+        problem_type: what Transformers computes the loss by; None leaves it as it is.
     """
     kept = {key: value for key, value in config.items() if key != "num_labels"}
+    names = {str(label): f"LABEL_{label}" for label in range(count)}
+    if num_labels(config) == count > 1:
+        names = config.get("id2label") or names
     return {
         **kept,
         "architectures": [class_name],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
+        "id2label": names,
+        "label2id": {name: int(label) for label, name in names.items()},
         "pad_token_id": pad_token_id,
+        **({} if problem_type is None else {"problem_type": problem_type}),
     }

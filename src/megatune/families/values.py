@@ -22,7 +22,7 @@ _WHOLE = {
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 4096)),
     **dict.fromkeys(
-        ("first_k_dense_replace", "num_labels", "moe_layer_start_index", "moe_num_shared_experts"), (0, 1000)
+        ("first_k_dense_replace", "moe_layer_start_index", "moe_num_shared_experts"), (0, 1000)
     ),
     **dict.fromkeys(
         (
@@ -38,6 +38,7 @@ _WHOLE = {
         ),
         (1, 2**31 - 1),
     ),
+    "num_labels": (0, 100_000),
     "sliding_window": (0, 2**31 - 1),
     "pad_token_id": (-1, 2**31 - 1),
     **dict.fromkeys(

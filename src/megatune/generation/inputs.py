@@ -48,7 +48,7 @@ _SCORES = "load it with Transformers' AutoModelForSequenceClassification, whose 
 
 
 def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str | None = None) -> None:
-    """Refuse a reward model, or an adapter that makes one.
+    """Refuse a reward model or a classifier, or an adapter that makes one.
 
     Args:
         fix: what to write instead; None: what loads it.
@@ -59,7 +59,10 @@ def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str | None = 
     scoring = [str(folder)] if num_labels(read_config(folder)) else []
     scoring += [str(path) for path in adapters if has_score(path)]
     if scoring:
-        what, why = "it is a reward model", "it has a score in place of the output layer, and writes no text"
+        what, why = (
+            "it is a reward model or a classifier",
+            "it has scores in place of the output layer, and writes no text",
+        )
         raise MegatuneError(Finding(what, scoring[-1], why, fix or _SCORES), ExitCode.INPUT)
 
 

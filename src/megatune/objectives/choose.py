@@ -14,6 +14,7 @@ from megatune.engine.layers.cross_entropy import PLAIN, Head
 from megatune.engine.sequences import LocalBatch, MicroBatch, document_totals
 from megatune.engine.step import Objective, ObjectiveOutput
 from megatune.objectives.base import TrainingObjective
+from megatune.objectives.classification import Classification
 from megatune.objectives.kto import KTO
 from megatune.objectives.pair_losses import Shape
 from megatune.objectives.preference import Preference, Reward
@@ -120,8 +121,10 @@ def evaluated(objective: TrainingObjective, settings: Settings) -> Objective:
 
 def objective_of(settings: Settings) -> TrainingObjective:
     """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers; of
-    stage rm that of a reward model."""
+    stage rm that of a reward model, and of stage cls that of a classifier."""
     preference = settings.preference
+    if (kind := settings.run.label_kind) is not None:
+        return Classification(kind, settings.run.num_labels or 1)
     if settings.run.stage == "rm":
         return Reward(preference.center_rewards_coefficient)
     if settings.run.stage == "kto":

@@ -91,8 +91,7 @@ def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[st
     layout does not fit the world, or has no whole copies of the model as the stage trains it."""
     settings, world = with_settings(case.settings, changes), changes.get(PROCESSES, case.world_size)
     try:
-        asked = settings.run.stage, case.model.name, settings.model.mtp_num_layers
-        architecture = as_trained(case.model.architecture, *asked)
+        architecture = as_trained(case.model.architecture, case.model.name, *settings.task)
     except MegatuneError:
         return None
     if world % settings.parallel.smallest_world:

@@ -79,16 +79,16 @@ def with_adapter(base: Path, adapter: Path) -> Any:
     """Return Transformers' model with the adapter that peft puts beside it."""
     import torch
 
+    from megatune.bridge.adapter_files import num_scores
     from megatune.bridge.peft_model import apply_adapter
-    from megatune.families.peft_config import has_score
     from megatune.verify.reference import load_reference_model
 
-    model: Any = load_reference_model(base, torch.float32, as_reward_model=has_score(adapter))
+    model: Any = load_reference_model(base, torch.float32, scores=num_scores(adapter))
     return apply_adapter(model, adapter).model.eval()
 
 
 def compute(model: Any) -> Any:
-    """Return the logits of some tokens: fp32 [1, tokens, vocabulary], of a reward model its scores."""
+    """Return the logits of some tokens: fp32 [1, tokens, vocabulary], of a model with scores these."""
     import torch
 
     size = min(model.get_input_embeddings().weight.shape[0], 200)
@@ -142,7 +142,7 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
 
     model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir
     if not (model_dir / "config.json").is_file():
-        return left(act, "a reward model's score is that of stage 2, which left none")
+        return left(act, "its scores are those of stage 2, which left none")
     samples = samples_of(scene.architecture, _ROWS, _LENGTH, scene.settings.run.seed)
     proven = _settings(scene)
     log = scene.folder / "launch" / "verify.log"
@@ -171,8 +171,8 @@ def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
     if bits := settings.finetuning.quantization_bit:
         found += f"; the base is whole on both sides, not in {bits} bits"
     stage = settings.run.stage
-    if stage in (*PAIR_STAGES, "kto"):
-        found += f"; the loss of {stage} is not among them, which Transformers does not have"
+    if stage in (*PAIR_STAGES, "kto", "cls"):
+        found += f"; the loss of {stage} is not among them"
     return passed(act, found)
 
 

@@ -164,7 +164,7 @@ class Rehearsal:
                 why = f"{MOST_PROCESSES} processes at most: data-parallel copies are not rehearsed"
             before = layout_words(settings.parallel, self.world_size)
             self.changes.append(Change("layout", before, words, why))
-        architecture = load_architecture(self._model_dir, settings.run.stage)
+        architecture = load_architecture(self._model_dir, *settings.task)
         own = str(self._model_dir), str(self.folder / acts.WHOLE)
         small_settings, said = smaller(settings, architecture, small.layout, *own)
         self.changes += said

@@ -30,7 +30,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
 from megatune.training.conversion import write_beside
-from megatune.training.model_files import reward_config, small_files, with_dtype, write_chat_template
+from megatune.training.model_files import scored_config, small_files, with_dtype, write_chat_template
 from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
 from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
@@ -130,7 +130,7 @@ def _copy_model_files(source: Path, folder: Path, settings: Settings, architectu
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = with_dtype(config, settings.precision.params_dtype)
     if architecture.num_labels:
-        config = reward_config(config, source)
+        config = scored_config(config, source, architecture.num_labels, settings.run.label_kind)
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ from megatune.families.forms import CheckpointForm
 from megatune.hub.megatron import ARGS, TRACKER, is_hugging_face, iteration_folder, iteration_name
 from megatune.hub.models import CONFIG
 from megatune.progress import Progress, amount
-from megatune.training.model_files import CHAT_TEMPLATE, copy_small_files, reward_config
+from megatune.training.model_files import CHAT_TEMPLATE, copy_small_files, scored_config
 from megatune.training.storage.files import check_target, new_folder
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
@@ -48,6 +48,7 @@ def merge_adapters(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
+    problem_type: str | None = None,
 ) -> str:
     """Write a model with adapters merged into it, its tokenizer and configuration into a folder.
 
@@ -56,6 +57,7 @@ def merge_adapters(
     Args:
         adapters: in the order in which they are applied.
         overwrite: replace a folder that holds something.
+        problem_type: of a classifier; None where it is not known, and config.json stays as it is.
 
     Returns:
         What was done, in a line.
@@ -65,7 +67,7 @@ def merge_adapters(
     """
     began = time.perf_counter()
     check_target(target, [model_dir, *adapters], overwrite)
-    merged = _write(model_dir, adapters, target, None, max_file_bytes)
+    merged = _write(model_dir, adapters, target, None, max_file_bytes, problem_type)
     return (
         f"merged {counted(len(adapters), 'adapter')} into {merged.num_changed} of {merged.num_tensors} tensors: "
         f"{amount(merged.num_bytes)} in {counted(merged.num_files, 'file')}, {time.perf_counter() - began:.1f} s, "
@@ -109,7 +111,12 @@ def to_hf(
 
 
 def _write(
-    model_dir: Path, adapters: Sequence[Path], target: Path, dtype: torch.dtype | None, max_file_bytes: int
+    model_dir: Path,
+    adapters: Sequence[Path],
+    target: Path,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    problem_type: str | None = None,
 ) -> Merged:
     """Write the folder: weights, configuration, tokenizer and chat template."""
     model = MergedModel(model_dir, adapters, dtype)
@@ -120,8 +127,8 @@ def _write(
         written = [path for each in adapters if (path := each / CHAT_TEMPLATE).is_file()]
         if written and not has_chat_template(model_dir):
             shutil.copyfile(written[-1], partial / CHAT_TEMPLATE)
-        if model.becomes_reward_model:
-            config = reward_config(read_config(partial), partial)
+        if model.num_labels:
+            config = scored_config(read_config(partial), partial, model.num_labels, problem_type)
             (partial / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return merged
 
@@ -132,7 +139,8 @@ def merge_run(settings: Settings, model_dir: Path, output_dir: Path) -> str:
     finetuning = settings.finetuning
     began = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
     adapters = [*map(Path, began), output_dir]
-    return merge_adapters(model_dir, adapters, output_dir / "merged", overwrite=True)
+    target, kind = output_dir / "merged", settings.run.label_kind
+    return merge_adapters(model_dir, adapters, target, overwrite=True, problem_type=kind)
 
 
 _ITERATION = 1  # as Megatron-SWIFT's own export

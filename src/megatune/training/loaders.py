@@ -93,7 +93,7 @@ class Loaders:
                 vision=self.vision,
                 documents_per_row=2 if rows.is_pairs else 1,
                 ld_alpha=self.settings.preference.ld_alpha if rows.is_pairs else None,
-                scores=self.settings.run.stage == "rm",
+                scores=self.settings.run.stage in ("rm", "cls"),
             ),
             data_parallel_rank=place.dp_rank,
             data_parallel_size=place.dp_size,

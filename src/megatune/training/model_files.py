@@ -32,17 +32,20 @@ _RUN_FILES = (
 )  # fmt: skip
 
 
-def reward_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the config.json of a reward model, made of a language model's or a reward model's.
+def scored_config(
+    config: Mapping[str, Any], folder: Path, count: int, problem_type: str | None = None
+) -> dict[str, Any]:
+    """Return the config.json of a model with scores, made of a language model's or of its own.
 
     Args:
         folder: has the tokenizer, whose padding it gets.
+        count, problem_type: as `as_saved` takes them.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     model_type = FAMILIES[config["model_type"]].computed_as or config["model_type"]
     class_name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]
-    return as_saved(config, class_name, padding_token(load_tokenizer(folder)))
+    return as_saved(config, class_name, padding_token(load_tokenizer(folder)), count, problem_type)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

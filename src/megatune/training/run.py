@@ -118,7 +118,7 @@ def _train_from(
     on_rank_0(lambda: _open_output(output_dir), is_long=True)
     resumed, notes = choose_checkpoint(context, settings, output_dir, damaged)
     source = model_on_node(context, settings, model_dir, resumed)
-    architecture = load_architecture(source, settings.run.stage, settings.model.mtp_num_layers)
+    architecture = load_architecture(source, *settings.task)
     experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts
     finetuning = as_adapter(settings.finetuning, architecture)
     settings = on_its_day(settings.model_copy(update={"finetuning": finetuning, "experts": experts}), resumed)
@@ -199,8 +199,7 @@ def _build_trainer(
     state = TrainState(0, data.key, schedule.global_batch_size, settings.run.seed, base=base, reference=digest)
     state.rows_parts, (state.rope_scaling, state.new_tokens) = data.key_parts, changes_of(settings)
     if resumed is not None:
-        architecture = load_architecture(source, settings.run.stage, settings.model.mtp_num_layers)
-        check_continues(resumed, architecture, settings, state)
+        check_continues(resumed, load_architecture(source, *settings.task), settings, state)
     feed, loaders, answerer = _open_rows(context, settings, source, data, schedule, place, reference)
     begin(schedule)
 

@@ -164,11 +164,11 @@ def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
 
 
 class _SquaredScores(CrossEntropy):
-    """The mean squared score of trained tokens, of a reward model: rewards are trained in pairs, which samples are
-    not."""
+    """The mean over trained tokens of their squared scores: samples have no labels, nor are they pairs."""
 
     def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        return super().__call__(scores.square(), batch)
+        squares = scores.square()
+        return super().__call__(squares if squares.dim() == 2 else squares.sum(-1), batch)
 
 
 def _measure_outputs(
@@ -199,9 +199,9 @@ def _measure_outputs(
 
 def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
     """Put the tensor-parallel ranks' parts [T, padded vocabulary / tp] together, without padding, on the CPU; scores
-    [T] are whole: [T, 1]."""
+    [T], or [T, labels], are whole: [T, labels]."""
     if assembly.architecture.num_labels:
-        return mine[:, None].cpu()
+        return mine.view(len(mine), -1).cpu()
     parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
     torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
     return torch.cat(parts, -1)[:, : assembly.architecture.vocab_size].cpu()

@@ -16,6 +16,7 @@ from megatune.config.rules import check
 from megatune.config.settings import BatchSettings, FinetuningSettings, Settings, setting_value, with_settings
 from megatune.config.words import split_arguments
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families.scores import CLASSES
 from megatune.launch.devices import count_gpus
 from megatune.launch.world import World, decide_world
 
@@ -48,9 +49,10 @@ _SHARED_GROUPS = ("precision.", "model.", "finetuning.")
 _NOT_HERE = ("model.model_name_or_path", "model.rope_scaling", "data.dataset", "data.cutoff_len", "run.output_dir")
 
 
-def of_reward_model(loaded: Loaded) -> Loaded:
-    """Return settings of a model with a score head."""
-    return replace(loaded, settings=with_settings(loaded.settings, {"run.stage": "rm"}))
+def of_classifier(loaded: Loaded, num_labels: int) -> Loaded:
+    """Return settings of a model with so many scores."""
+    changes = {"run.stage": CLASSES, "run.num_labels": num_labels}
+    return replace(loaded, settings=with_settings(loaded.settings, changes))
 
 
 def samples_of(architecture: Architecture, count: int, longest: int, seed: int) -> list[Sample]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
+from megatune.bridge.adapter_files import num_scores
 from megatune.bridge.auto import register_types
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.forms import FileTensor, find_form
-from megatune.families.peft_config import has_score
-from megatune.families.scores import STAGE, num_labels
+from megatune.families.scores import CLASSES, num_labels
 from megatune.half_precision import multiply_in_fp32
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
@@ -42,13 +42,11 @@ class Reference(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def load_reference_model(
-    model_dir: str | Path, dtype: torch.dtype, *, as_reward_model: bool = False
-) -> torch.nn.Module:
+def load_reference_model(model_dir: str | Path, dtype: torch.dtype, *, scores: int = 0) -> torch.nn.Module:
     """Return the checkpoint as Transformers loads it, on the CPU.
 
     Args:
-        as_reward_model: whatever it says itself; a language model's score then is random.
+        scores: of a classifier, whatever it says itself; those of a language model then are random.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -61,8 +59,8 @@ def load_reference_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
     options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     kind = AutoModelForCausalLM
-    if as_reward_model or num_labels(config):
-        kind, options["num_labels"] = AutoModelForSequenceClassification, 1
+    if count := scores or num_labels(config):
+        kind, options["num_labels"] = AutoModelForSequenceClassification, count
     elif FAMILIES[str(config["model_type"])].vision is not None:
         kind = AutoModelForImageTextToText
     model = kind.from_pretrained(model_dir, **options).eval()
@@ -82,13 +80,13 @@ def _load_rounded(
     Adapters before that are merged in fp32, before weights are rounded.
     """
     multiply_in_fp32(dtype)
-    is_reward = {"as_reward_model": any(has_score(Path(each)) for each in adapters)}
-    model: Any = load_reference_model(model_dir, weights_dtype, **is_reward)
+    scores = max((num_scores(Path(each)) for each in adapters), default=0)
+    model: Any = load_reference_model(model_dir, weights_dtype, scores=scores)
     if adapters[:-1]:
         from megatune.bridge.peft_model import merge_adapters
 
         merged = merge_adapters(
-            load_reference_model(model_dir, torch.float32, **is_reward), [Path(each) for each in adapters[:-1]]
+            load_reference_model(model_dir, torch.float32, scores=scores), [Path(each) for each in adapters[:-1]]
         )
         model.load_state_dict(merged.state_dict())
     # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
@@ -139,7 +137,7 @@ def _architecture(model: Any) -> Architecture:
     # Its config has defaults that its files may disagree with: what differs in them is not tied.
     tied = architecture.tie_word_embeddings and bool(model.all_tied_weights_keys)
     architecture = replace(architecture, tie_word_embeddings=tied)
-    return as_trained(architecture, STAGE, where) if hasattr(model, "score") else architecture
+    return as_trained(architecture, where, CLASSES, model.num_labels) if hasattr(model, "score") else architecture
 
 
 def _arguments(sample: Sample, architecture: Architecture, device: torch.device) -> dict[str, Tensor]:
@@ -188,12 +186,12 @@ def compute_reference(
 def _output_and_loss(
     model: Any, sample: Sample, architecture: Architecture, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a reward model scores of tokens
-    [s, 1], and the sum of their squares."""
+    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a model with scores those of
+    tokens [s, labels], and the sum of their squares."""
     arguments, labels = _arguments(sample, architecture, device), torch.tensor(sample.labels[1:], device=device)
     if architecture.num_labels:
         scores = model.score(model.model(**arguments).last_hidden_state)[0]
-        return scores, scores[:-1, 0][labels != IGNORE_INDEX].float().square().sum()
+        return scores, scores[:-1][labels != IGNORE_INDEX].float().square().sum()
     output = model(**arguments).logits[0]
     losses = torch.nn.functional.cross_entropy(output[:-1].float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
     return output, losses

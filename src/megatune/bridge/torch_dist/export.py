@@ -72,7 +72,7 @@ class MegatronModel:
         dtype: torch.dtype | None = None,
     ) -> None:
         if architecture.num_labels:
-            what, why = "is a reward model", "Megatron-Core's language model has no place for its score"
+            what, why = "has scores", "Megatron-Core's language model has no place for them"
             raise MegatuneError(Finding(what, str(folder.folder), why, "keep its Hugging Face form"), ExitCode.INPUT)
         check_arranged(architecture, str(folder.folder))
         self._source, self._architecture, self._asked = source, architecture, dtype

@@ -304,6 +304,14 @@ def pictures(command: Command) -> None:
         command.becomes("video_max_pixels", int(least), f"at least {_ROOM_OF_VIDEOS} times VIDEO_MIN_PIXELS")
 
 
+def tasks(command: Command) -> None:
+    """Sequence classification is a stage of its own."""
+    if command.verb == "sft" and command.given("task_type") and command.value("task_type") == "seq_cls":
+        command.verb = "cls"
+        command.whys[command.flags.pop("task_type").where] = "stage: cls"
+    command.check("tasks")
+
+
 def losses(command: Command) -> None:
     """What is trained of a row, and what a step's loss is the mean of."""
     if not command.given("loss_scale"):
@@ -366,4 +374,4 @@ def _take_rollouts(command: Command) -> None:
 
 
 # Functions, and parts of the table of checks.
-MEANINGS = ("steps", tuner, learning_rate, pictures, losses, preferences, "seeds", *_OF_RUN)
+MEANINGS = ("steps", tuner, learning_rate, pictures, tasks, losses, preferences, "seeds", *_OF_RUN)

@@ -23,7 +23,7 @@ _NO_WEIGHTS = Needs(_STREAMING, (False,), _NO_EPOCH, _OTHER_MIX)
 _NOT_REFUSED = Needs("data.on_bad_row", ("skip", "quarantine"), "error refuses every bad row")
 _STEPS = Needs("optimizer.max_steps", why=_NO_EPOCH, fix="write `max_steps: N`", least=1)
 _ALL_ROWS = "the reference, and the other row whose answer a prompt gets, are known where all rows are prepared"
-_NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm"), _ALL_ROWS, "remove `streaming`")
+_NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm", "cls"), _ALL_ROWS, "remove `streaming`")
 _SHUFFLED = Needs("data.disable_shuffling", (False,), "one sorts rows, the other leaves them as they are")
 _INTERLEAVED = Needs(
     _MIX, ("interleave_over", "interleave_under", "interleave_once"), "concat takes every data set whole"

@@ -27,7 +27,7 @@ _NAMED = Needs("data.eval_dataset", why="it names the data sets that are evaluat
 _PREPARED = Needs(_STREAMING, (False,), "rows to evaluate are those that the stream leaves out")
 _GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
 _WRITES = Needs(
-    "run.stage", ("pt", "sft", "dpo", "kto"), "a reward model writes no text", "remove `{name}`", off=(False,)
+    "run.stage", ("pt", "sft", "dpo", "kto"), "a model with scores writes no text", "remove `{name}`", off=(False,)
 )
 _WHOLE_MODEL = Needs(
     "finetuning.finetuning_type",
@@ -38,7 +38,7 @@ _WHOLE_MODEL = Needs(
 _NO_SCORE = Needs(
     "run.stage",
     ("pt", "sft", "dpo", "kto"),
-    "Megatron-Core's language model has no place for the score of a reward model",
+    "Megatron-Core's language model has no place for scores",
     "write `save_format: hf`",
 )
 _ADAPTER = Needs("finetuning.finetuning_type", ("lora",), "there is no adapter to merge")

@@ -56,24 +56,45 @@ _WHOLE = Needs(
     of=("go_back",),
 )
 _GOES_ON = Needs("run.on_bad_step", ("skip", "go_back"), "the first bad step ends the run", is_method=True)
+_CLASSIFIES = Needs("run.stage", ("cls",), "it says what a classifier puts out for a row", is_method=True)
+_MOST_LABELS = Limit(100_000, "a linear layer of so many rows is whole on every rank, and its output of every token")
 _CLOCK = Limit(10**9, "a billion seconds are 31 years, and clocks that count nanoseconds end at 292")
 
 
 class RunSettings(Group):
-    stage: Annotated[Literal["pt", "sft", "dpo", "kto", "rm"], Mark.ROWS] = "sft"
+    stage: Annotated[Literal["pt", "sft", "dpo", "kto", "rm", "cls"], Mark.ROWS] = "sft"
     """What kind of training this is, and so which form of data it takes and which tokens are trained.
     How: The stage decides how a row becomes tokens and labels; model, optimizer and layout are the same in all stages.
     The loss is the sum over trained tokens divided by their global number; of dpo and rm the sum over pairs, divided
-    by theirs, of kto the sum over answers.
+    by theirs, of kto the sum over answers, of cls the sum over rows.
     When: pt teaches a language or a domain from plain text; sft teaches behaviour from conversations; dpo comes after
     it, and teaches which of two answers is better; kto does so with answers that people liked or did not, one by one,
-    where there are no pairs; rm teaches a model to tell, for reinforcement learning or to choose among answers. Rows of
-    pt are packed unless packing says otherwise.
+    where there are no pairs; rm teaches a model to tell, for reinforcement learning or to choose among answers; cls
+    teaches it to sort texts into classes, or to give them numbers. Rows of pt are packed unless packing says otherwise.
     - pt: trains on every token of plain text
     - sft: trains on the assistant's turns of conversations
     - dpo: trains on pairs of answers, of which one is preferred, by the loss that pref_loss names
     - kto: trains on answers that are wanted or not, by the loss that kto_loss names
-    - rm: trains a reward model on pairs of answers: a score of answers in place of the output layer"""
+    - rm: trains a reward model on pairs of answers: a score of answers in place of the output layer
+    - cls: trains a classifier on conversations with a label: num_labels scores in place of the output layer"""
+    num_labels: Annotated[Count, "scores", _MOST_LABELS, Mark.ROWS, _CLASSIFIES] | None = None
+    """With stage cls: how many scores the classifier puts out for a row: its classes, or the numbers of a regression.
+    How: They are read at the row's last token, and replace the output layer. A model that is a classifier already must
+    have as many; a language model gets new ones, drawn from the seed.
+    When: Required with stage cls. Labels count from 0, so this is one more than the largest."""
+    problem_type: (
+        Annotated[
+            Literal["regression", "single_label_classification", "multi_label_classification"], Mark.ROWS, _CLASSIFIES
+        ]
+        | None
+    ) = None
+    """With stage cls: what labels are, and so which loss is trained. null is regression with num_labels 1, and
+    single_label_classification otherwise.
+    How: The losses are those of Transformers' ...ForSequenceClassification, whose config.json keeps the choice.
+    When: Set it where several classes may hold at once, or where a row has several numbers.
+    - regression: a number, or a list of num_labels of them; the mean squared error
+    - single_label_classification: the number of a class; cross-entropy of the classes
+    - multi_label_classification: a list of numbers of classes, maybe none; binary cross-entropy of each class"""
     output_dir: Annotated[str, Mark.NAME] | None = None
     """Folder for checkpoints, logs and the final model.
     How: A run started again on the same folder resumes from its newest whole checkpoint. Every checkpoint kept takes
@@ -193,6 +214,13 @@ class RunSettings(Group):
     """Name of the run in its log lines and in trackers. null takes output_dir's name.
     How: Trackers call the run so, and TensorBoard's event files lie in a folder of this name.
     When: Set it where several output folders end in the same name."""
+
+    @property
+    def label_kind(self) -> str | None:
+        """The problem type of stage cls, chosen by num_labels where none is written; None in other stages."""
+        if self.stage != "cls":
+            return None
+        return self.problem_type or ("regression" if self.num_labels == 1 else "single_label_classification")
 
 
 class ModelSettings(Group):

@@ -34,6 +34,21 @@ def output(context: Context) -> Iterator[Problem]:
         yield Problem(("output_dir",), "`output_dir` is missing", "", fix)
 
 
+def classes(context: Context) -> Iterator[Problem]:
+    """A classifier has scores, and as many as its loss compares."""
+    run = context.settings.run
+    if run.stage == "cls" and run.num_labels is None:
+        why = "it says how many scores the classifier has"
+        fix = "write `num_labels: N`, one more than the largest label, or 1 where labels are numbers to predict"
+        yield Problem(("num_labels", "stage"), "`stage: cls` without `num_labels`", why, fix)
+    elif run.stage == "cls" and run.num_labels == 1 and run.problem_type == "single_label_classification":
+        what, why = (
+            "`problem_type: single_label_classification` with `num_labels: 1`",
+            "one class alone is always right",
+        )
+        yield Problem(("problem_type", "num_labels"), what, why, "write `num_labels: 2`, or `problem_type: regression`")
+
+
 def own_folder(context: Context) -> Iterator[Problem]:
     """The final model is written into output_dir itself, and would replace the one that the run starts from."""
     model, output = context.settings.model, context.settings.run.output_dir
@@ -60,7 +75,7 @@ def evaluation(context: Context) -> Iterator[Problem]:
 def answers(context: Context) -> Iterator[Problem]:
     """Answers are written at some steps, to prompts that there are."""
     settings, data, evaluation = context.settings, context.settings.data, context.settings.evaluation
-    if not settings.generates or settings.run.stage == "rm":
+    if not settings.generates or settings.run.stage in ("rm", "cls"):
         return
     key = "eval_generate_steps" if evaluation.eval_generate_steps is not None else "predict_with_generate"
     if key == "predict_with_generate" and evaluation.eval_strategy == "no":
@@ -275,6 +290,6 @@ def cutoff(context: Context) -> Iterator[Problem]:
 
 RULES = (
     needs_of("run", "model", "batch", "logging", "checkpoint", "evaluation"),
-    *(megatron_form, output, own_folder, evaluation, answers, best_model, reports, hub, profiler),
+    *(megatron_form, output, classes, own_folder, evaluation, answers, best_model, reports, hub, profiler),
     *(scheduler_kwargs, scheduler_needs, warmup, intervals, steps, cutoff),
 )

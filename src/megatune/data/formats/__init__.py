@@ -36,6 +36,7 @@ from megatune.data.formats.fields import (
     tools,
 )
 from megatune.data.formats.form import QUERY_NAMES, REJECTED_NAMES, RESPONSE_NAMES, SYSTEM_NAMES, TEXT_NAMES, Form
+from megatune.data.formats.labels import Labels
 from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.readers import json_type
@@ -45,28 +46,32 @@ _GROUNDING = ("<bbox>", "<ref-object>")
 _NO_ANSWER = Message("assistant", "-")
 
 
-def to_example(row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False) -> Example:
+def to_example(
+    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False, labels: Labels | None = None
+) -> Example:
     """Read one row as the stage trains it.
 
     Args:
-        stage: "pt" makes a text, "sft" a conversation, "kto" one with a judgement, "dpo" and "rm" a preference pair.
+        stage: "pt" makes a text, "sft" a conversation, "kto" one with a judgement, "cls" one with a label, "dpo" and
+            "rm" a preference pair.
         pictures: whether the model takes some.
+        labels: of stage cls.
 
     Raises:
         RowError: the row is not what its form says.
         UnsupportedRow: the row has audio, or boxes in pictures, or pictures and the model takes none, or its form has
             nothing for this stage.
     """
-    example = _example(row, form, stage, pictures)
+    example = _example(row, form, stage, pictures, labels)
     if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
         raise UnsupportedRow("its texts have <bbox> or <ref-object>, and training on bounding boxes is not supported")
     return example
 
 
-def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> Example:
+def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, labels: Labels | None) -> Example:
     columns = form.columns
     if form.formatting == "ms_swift":
-        return to_swift_example(row, form, stage, pictures=pictures)
+        return to_swift_example(row, form, stage, pictures=pictures, labels=labels)
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not supported")
     if stage == "pt":
@@ -76,6 +81,9 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
                     f"stage pt trains text, and field {column!r} has images or videos", "write stage: sft"
                 )
         return _text(row, form)
+    if labels is not None:
+        chat = _classified(row, form, pictures)
+        return replace(chat, label=labels.read(row, columns.label))
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
@@ -92,6 +100,16 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool) -> 
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
     turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
+
+
+def _classified(row: Mapping[str, Any], form: Form, pictures: bool) -> Conversation:
+    """Read what a row's label is of: a text, which becomes the user's message, a question, or a whole conversation."""
+    if form.formatting == "text":
+        return Conversation((Message("user", _text(row, form)),))
+    if form.formatting in ("sharegpt", "openai"):
+        chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
+        return replace(chat, messages=chat.messages[:-1]) if chat.messages[-1] is _NO_ANSWER else chat
+    return to_question(row, form, pictures=pictures)
 
 
 def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Conversation:

@@ -41,6 +41,7 @@ class Columns:
     rejected: str | None = "rejected"
     kto_tag: str | None = None
     margin: str | None = "margin"
+    label: str | None = "label"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from megatune.data.formats.fields import (
     tags_of,
 )
 from megatune.data.formats.form import Form
+from megatune.data.formats.labels import Labels
 from megatune.data.media import Kind
 
 _MESSAGES = ("messages", "conversation", "conversations")
@@ -68,13 +69,14 @@ Raw = list[dict[str, Any]]  # messages with a role, content, and maybe whether t
 
 
 def to_swift_example(
-    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool
+    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool, labels: Labels | None = None
 ) -> Conversation | PreferencePair:
     """Read one row as ms-swift does, for any stage.
 
     Args:
         form: of formatting ms_swift.
         pictures: whether the model takes some.
+        labels: of stage cls.
 
     Raises:
         RowError: ms-swift leaves such a row out.
@@ -92,7 +94,8 @@ def to_swift_example(
         raise UnsupportedRow("field 'objects': training on bounding boxes is not supported")
     if stage not in PAIR_STAGES:
         desirable = _label(fields, messages) if stage == "kto" else None
-        return _conversation(messages, shared, version, pictures, desirable)
+        chat = _conversation(messages, shared, version, pictures, desirable)
+        return chat if labels is None else replace(chat, label=labels.read(fields, "label"))
     if fields.get("rejected_messages") is not None:
         rejected = _checked(fields["rejected_messages"])
         shared_rejected = {key: fields.get(f"rejected_{key}") for key in shared}

@@ -17,7 +17,7 @@ from megatune.data.build import RowShape
 from megatune.data.encode import Encoder, load_tokenizer, make_encoder
 from megatune.data.order import epoch_order
 from megatune.data.prepare import prepare
-from megatune.data.rows import DESIRABLE, MARGIN, Arrangement, Document
+from megatune.data.rows import DESIRABLE, LABEL, MARGIN, Arrangement, Document
 from megatune.data.samples import RowReader, read_samples
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.data.templates import stop_note
@@ -46,6 +46,7 @@ class RowDocument:
         length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
         desirable: whether the answer is one that is wanted; None but in stage kto.
         margin: by how much its pair's chosen answer is better; 0 where nothing says it.
+        label: of stage cls, what a loss compares with.
     """
 
     where: str
@@ -54,6 +55,7 @@ class RowDocument:
     length: int = 0
     desirable: bool | None = None
     margin: float = 0.0
+    label: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ def _usable(
         if isinstance(encoded, RowError):
             preview.bad.append((sample.row.where, encoded))
         else:
-            tags = encoded.length, sample.facts.desirable, encoded.margin
+            tags = encoded.length, sample.facts.desirable, encoded.margin, encoded.label
             yield tuple(RowDocument(sample.row.where, each, 0, *tags) for each in encoded.documents)
 
 
@@ -236,9 +238,10 @@ def _held_out(
         extras = rows.extras([number - 1])
         desirable = bool(extras[DESIRABLE].values[0]) if DESIRABLE in extras else None
         margins = extras[MARGIN].values if MARGIN in extras else [0.0] * len(rows[number - 1])
+        labels = map(tuple, extras[LABEL].values.tolist()) if LABEL in extras else [None] * len(rows[number - 1])
         documents = tuple(
-            RowDocument("", each, desirable=desirable, margin=float(margin))
-            for each, margin in zip(rows[number - 1], margins, strict=True)
+            RowDocument("", each, desirable=desirable, margin=float(margin), label=label)
+            for each, margin, label in zip(rows[number - 1], margins, labels, strict=True)
         )
         preview.rows.append(PreviewRow("", number, documents))
     return preview

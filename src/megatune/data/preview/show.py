@@ -334,6 +334,9 @@ def title(row: PreviewRow, preview: Preview) -> str:
         margin = f", margin {first.margin:g}" if first.margin else ""
         return f"{name}row {row.number}{_of(first)}: {sizes[0]:,} and {sizes[1]:,} tokens{cut}{margin}"
     tag = "" if first.desirable is None else f", {'' if first.desirable else 'un'}desirable"
+    if first.label is not None:
+        label = ", ".join(f"{value:g}" for value in first.label)
+        return f"{name}row {row.number}{_of(first)}: {counted(sizes[0], 'token')}{cut}, label {label}"
     tokens = f"{counted(sizes[0], 'token')}, {trained:,} trained{cut}"
     return f"{name}row {row.number}{_of(first)}: {tokens}{_start(first)}{tag}"
 

@@ -141,7 +141,9 @@ def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return {name: "messages"}
     texts = [name for name, value in row.items() if isinstance(value, str) and name.lower() not in _NO_TEXTS]
-    parts = ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage == "pt" else _ANSWERED
+    parts = (
+        ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage in ("pt", "cls") else _ANSWERED
+    )
     answer = next((name for name in texts if name.lower() in RESPONSE_NAMES), None) if parts is _ANSWERED else None
     if answer is not None:  # next to the question, which is first
         texts = [*[name for name in texts if name != answer][:1], answer]

@@ -174,7 +174,7 @@ class MixedStream:
             for reader in self.sets:
                 reader.on_bad_row = bad_rows.add
             for encoded in samples:
-                builder.add(encoded.documents, encoded.margin)
+                builder.add(encoded.documents, encoded.margin, label=encoded.label)
             tokens = builder.write_part(part, order(len(builder)))
         bad_rows.check(self._num_read() - before)
         return tokens

@@ -445,7 +445,7 @@ def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
 
 
 class Score(torch.nn.Module):
-    """A linear layer to one number for each token, whole on every rank, computed in fp32.
+    """A linear layer to one number for each token, or to several, whole on every rank, computed in fp32.
 
     Under sequence parallelism each rank scores its own part of the sequence, so the copies' gradients must be summed
     over tensor-parallel ranks, as those of norms are.
@@ -459,9 +459,10 @@ class Score(torch.nn.Module):
         self._is_split = config.sequence_parallel
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Score hidden states [s / cp (/ tp), b, h]: fp32 [b, s / cp]."""
-        scores = torch.nn.functional.linear(hidden_states.float(), self.weight.float())[..., 0]
+        """Score hidden states [s / cp (/ tp), b, h]: fp32 [b, s / cp], with several labels [b, s / cp, labels]."""
+        scores = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
         if self._is_split:
             # Every rank computes the same loss of all scores: each hands its own tokens their gradient.
             scores = gather_from_sequence_parallel_region(scores, tensor_parallel_output_grad=False)
-        return scores.t().contiguous()
+        scores = scores.transpose(0, 1)
+        return (scores[..., 0] if len(self.weight) == 1 else scores).contiguous()

@@ -57,11 +57,12 @@ def find_model(
     """
     model = ModelSettings() if settings is None else settings.model
     config, where = model_config(name_or_path, model.model_revision, model.cache_dir, asks_hub=asks_hub)
+    task: tuple[Any, ...] = (stage,)
     if settings is not None:
-        config, stage = as_changed(config, settings, Path(name_or_path).expanduser()), settings.run.stage
+        config, task = as_changed(config, settings, Path(name_or_path).expanduser()), settings.task
     architecture = read_architecture(config, where)
-    if stage is not None:
-        architecture = as_trained(architecture, stage, where, model.mtp_num_layers)
+    if task[0] is not None:
+        architecture = as_trained(architecture, where, *task)
     return PlannedModel(name=str(name_or_path), architecture=architecture)
 
 

@@ -119,7 +119,7 @@ def embedding(shapes: Shapes) -> Operator:
 
 @lru_cache(maxsize=4096)
 def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
-    """Return the last norm, the output layer and the loss, if every token is trained; or the score of a reward model.
+    """Return the last norm, the output layer and the loss, if every token is trained; or the scores in its place.
 
     Fused, they are computed in chunks of tokens, and the backward pass makes the logits again: the third product of
     four. Passes over logits: fp32 sums of exponentials forward, probabilities and their rounding backward.
@@ -156,13 +156,17 @@ def further_tokens(shapes: Shapes) -> tuple[Operator, ...]:
 
 
 def _score(shapes: Shapes) -> tuple[Operator, Operator]:
-    """The score of a reward model and the loss of pairs: fp32 hidden states are kept, and a few numbers a token."""
-    numbers, tokens = shapes.part * shapes.architecture.hidden_size, shapes.tokens
-    narrow = shapes.hidden if shapes.wide else 0  # what fp32 ones are made of, and their gradient
-    memory = Memory(4 * numbers + 16 * tokens, narrow, 4 * numbers + narrow)
-    read = float(8 * numbers + narrow)
-    output = Operator("output", memory, (Moved(read),), (Moved(2 * read),), 4)
-    return output, Operator("loss", Memory(0, 8 * tokens, 8 * tokens), *elementwise(shapes, tokens, 12, 12, 20))
+    """Scores and the loss of documents: fp32 hidden states are kept, and a few numbers a token and score."""
+    hidden, count = shapes.architecture.hidden_size, shapes.architecture.num_labels
+    numbers, scores = shapes.part * hidden, shapes.tokens * count
+    # What fp32 hidden states and weights are made of, and their gradients.
+    narrow, weight = (shapes.hidden, 4 * count * hidden) if shapes.wide else (0, 0)
+    memory = Memory(4 * numbers + 16 * shapes.tokens + weight, narrow, 4 * numbers + narrow + weight)
+    moved = float(8 * numbers + narrow)
+    forward, backward, launches, _ = linear_work(shapes.but(weights_trained=True), shapes.part, count, hidden)
+    output = Operator("output", memory, (*forward, Moved(moved)), (*backward, Moved(2 * moved)), launches + 2)
+    loss = Operator("loss", Memory(0, 8 * scores, 8 * scores), *elementwise(shapes, scores, 12, 12, 20))
+    return output, loss
 
 
 def _in_chunks(shapes: Shapes) -> Memory:

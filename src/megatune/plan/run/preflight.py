@@ -87,8 +87,7 @@ def preflight(
     if path is not None:
         try:
             folder = model_dir(path)
-            asked = loaded.settings.run.stage, loaded.settings.model.mtp_num_layers
-            architecture = load_architecture(folder, *asked) if folder is not None else None
+            architecture = load_architecture(folder, *loaded.settings.task) if folder is not None else None
             if architecture is not None:
                 loaded, of_config = of_model(with_adapters(loaded, architecture), architecture)
         except MegatuneError as error:

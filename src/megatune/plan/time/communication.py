@@ -267,7 +267,8 @@ def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float
     """
     whole = all_gather(group, shapes.whole_hidden)
     if loss and shapes.architecture.num_labels:
-        return (all_gather(group, 4 * shapes.tokens) if shapes.sequence_parallel else 0.0), 0.0
+        scores = 4 * shapes.tokens * shapes.architecture.num_labels
+        return (all_gather(group, scores) if shapes.sequence_parallel else 0.0), 0.0
     if loss:
         return whole + all_reduce(group, 8 * shapes.tokens), 2 * whole
     return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)

@@ -41,6 +41,7 @@ _STAGES = {
     "dpo": "preference training on pairs of answers",
     "kto": "preference training on single answers",
     "rm": "training of a reward model",
+    "cls": "training of a classifier",
 }
 _LIBRARIES = ("torch", "megatron-core", "transformers", "peft", "safetensors")
 # Of the machine, or said elsewhere in the card.
@@ -82,7 +83,7 @@ class Card(Callback):
             found["license"] = license_name
         if datasets := [name for name in map(_hub_data, settings.data.dataset) if name]:
             found["datasets"] = datasets
-        kind = "text-classification" if settings.run.stage == "rm" else "text-generation"
+        kind = "text-classification" if settings.run.stage in ("rm", "cls") else "text-generation"
         found["pipeline_tag"] = "image-text-to-text" if _has_vision(self._source) else kind
         found["tags"] = ["megatune", settings.run.stage, *(["lora"] if is_lora else [])]
         return found
