@@ -160,7 +160,7 @@ def make_model(model_type: str, folder: Path, *, tied: bool = False, repeats: bo
 
 def add_layer(folder: Path, *, repeats: bool = True) -> Path:
     """Add a random layer that predicts a further token to a checkpoint in one file."""
-    architecture = load_architecture(folder, "sft", 1)
+    architecture = load_architecture(folder, "sft", mtp_num_layers=1)
     family = FAMILIES[architecture.model_type]
     weights = [weight for weight in family.weight_map(architecture) if weight.layers is Layers.MTP]
     tensors = load_file(folder / "model.safetensors")

@@ -34,7 +34,7 @@ def test_it_learns_is_saved_and_resumes(pool: RankPool, model: Path, tmp_path: P
     few = FEW | layout | {"eval_strategy": "steps", "eval_steps": 2, "val_size": 8}
     run(pool, 2, settings_of(model, tmp_path / "out", **few), tmp_path / "runs")
     settings = settings_of(model, tmp_path / "out", **few)
-    counted = checkpoint_bytes(settings, load_architecture(model, "sft", 1))
+    counted = checkpoint_bytes(settings, load_architecture(model, "sft", mtp_num_layers=1))
     written = sum(tensor.nbytes for tensor in tensors(tmp_path / "out/checkpoint-4").values())
     assert written == counted.model
     losses = [record["mtp_loss"] for _, record in sorted(metrics(tmp_path / "out").items())]
@@ -112,4 +112,4 @@ def test_what_it_is_not_trained_with_is_refused(words: list[str], said: str) -> 
 def test_families_without_it_are_named(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3", tmp_path / "model", num_layers=2)
     with pytest.raises(MegatuneError, match="mtp_num_layers 1 with a qwen3"):
-        load_architecture(model, "sft", 1)
+        load_architecture(model, "sft", mtp_num_layers=1)

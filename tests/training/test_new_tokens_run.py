@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtp_kit import add_layer
 from pool import RankPool
 from runs import leave_as_crashed, metrics, run, settings_of, tensors
 
@@ -57,6 +58,20 @@ def test_all_layouts_begin_with_the_same_bits(
         assert len(saved["model.embed_tokens.weight"]) == load_architecture(out).vocab_size == 1024
         for name, tensor in saved.items():
             torch.testing.assert_close(tensor, begun[name], atol=1e-29, rtol=0)
+
+
+@pytest.mark.parametrize("mtp_num_layers", [0, 1])
+def test_a_layer_that_predicts_a_further_token_repeats_the_rows(
+    mtp_num_layers: int, pool: RankPool, tmp_path: Path
+) -> None:
+    model = add_layer(make_checkpoint("glm4_moe", tmp_path / "model", num_layers=2, vocab_size=1001))
+    few = {**ADDED, "template": "default", "max_steps": 1, "mtp_num_layers": mtp_num_layers}
+    run(pool, 2, settings_of(model, tmp_path / "out", **few, **PP2), tmp_path / "runs")
+    saved = tensors(tmp_path / "out")
+    for name, copy in (("model.embed_tokens", "embed_tokens"), ("lm_head", "shared_head.head")):
+        own, repeated = (saved[f"{each}.weight"] for each in (name, f"model.layers.2.{copy}"))
+        assert repeated.shape == own.shape == (1024, 64)
+        assert torch.equal(repeated, own) == bool(mtp_num_layers)
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])

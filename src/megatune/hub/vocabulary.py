@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.peft_config import WEIGHTS_FILE
@@ -237,8 +238,8 @@ def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -
     index = folder / INDEX
     file_of = read_whole_index(index) if index.is_file() else dict.fromkeys(read_header(folder / WEIGHTS), WEIGHTS)
     architecture = load_architecture(folder)
-    names = [name for name in FAMILIES[architecture.model_type].vocabulary_tensors() if name in file_of]
-    found = {name: (folder / file_of[name], read_header(folder / file_of[name])[name]) for name in names}
+    places = _places(architecture, file_of)
+    found = {name: (folder / file_of[name], read_header(folder / file_of[name])[name]) for name in places}
     for name, (path, entry) in found.items():
         if entry.dtype not in _NUMPY or len(entry.shape) != 2 or entry.shape[0] != grown.before:
             what = f"{name} is {entry.dtype} {list(entry.shape)}, and config.json has {grown.before} tokens"
@@ -250,19 +251,29 @@ def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to((folder / file).absolute())
     with (view / _NEW_FILE).open("wb") as target:
-        _write_embeddings(target, found, grown, tokens, is_tied=architecture.tie_word_embeddings)
-    places = {name: _NEW_FILE if name in found else f"{_LINKED}{file}" for name, file in file_of.items()}
-    _write_json(view / INDEX, {"metadata": {}, "weight_map": places})
+        _write_embeddings(target, found, grown, tokens, places)
+    files = {name: _NEW_FILE if name in found else f"{_LINKED}{file}" for name, file in file_of.items()}
+    _write_json(view / INDEX, {"metadata": {}, "weight_map": files})
+
+
+def _places(architecture: Architecture, names: Container[str]) -> dict[str, int]:
+    """Number the embeddings that a checkpoint has, by name: tied ones, and those that a layer which predicts a further
+    token repeats, have one number."""
+    family, is_tied = FAMILIES[architecture.model_type], architecture.tie_word_embeddings
+    own = [name for name in family.vocabulary_tensors() if name in names]
+    places = {name: 0 if is_tied else place for place, name in enumerate(own)}
+    copies = family.copies(replace(architecture, mtp_num_layers=1))
+    return places | {copy: places[name] for name, copy in copies.items() if copy in names}
 
 
 def _write_embeddings(
-    target: BinaryIO, found: Mapping[str, tuple[Path, HeaderEntry]], grown: _Grown, tokens: NewTokens, *, is_tied: bool
+    target: BinaryIO,
+    found: Mapping[str, tuple[Path, HeaderEntry]],
+    grown: _Grown,
+    tokens: NewTokens,
+    places: Mapping[str, int],
 ) -> None:
-    """Write a safetensors file of the embeddings with their new rows.
-
-    Args:
-        is_tied: where there are two, they are the same.
-    """
+    """Write a safetensors file of the embeddings with their new rows; those with one number have the same."""
     header, offset = dict[str, Any](), 0
     for name, (_, entry) in found.items():
         size = (entry.stop - entry.start) // grown.before * grown.after
@@ -272,9 +283,9 @@ def _write_embeddings(
     said = json.dumps(header).encode()
     said += b" " * (-len(said) % 8)
     target.write(len(said).to_bytes(8, "little") + said)
-    for place, (path, entry) in enumerate(found.values()):
+    for name, (path, entry) in found.items():
         begin = target.tell()
-        new, mean = _new_rows(path, entry, grown, tokens, 0 if is_tied else place)
+        new, mean = _new_rows(path, entry, grown, tokens, places[name])
         with path.open("rb") as source:
             source.seek(entry.start)
             for size in _chunks(entry.stop - entry.start):
