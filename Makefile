@@ -21,6 +21,8 @@ STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify test
 	tests/faults/test_fault_tokenizers.py tests/plan/test_plan_flops.py tests/parity/test_parity.py \
 	tests/parity/test_vision.py tests/parity/test_lora.py tests/engine/test_patches.py tests/engine/test_engine_step.py \
 	tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py tests/engine/test_moe_options.py
+# A process that dies is named, with its test, and ends the run: xdist would start the test again.
+XDIST := --dist loadfile --max-worker-restart=0
 WORKERS ?= 2
 
 .PHONY: help install demo demo-rl gpu site lint format test test-all test-faults test-newest test-oldest clean
@@ -82,13 +84,13 @@ format: install
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --covering
+	$(BIN)/pytest -n 2 $(XDIST) --no-loadscope-reorder --covering
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 $(XDIST) --no-loadscope-reorder
 
 test-faults: install
-	$(BIN)/pytest -n 2 --dist loadfile tests/faults
+	$(BIN)/pytest -n 2 $(XDIST) tests/faults
 
 # An environment for each, with versions/*.txt over constraints.txt.
 test-newest test-oldest: test-%:
@@ -97,7 +99,7 @@ test-newest test-oldest: test-%:
 		versions/$*.txt constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt \
 		-e '.[modelscope]' pytest pytest-xdist hypothesis
-	.venv-$*/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --covering $(STACK_TESTS)
+	.venv-$*/bin/pytest -n $(WORKERS) $(XDIST) --no-loadscope-reorder --covering $(STACK_TESTS)
 
 clean:
 	rm -rf out

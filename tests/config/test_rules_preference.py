@@ -200,7 +200,7 @@ WRONG = [
     ),
     (
         ["stage=cls"],
-        "stage: cls without num_labels\n"
+        "num_labels is missing, which stage: cls needs\n"
         "    why: it says how many scores the classifier has\n"
         "    fix: write num_labels: N, one more than the largest label, or 1 where labels are numbers to predict",
     ),

@@ -320,7 +320,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     ("changes", "said"),
     [
         ({"rewards__sums__model_args": {"model_name_or_path": "{folder}/model"}}, "json: it is a language model"),
-        ({"rewards__sums__model_args": {"model_name_or_path": "{folder}/labels"}}, "has 3 labels"),
+        ({"rewards__sums__model_args": {"model_name_or_path": "{folder}/labels"}}, "it has 3 scores"),
         ({"rewards__sums__model_args": {}}, "rewards.sums has no model"),
         ({"response_length": 60}, "sequence_length 68 is more than the 64 positions of the model"),
         ({"rewards__sums__environment": "python"}, "rewards.sums has an environment and a reward model"),

@@ -22,8 +22,7 @@ from megatune.config.values import shown
 from megatune.engine.groups import RankCoordinates
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, alpha_of, scaling
-from megatune.families.dense import SCORE
-from megatune.families.peft_config import WEIGHTS_FILE, has_score
+from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.peft_form import AdapterTensor, adapter_config, trained_tensors
 from megatune.families.peft_reading import Adapter, read_adapter
 from megatune.families.selection import Selection
@@ -81,18 +80,6 @@ def open_adapter(folder: Path, architecture: Architecture, selection: Selection 
     if selection is not None and (findings := list(_differences(found, architecture, selection))):
         raise MegatuneError(findings, ExitCode.INPUT)
     return found
-
-
-def num_scores(folder: Path) -> int:
-    """Return how many scores of a classifier an adapter has, which are trained whole beside it; 0 where there are none.
-
-    Raises:
-        MegatuneError: INPUT, where the adapter cannot be read.
-    """
-    if not has_score(folder):
-        return 0
-    files, own = SafetensorsFolder(folder, ADAPTER), SCORE.engine.partition(".")[0]
-    return next((int(files.entry(name).shape[0]) for name in files.names() if own in name.split(".")), 0)
 
 
 def _differences(found: AdapterFolder, architecture: Architecture, selection: Selection) -> Iterator[Finding]:

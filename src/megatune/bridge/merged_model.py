@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import num_scores, open_adapter, with_adapters
+from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.file_set import cut_into_files
 from megatune.bridge.file_stream import TensorFile, index_files
@@ -20,6 +20,7 @@ from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
+from megatune.families.peft_config import num_scores
 from megatune.families.scores import CLASSES, as_trained
 from megatune.families.weights import Segment, hf_shapes
 

@@ -106,8 +106,8 @@ def _compare(
     reference: Path | None,
 ) -> int:
     """Compare and print; see `verify`."""
-    from megatune.bridge.adapter_files import num_scores
     from megatune.families import load_architecture
+    from megatune.families.peft_config import num_scores
     from megatune.families.scores import CLASSES
     from megatune.verify import question
     from megatune.verify.question import trained_in

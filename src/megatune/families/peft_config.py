@@ -14,6 +14,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.dense import SCORE
 from megatune.families.selection import is_whole_match
+from megatune.families.weight_index import read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -98,6 +99,18 @@ def has_score(folder: Path) -> bool:
         MegatuneError: as `read_peft_config`.
     """
     return SCORE.engine.partition(".")[0] in read_peft_config(folder).modules_to_save
+
+
+def num_scores(folder: Path) -> int:
+    """Return how many scores an adapter has, 0 where there are none.
+
+    Raises:
+        MegatuneError: INPUT, where the adapter cannot be read.
+    """
+    if not has_score(folder):
+        return 0
+    tensors, own = read_header(folder / WEIGHTS_FILE), SCORE.engine.partition(".")[0]
+    return next((entry.shape[0] for name, entry in tensors.items() if own in name.split(".")), 0)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:

@@ -79,8 +79,8 @@ def with_adapter(base: Path, adapter: Path) -> Any:
     """Return Transformers' model with the adapter that peft puts beside it."""
     import torch
 
-    from megatune.bridge.adapter_files import num_scores
     from megatune.bridge.peft_model import apply_adapter
+    from megatune.families.peft_config import num_scores
     from megatune.verify.reference import load_reference_model
 
     model: Any = load_reference_model(base, torch.float32, scores=num_scores(adapter))

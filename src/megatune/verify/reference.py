@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.adapter_files import num_scores
 from megatune.bridge.auto import register_types
 from megatune.data.media.arguments import picture_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.forms import FileTensor, find_form
+from megatune.families.peft_config import num_scores
 from megatune.families.scores import CLASSES, num_labels
 from megatune.half_precision import multiply_in_fp32
 from megatune.launch.context import RankContext

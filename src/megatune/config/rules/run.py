@@ -40,7 +40,7 @@ def classes(context: Context) -> Iterator[Problem]:
     if run.stage == "cls" and run.num_labels is None:
         why = "it says how many scores the classifier has"
         fix = "write `num_labels: N`, one more than the largest label, or 1 where labels are numbers to predict"
-        yield Problem(("num_labels", "stage"), "`stage: cls` without `num_labels`", why, fix)
+        yield Problem(("num_labels", "stage"), "`num_labels` is missing, which `stage: cls` needs", why, fix)
     elif run.stage == "cls" and run.num_labels == 1 and run.problem_type == "single_label_classification":
         what, why = (
             "`problem_type: single_label_classification` with `num_labels: 1`",
