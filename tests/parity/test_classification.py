@@ -29,6 +29,7 @@ from megatune.engine.layers import cross_entropy
 from megatune.engine.optimizer import main_shards
 from megatune.families import load_architecture
 from megatune.objectives.choose import objective_of
+from megatune.objectives.classification import Classification
 from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.measure import _document
 from megatune.verify.samples import Sample, random_samples
@@ -234,3 +235,10 @@ def test_a_fault_is_seen(pool: Any, truth: Truth, tmp_path: Path) -> None:
     assert answers[0][0] == pytest.approx(expected.loss, rel=1e-6)
     errors = gradient_errors(tmp_path, expected.gradients)
     assert {name for name, error in errors.items() if error > 0.1} == {"score.weight"}
+
+
+def test_a_class_holds_where_it_is_likelier_than_not() -> None:
+    """A score of 0.3 is a share of 0.57, and all classes of a row are to be right."""
+    scores, labels = torch.tensor([[0.3, -0.2], [0.3, 0.2], [-0.1, -4.0]]), torch.tensor([[1.0, 0.0]] * 2 + [[0.0] * 2])
+    _, correct = Classification("multi_label_classification", 2)._compared(scores, labels)
+    assert correct.tolist() == [True, False, True]
