@@ -6,10 +6,9 @@ import json
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -312,13 +311,19 @@ def together(
         if one.pipeline.settings.data.preprocessing_num_workers == 1:
             encoder = Counting(**{each.name: getattr(one.pipeline.encoder, each.name) for each in fields(Encoder)})
             one = replace(one, pipeline=replace(one.pipeline, encoder=encoder))
-        found[number] = list(islice(blocks(one, exchange), number_of_blocks))
+        try:
+            found[number] = list(islice(blocks(one, exchange), number_of_blocks))
+        except BaseException as error:  # the others would wait for its share
+            exchange.fail(repr(error))
+            raise
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as threads:
+        runs = [threads.submit(run, number) for number in range(count)]
+        try:
+            for each in runs:
+                each.result(timeout=120)
+        finally:  # what still waits then ends
+            Exchange(Machines(0, count, "localhost", store.port)).fail("the test has ended")
     return found, encoded
 
 

@@ -119,6 +119,8 @@ def test_adapters_have_the_embeddings(
 
     settings = settings_of(models[tied], tmp_path / "out", **ADDED, **LORA, **layout, merge_lora=True)
     assert settings.finetuning.additional_target == ["embed_tokens", "lm_head"]
+    classes = settings_of(models[True], tmp_path / "cls", **ADDED, **LORA, stage="cls", num_labels=2)
+    assert classes.finetuning.additional_target == ["embed_tokens"]
     run(pool, 2, settings, tmp_path / "runs")
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["modules_to_save"] == (["embed_tokens"] if tied else ["embed_tokens", "lm_head"])

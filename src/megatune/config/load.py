@@ -322,7 +322,7 @@ def _training_new_rows(settings: Settings) -> Settings:
     is_open = finetuning.finetuning_type == "lora" and not finetuning.additional_target
     if not (is_open and settings.model.adds_tokens) or finetuning.freeze_language_model:
         return settings
-    whole = ["embed_tokens"] if settings.run.stage == "rm" else ["embed_tokens", "lm_head"]
+    whole = ["embed_tokens"] if settings.run.stage in ("rm", "cls") else ["embed_tokens", "lm_head"]
     return with_settings(settings, {"finetuning.additional_target": whole})
 
 
