@@ -313,15 +313,13 @@ def together(
             one = replace(one, pipeline=replace(one.pipeline, encoder=encoder))
         try:
             found[number] = list(islice(blocks(one, exchange), number_of_blocks))
-        except BaseException as error:  # the others would wait for its share
-            exchange.fail(repr(error))
+        except BaseException as error:
+            exchange.fail(repr(error))  # the others would wait for its share
             raise
 
     with ThreadPoolExecutor(count) as threads:
-        runs = [threads.submit(run, number) for number in range(count)]
         try:
-            for each in runs:
-                each.result(timeout=120)
+            list(threads.map(run, range(count), timeout=120))
         finally:  # what still waits then ends
             Exchange(Machines(0, count, "localhost", store.port)).fail("the test has ended")
     return found, encoded
