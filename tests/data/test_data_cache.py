@@ -20,7 +20,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.config.settings import Settings
 from megatune.data import cache as cache_folder
 from megatune.data.cache import files, mark_damaged
-from megatune.data.streaming.producer import _as_finding
+from megatune.data.streaming.producer import StreamFolder, _as_finding
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub.digests import cache_dir
 
@@ -372,3 +372,26 @@ def test_a_full_disk_ends_what_is_read_ahead(tmp_path: Path, error: OSError) -> 
     assert failed.exit_code == ExitCode.CANNOT_WRITE
     assert "no room" in str(failed)
     assert "MiB are free" in str(failed)
+
+
+@pytest.mark.parametrize(("place", "hours", "left"), [("elsewhere-1-77", 1, True), ("elsewhere-1-77", 25, False)])
+def test_folders_of_other_machines_stay_for_a_day(place: str, hours: int, left: bool, tmp_path: Path) -> None:
+    folder = tmp_path / f".k-0.megatune-partial-{place}"
+    folder.mkdir()
+    for path in (folder / "doing.json", folder):
+        path.touch()
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    StreamFolder.make(tmp_path, "k")
+    assert folder.exists() is left
+
+
+def test_the_folder_of_a_process_that_is_gone_is_removed(tmp_path: Path) -> None:
+    alive = StreamFolder.make(tmp_path, "k")
+    child = os.fork()
+    if not child:
+        StreamFolder.make(tmp_path, "k")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    second = StreamFolder.make(tmp_path, "k")
+    assert set(tmp_path.iterdir()) == {alive.path, second.path}
