@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on problems with a solution, on 8 GPUs that train and sample by turns, with rewards for the answer and its form.
+# GRPO on problems with a solution, on 8 GPUs, time-shared by training and sampling, with rewards for the answer and its form.
 # Flags of ms-swift 4. `megatune shims` makes a program of this name; without it write `megatune megatron`.
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NPROC_PER_NODE=8 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 \
 megatron rlhf \
