@@ -67,9 +67,9 @@ def measure_rank(context: RankContext, payload: dict[str, Any]) -> None:
         context.rank, context.world_size, context.local_rank, context.master_addr, context.master_port, timeout=120.0
     )
     architecture = load_architecture(payload["model"])
-    place = groups.build(settings.parallel, seed=0, timeout=120.0)
+    coords = groups.build(settings.parallel, seed=0, timeout=120.0)
     model = build_model(architecture, settings)
-    parameters = local_parameters(model, architecture, place)
+    parameters = local_parameters(model, architecture, coords)
     weights = sum(local.parameter.numel() * local.parameter.element_size() for local in parameters)
     for local in parameters:
         local.parameter.data.zero_()  # so that their own pages are there before the watch begins

@@ -23,13 +23,13 @@ def save_weights(
     folder: Path,
     parameters: Sequence[LocalParameter],
     architecture: Architecture,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     *,
     form: CheckpointForm = AS_MAPPED,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write the model's weights, and return the files that this rank wrote."""
-    files = FileSet("model", parameters, architecture, place, max_file_bytes, form)
+    files = FileSet("model", parameters, architecture, coords, max_file_bytes, form)
     return [file.write(folder) for file in files.files()]
 
 
@@ -37,14 +37,14 @@ def save_adapters(
     folder: Path,
     parameters: Sequence[LocalParameter],
     architecture: Architecture,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     selection: Selection,
 ) -> None:
     """Write `adapter_files`, and finish them."""
-    for file in adapter_files(parameters, architecture, place).files():
+    for file in adapter_files(parameters, architecture, coords).files():
         file.write(folder)
     groups.barrier()
-    if place.rank == 0:
+    if coords.rank == 0:
         finish_adapter(folder, architecture, selection)
 
 
@@ -53,7 +53,7 @@ def save_optimizer(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: RankCoordinates,
+    coords: RankCoordinates,
 ) -> list[Path]:
     """Write `optimizer_files`, and return those that this rank wrote."""
-    return [file.write(folder) for file in optimizer_files(parameters, shards, architecture, place).files()]
+    return [file.write(folder) for file in optimizer_files(parameters, shards, architecture, coords).files()]

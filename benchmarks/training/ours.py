@@ -47,10 +47,10 @@ class Megatune:
     def build(self) -> None:
         """Model, weights and optimizer."""
         groups.join(0, 1, 0, LOOPBACK, find_free_port(), timeout=_TIMEOUT)
-        place = groups.build(self._settings.parallel, seed=0, timeout=_TIMEOUT)
+        coords = groups.build(self._settings.parallel, seed=0, timeout=_TIMEOUT)
         architecture = self._case.shape.architecture()
         self._model = build_model(architecture, self._settings)
-        parameters = local_parameters(self._model, architecture, place)
+        parameters = local_parameters(self._model, architecture, coords)
         shapes = {name: shape for local in parameters for name, shape in local.hf_shapes(architecture).items()}
         checkpoint = RandomCheckpoint(shapes, device.current())
         with torch.no_grad():

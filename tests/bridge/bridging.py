@@ -24,7 +24,7 @@ from megatune.verify.samples import random_samples
 def resave_weights(model: Path, settings: Settings, folder: Path, max_file_bytes: int) -> list[str]:
     """On every rank: names of the files that it wrote."""
     assembly = assemble(model, settings)
-    what = (assembly.parameters, assembly.architecture, assembly.place)
+    what = (assembly.parameters, assembly.architecture, assembly.coords)
     written = save_weights(folder, *what, form=assembly.form, max_file_bytes=max_file_bytes)
     return [path.name for path in written]
 
@@ -46,7 +46,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 def save_all(assembly: Assembly, folder: Path) -> None:
     """As a checkpoint has it: the model, and training/ below it."""
-    what = (assembly.architecture, assembly.place)
+    what = (assembly.architecture, assembly.coords)
     save_weights(folder, assembly.parameters, *what, form=assembly.form)
     shards = main_shards(assembly.optimizer)
     save_optimizer(folder / "training", assembly.parameters, shards, *what)
@@ -55,7 +55,7 @@ def save_all(assembly: Assembly, folder: Path) -> None:
 def train_and_save(model: Path, settings: Settings, folder: Path) -> None:
     """On every rank: two steps, so that averages differ from gradients."""
     assembly = assemble(model, settings)
-    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
     for _ in range(2):
         measure_loss(assembly, batches)
         assert step(assembly.optimizer, 1e-2)[0]

@@ -33,16 +33,16 @@ def train_beside(model: Path, reference: Path, settings: Settings) -> tuple[list
     """On every rank: what goes wrong when a frozen model computes between the steps of a trained one, and the frozen
     model's weights at the end."""
     policy = assemble(model, settings)
-    batches = shard_samples(SAMPLES, policy.place, settings.parallel)
+    batches = shard_samples(SAMPLES, policy.coords, settings.parallel)
     losses, steps = [], []
     for _ in range(2):
         losses.append(measure_loss(policy, batches))
         steps.append(gradients(policy))
         assert step(policy.optimizer, 1e-2)[0]
 
-    place = policy.place
-    policy = attach_optimizer(load_model(model, settings, place), settings)
-    frozen = load_model(reference, settings, place, trained=False)
+    coords = policy.coords
+    policy = attach_optimizer(load_model(model, settings, coords), settings)
+    frozen = load_model(reference, settings, coords, trained=False)
     hooks = ("grad_sync_func", "no_sync_func", "param_sync_func", "grad_scale_func")
     wrong = [name for name in hooks if getattr(frozen.model[0].config, name) is not None]
     wrong += ["buffers" for chunk in frozen.model if chunk.buffers or chunk.expert_parallel_buffers]
@@ -88,8 +88,8 @@ def test_a_frozen_model_beside_a_trained_one(pool, model_dir, tmp_path, layout, 
 
 def train_two(models: list[Path], settings: Settings) -> bool:
     """On every rank: whether two models trained in turn have the gradients that each has alone."""
-    place = build(settings.parallel, seed=0, timeout=30)
-    batches = shard_samples(SAMPLES, place, settings.parallel)
+    coords = build(settings.parallel, seed=0, timeout=30)
+    batches = shard_samples(SAMPLES, coords, settings.parallel)
 
     def compute(assemblies: list) -> list[list[Tensor]]:
         found = []
@@ -101,7 +101,7 @@ def train_two(models: list[Path], settings: Settings) -> bool:
         return found
 
     def fresh(index: int) -> Assembly:
-        made = attach_optimizer(load_model(models[index], settings, place), settings)
+        made = attach_optimizer(load_model(models[index], settings, coords), settings)
         load_scalars(made.optimizer, scalars(made.optimizer) | {"loss_scale": 2.0 ** (10 + index)})
         return made
 
@@ -122,8 +122,8 @@ def test_two_trained_models(pool, model_dir, layout):
 def without_optimizer(model: Path, settings: Settings, folder: Path) -> bool:
     """On every rank: whether a model without an optimizer computes the gradients that it has with one."""
     assembly = assemble(model, settings)
-    batches = shard_samples(SAMPLES, assembly.place, settings.parallel)
-    alone = load_model(model, settings, assembly.place)
+    batches = shard_samples(SAMPLES, assembly.coords, settings.parallel)
+    alone = load_model(model, settings, assembly.coords)
     loss = measure_loss(assembly, batches)
     same = measure_loss(alone, batches) == loss
     save_all(assembly, folder)
@@ -138,9 +138,9 @@ def test_a_model_without_optimizer(pool, model_dir, tmp_path):
 
 def loading_bytes(model: Path, settings: Settings, trained: bool) -> tuple[int, int]:
     """On every rank: the most bytes of tensors while a model is built and loaded, and bytes of its parameters."""
-    place = build(settings.parallel, seed=0, timeout=30)
+    coords = build(settings.parallel, seed=0, timeout=30)
     with LiveBytes() as found:
-        loaded = load_model(model, settings, place, trained=trained)
+        loaded = load_model(model, settings, coords, trained=trained)
     return found.peak, sum(local.parameter.nbytes for local in loaded.parameters)
 
 

@@ -23,8 +23,8 @@ ALL = {**LAYOUTS, **EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS}
 
 def export(model: Path, settings: Settings, ranks: list[int] | None, trained: bool) -> list[tuple[str, Tensor]]:
     """On every rank: what the stream gave it, in its order."""
-    place = build(settings.parallel, seed=0, timeout=30)
-    return list(export_weights(load_model(model, settings, place, trained=trained), ranks))
+    coords = build(settings.parallel, seed=0, timeout=30)
+    return list(export_weights(load_model(model, settings, coords, trained=trained), ranks))
 
 
 @pytest.mark.covering
@@ -72,8 +72,8 @@ def test_experts_come_one_by_one_and_layers_in_order(pool, model_dir, ranks):
 def export_bytes(model: Path, settings: Settings, ranks: list[int] | None) -> tuple[int, int]:
     """On every rank: the most bytes that exporting has at a time, and bytes of the largest weight; an expert alone is
     as large as what is sent together."""
-    place = build(settings.parallel, seed=0, timeout=30)
-    loaded = load_model(model, settings, place)
+    coords = build(settings.parallel, seed=0, timeout=30)
+    loaded = load_model(model, settings, coords)
     largest = 0
     with LiveBytes() as found, mock.patch.object(module, "_MOST_BYTES", 1):
         for _, tensor in export_weights(loaded, ranks):
@@ -83,8 +83,8 @@ def export_bytes(model: Path, settings: Settings, ranks: list[int] | None) -> tu
 
 def count_broadcasts(model: Path, settings: Settings) -> tuple[int, int]:
     """On every rank: broadcasts of an export, and tensors that it gave."""
-    place = build(settings.parallel, seed=0, timeout=30)
-    loaded = load_model(model, settings, place, trained=False)
+    coords = build(settings.parallel, seed=0, timeout=30)
+    loaded = load_model(model, settings, coords, trained=False)
     with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as sent:
         pairs = list(export_weights(loaded))
     return sent.call_count, len(pairs)

@@ -86,8 +86,8 @@ def test_names_from_before_modules(family: str, layout: str, model_dir, pool, tm
 
 def exported(model: Path, settings: Settings) -> dict[str, torch.Tensor]:
     """On every rank."""
-    place = build(settings.parallel, seed=0, timeout=30)
-    return dict(export_weights(load_model(model, settings, place), [0]))
+    coords = build(settings.parallel, seed=0, timeout=30)
+    return dict(export_weights(load_model(model, settings, coords), [0]))
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3_vl_moe", "ep2 etp1 tp2 sp"), ("qwen2_vl", "pp2")])

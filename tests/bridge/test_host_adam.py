@@ -31,7 +31,7 @@ BF16 = {"bf16": True}
 def train(assembly: Assembly, settings: Settings, steps: range) -> None:
     for index in steps:
         samples = random_samples(301, [9 + index, 16, 12, 7], seed=index)
-        measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
+        measure_loss(assembly, shard_samples(samples, assembly.coords, settings.parallel))
         assert step(assembly.optimizer, 1e-3)[0]
     gather_parameters(assembly.model)
 
@@ -54,7 +54,7 @@ def halves(model: Path, settings: Settings, folder: Path, halfway: Path) -> None
     save_all(assembly, halfway)
     counters = scalars(assembly.optimizer)
     torch.distributed.barrier()
-    resumed = attach_optimizer(load_model(halfway, settings, assembly.place), settings)
+    resumed = attach_optimizer(load_model(halfway, settings, assembly.coords), settings)
     state = resumed.parameters, main_shards(resumed.optimizer), resumed.architecture, settings.finetuning
     load_optimizer(halfway, *state)
     load_scalars(resumed.optimizer, counters)

@@ -19,7 +19,7 @@ def norm(model: Path, settings: Settings) -> float:
     for local in assembly.parameters:  # what training may leave in the padding is none of the model
         for rows in (local.parameter.data,) if local.weight.layout.value == "vocabulary" else ():
             rows[~rows.any(dim=1)] = 7.0
-    return parameters_norm(assembly.parameters, assembly.architecture, assembly.place)
+    return parameters_norm(assembly.parameters, assembly.architecture, assembly.coords)
 
 
 @pytest.mark.parametrize(

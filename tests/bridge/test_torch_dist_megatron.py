@@ -33,7 +33,7 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    place = build(settings.parallel, seed=0, timeout=60)
+    coords = build(settings.parallel, seed=0, timeout=60)
     found, moe = load_architecture(model), {}
     if found.moe is not None:
         moe = {
@@ -50,9 +50,9 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         **{name: getattr(found, name) for name in names},
         **moe,
         **hybrid,
-        tensor_model_parallel_size=place.tp_size,
-        pipeline_model_parallel_size=place.pp_size,
-        expert_model_parallel_size=place.ep_size,
+        tensor_model_parallel_size=coords.tp_size,
+        pipeline_model_parallel_size=coords.pp_size,
+        expert_model_parallel_size=coords.ep_size,
         pipeline_dtype=torch.float32,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

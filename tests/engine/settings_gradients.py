@@ -25,7 +25,7 @@ def measure_gradients(model: Path, settings: Settings, chunk_bytes: int) -> tupl
     cross_entropy.CHUNK_BYTES, usual = chunk_bytes, cross_entropy.CHUNK_BYTES
     try:
         assembly = assemble(model, settings)
-        loss = measure_loss(assembly, shard_samples(random_samples(301, LENGTHS), assembly.place, settings.parallel))
+        loss = measure_loss(assembly, shard_samples(random_samples(301, LENGTHS), assembly.coords, settings.parallel))
     finally:
         cross_entropy.CHUNK_BYTES = usual
     named = {

@@ -77,7 +77,7 @@ def hf_shapes_of_all(weight: Any, architecture: Any, layer: int) -> dict[str, tu
 
 def batches_of(assembly: Assembly, settings: Settings, seed: int = 0) -> list[Any]:
     samples = random_samples(301, LENGTHS, seed=seed)
-    return shard_samples(samples, assembly.place, settings.parallel)
+    return shard_samples(samples, assembly.coords, settings.parallel)
 
 
 def off_and_base(model: Path, lora: Settings, full: Settings) -> tuple[list[torch.Tensor], ...]:
@@ -88,7 +88,7 @@ def off_and_base(model: Path, lora: Settings, full: Settings) -> tuple[list[torc
     with without_adapters(adapted.model):
         off = step.logits(adapted.model, batches)
     again = step.logits(adapted.model, batches)
-    return on, off, again, step.logits(load_model(model, full, adapted.place, trained=False).model, batches)
+    return on, off, again, step.logits(load_model(model, full, adapted.coords, trained=False).model, batches)
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", "tp2 sp"), ("deepseek_v3", "1"), ("qwen3_moe", "ep2")])
@@ -143,7 +143,7 @@ def test_copies_stay_the_same_and_the_norm_counts_each_adapter_once(
 def drifted(model: Path, settings: Settings, name: str) -> tuple[str, int]:
     """What every rank reports when one bit of an adapter has changed on rank 1."""
     assembly = with_random_b(model, settings)
-    if assembly.place.rank == 1:
+    if assembly.coords.rank == 1:
         for local in assembly.parameters:
             if name in local.hf_shapes(assembly.architecture):
                 local.parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)

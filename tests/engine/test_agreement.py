@@ -40,10 +40,10 @@ def check_after_flip(
 ) -> tuple[str, int]:
     """Flip a bit of a weight or of its gradient on one rank; what every rank reports, and the exit code."""
     assembly = assemble(model, settings)
-    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(samples, assembly.coords, settings.parallel))
     check_gradients(assembly, 3)
     check_weights(assembly, 3, loss=1.0)
-    parameter = find(assembly, name) if assembly.place.rank == rank else None
+    parameter = find(assembly, name) if assembly.coords.rank == rank else None
     if parameter is not None:
         flip_lowest_bit(parameter if which == "weight" else main_shards(assembly.optimizer)[parameter].grad)
     try:

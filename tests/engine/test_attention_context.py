@@ -87,7 +87,7 @@ def errors_of_all(
 ) -> dict[tuple[str, str, int], list[float]]:
     """On every rank: errors of every case, by shape, documents and rows."""
     groups.build(ParallelSettings(context_parallel_size=size, cp_comm_type=variant), seed=1, timeout=30)
-    module, rank = attention(variant, size, backend, scale), groups.place().cp_rank
+    module, rank = attention(variant, size, backend, scale), groups.coordinates().cp_rank
     found = {}
     for shape, documents in product(SHAPES, DOCUMENTS):
         boundaries = bounds(DOCUMENTS[documents], 2 * size)
@@ -137,7 +137,7 @@ def far_around(variant: str) -> list[float]:
     boundaries = bounds((2, 1), 16)
     whole = [torch.randn(48, 1, *sizes, generator=torch.Generator().manual_seed(2)) for sizes in
              ((8, 8), (2, 8), (2, 8), (64,))]  # fmt: skip
-    return compare(attention(variant, 8), whole, boundaries, local_tokens(boundaries, groups.place().cp_rank, 8))
+    return compare(attention(variant, 8), whole, boundaries, local_tokens(boundaries, groups.coordinates().cp_rank, 8))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -152,7 +152,7 @@ def recomputed(variant: str) -> bool:
 
     groups.build(ParallelSettings(context_parallel_size=2, cp_comm_type=variant), seed=1, timeout=30)
     boundaries = bounds(DOCUMENTS["packed"], 4)
-    mine = local_tokens(boundaries, groups.place().cp_rank, 2)
+    mine = local_tokens(boundaries, groups.coordinates().cp_rank, 2)
     module = attention(variant, 2)
     tensors = [tensor[mine] for tensor in inputs("grouped", boundaries, 1, torch.float32)]
 
@@ -175,7 +175,7 @@ def sinks_across_ranks(variant: str, size: int) -> list[float]:
     groups.build(ParallelSettings(context_parallel_size=size, cp_comm_type=variant), seed=1, timeout=30)
     boundaries, rows = bounds(DOCUMENTS["packed"], 2 * size), 2
     mine, whole = (
-        local_tokens(boundaries, groups.place().cp_rank, size),
+        local_tokens(boundaries, groups.coordinates().cp_rank, size),
         inputs("grouped", boundaries, rows, torch.float32),
     )
     module, sinks = attention(variant, size), torch.linspace(-2, 3, SHAPES["grouped"][0])

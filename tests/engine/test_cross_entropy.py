@@ -207,15 +207,15 @@ SECONDS = {
 def split_over_ranks(tp_size: int, sequence_parallel: bool, vocabulary: int) -> None:
     """On every rank: its part of the answers against the whole ones. Each rank has 20 rows of the padded vocabulary."""
     parallel = ParallelSettings(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)
-    place = groups.build(parallel, seed=0, timeout=30)
+    coords = groups.build(parallel, seed=0, timeout=30)
     problem = Problem(12, 2, vocabulary)
     cross_entropy.CHUNK_BYTES, usual = 500, cross_entropy.CHUNK_BYTES
-    rows = slice(place.tp_rank * 20, (place.tp_rank + 1) * 20)
+    rows = slice(coords.tp_rank * 20, (coords.tp_rank + 1) * 20)
     count = max(0, min(20, vocabulary - rows.start))
     part = VocabularyPart(rows.start, count, groups.tensor_parallel_group(), sequence_parallel)
     tokens = slice(None)
     if sequence_parallel:
-        tokens = slice(place.tp_rank * 12 // tp_size, (place.tp_rank + 1) * 12 // tp_size)
+        tokens = slice(coords.tp_rank * 12 // tp_size, (coords.tp_rank + 1) * 12 // tp_size)
     weight = with_padding(problem.weight, 20 * tp_size - vocabulary)[rows]
     losses, of_hidden, of_weight = problem.fused(part, problem.hidden_states[tokens], weight)
     for head, second in SECONDS.items():
@@ -252,7 +252,7 @@ def test_model_learns_the_same_with_and_without_fusion(pool, model_dir, layout, 
 def count_calls(model: Path, settings: Settings) -> tuple[int, int]:
     """Micro-batches, and how often hooks saw the output layer called."""
     assembly = assemble(model, settings)
-    batches = shard_samples(random_samples(301, LENGTHS), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, LENGTHS), assembly.coords, settings.parallel)
     calls: list[torch.nn.Module] = []
     assembly.model[-1].module.output_layer.register_forward_pre_hook(lambda module, inputs: calls.append(module))
     measure_loss(assembly, batches)

@@ -138,13 +138,13 @@ def test_both_passes_take_the_same_tokens_of_the_teacher(monkeypatch: pytest.Mon
 def split_over_ranks(tp_size: int, sequence_parallel: bool, case: Case) -> None:
     """On every rank: its part of the answers against the whole ones. Each rank has 20 rows of the vocabulary."""
     parallel = ParallelSettings(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)
-    place = groups.build(parallel, seed=0, timeout=30)
-    problem, first = Problem(**case), place.tp_rank * 20
+    coords = groups.build(parallel, seed=0, timeout=30)
+    problem, first = Problem(**case), coords.tp_rank * 20
     cross_entropy.CHUNK_BYTES, usual = 700, cross_entropy.CHUNK_BYTES
     count = max(0, min(20, SIZE - first))
     part = VocabularyPart(first, count, groups.tensor_parallel_group(), sequence_parallel, problem.softcap)
     size = problem.s // tp_size
-    tokens = slice(place.tp_rank * size, (place.tp_rank + 1) * size) if sequence_parallel else slice(None)
+    tokens = slice(coords.tp_rank * size, (coords.tp_rank + 1) * size) if sequence_parallel else slice(None)
     values, of_hidden, of_weight = problem.fused(part, tokens, rows=20)
     cross_entropy.CHUNK_BYTES = usual
     exact = problem.solve()

@@ -24,19 +24,19 @@ def overflow(model: Path, settings: Settings, part: str) -> tuple[dict[str, floa
     norms = []
 
     def fresh(values: dict[str, float]) -> Assembly:
-        made = attach_optimizer(load_model(model, settings, assembly.place), settings)
+        made = attach_optimizer(load_model(model, settings, assembly.coords), settings)
         load_scalars(made.optimizer, values)
         return made
 
     def measure(one: Assembly) -> None:
-        measure_loss(one, shard_samples(random_samples(301, (9, 16, 12, 7)), one.place, settings.parallel))
+        measure_loss(one, shard_samples(random_samples(301, (9, 16, 12, 7)), one.coords, settings.parallel))
 
     assembly = assemble(model, settings)
     start = scalars(assembly.optimizer) | {"loss_scale": SCALE, "hysteresis_tracker": 1, "growth_tracker": 5}
     load_scalars(assembly.optimizer, start)
     measure(assembly)
     # Gradients of all but experts are the same on all ranks here, and so is their overflow.
-    if part == "others" or assembly.place.rank == assembly.place.world_size - 1:
+    if part == "others" or assembly.coords.rank == assembly.coords.world_size - 1:
         chosen = [local for local in assembly.parameters if local.weight.per_expert == (part == "experts")]
         chosen[0].parameter.main_grad.view(-1)[-1] = math.inf
     updated, norm = step(assembly.optimizer, 0.0)

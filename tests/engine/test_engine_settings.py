@@ -50,7 +50,7 @@ def moved_bias(model: Path, settings: Settings, samples: list[Sample]) -> dict[s
         for local in assembly.parameters
         if local.weight.engine.endswith("expert_bias")
     }
-    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(samples, assembly.coords, settings.parallel))
     return {layer: bias - before for layer, (bias, before) in biases.items()}
 
 

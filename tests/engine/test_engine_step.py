@@ -21,7 +21,7 @@ def repeat_steps(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     """On every rank: whether gradients repeat bit for bit after another backward pass, after a step of learning rate 0,
     and whether an evaluation leaves them alone."""
     assembly = assemble(model, settings)
-    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
 
     def gradients() -> list[torch.Tensor]:
         return [local.parameter.main_grad.clone() for local in assembly.parameters]
@@ -68,10 +68,10 @@ def test_norms_and_biases_do_not_decay(pool, model_dir):
 def refused_step(model: Path, settings: Settings) -> tuple[bool, bool, bool]:
     """On every rank: whether a step with a NaN gradient updated, whether weights moved, and if the next one does."""
     assembly = assemble(model, settings)
-    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
     before = [local.parameter.detach().clone() for local in assembly.parameters]
     step.forward_backward(assembly.model, batches, CrossEntropy())
-    if assembly.place.rank == 0:
+    if assembly.coords.rank == 0:
         assembly.parameters[0].parameter.main_grad[0] = torch.nan
     updated, _ = engine_optimizer.step(assembly.optimizer, 1e-3)
     moved = any(not torch.equal(a, b.parameter) for a, b in zip(before, assembly.parameters, strict=True))

@@ -34,7 +34,7 @@ def gradient_norm(model: Path, settings: Settings, with_subclass: bool) -> float
         assembly = assemble(model, settings)
     finally:
         specs.ColumnParallelLinear = stock
-    measure_loss(assembly, shard_samples(random_samples(301, (9, 16, 12, 7)), assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(random_samples(301, (9, 16, 12, 7)), assembly.coords, settings.parallel))
     return step(assembly.optimizer, 0.0)[1]
 
 

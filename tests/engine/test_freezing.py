@@ -180,7 +180,7 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> int:
     for index in range(STEPS):
         train(assembly, settings, index, checked=True)
     gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.coords, form=assembly.form)
     parameters = [local.parameter for local in assembly.parameters]
     with_gradient = [one for one in parameters if hasattr(one, "main_grad")]
     assert with_gradient == [one for one in parameters if one.requires_grad]
@@ -188,11 +188,11 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> int:
 
 
 def train(assembly: Assembly, settings: Settings, index: int, *, checked: bool = False) -> None:
-    accumulation = min(ACCUMULATION, ROWS // assembly.place.dp_size)
-    rows = ROWS // (accumulation * assembly.place.dp_size)
+    accumulation = min(ACCUMULATION, ROWS // assembly.coords.dp_size)
+    rows = ROWS // (accumulation * assembly.coords.dp_size)
     vision = assembly.architecture.vision
     batches = shard_samples(
-        step_samples(index, vision), assembly.place, settings.parallel, micro_batch_size=rows, vision=vision
+        step_samples(index, vision), assembly.coords, settings.parallel, micro_batch_size=rows, vision=vision
     )
     rate = settings.optimizer.learning_rate
     assert train_step(assembly, batches, learning_rate=rate, checked_step=index + 1 if checked else None).updated
@@ -269,7 +269,7 @@ def layer_passes(model_dir: Path, settings: Settings) -> dict[int, set[tuple[boo
     for chunk in assembly.model:
         for layer in chunk.module.decoder.layers:
             layer.register_forward_pre_hook(note, with_kwargs=True)
-    batches = shard_samples(random_samples(301, [12, 12]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [12, 12]), assembly.coords, settings.parallel)
     forward_backward(assembly.model, batches, CrossEntropy())
     return seen
 
@@ -332,9 +332,9 @@ def scaled_steps(model_dir: Path, settings: Settings) -> tuple[bool, float, bool
     assembly = assemble(model_dir, settings)
     start = {"loss_scale": 2.0**12, "hysteresis_tracker": 1, "growth_tracker": 5}
     load_scalars(assembly.optimizer, scalars(assembly.optimizer) | start)
-    batches = shard_samples(random_samples(301, [12] * 4), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [12] * 4), assembly.coords, settings.parallel)
     forward_backward(assembly.model, batches, CrossEntropy())
-    if assembly.place.rank == assembly.place.world_size - 1:
+    if assembly.coords.rank == assembly.coords.world_size - 1:
         trained = next(local.parameter for local in assembly.parameters if local.parameter.requires_grad)
         trained.main_grad.view(-1)[-1] = math.inf
     updated, _ = step(assembly.optimizer, 1e-4)

@@ -140,7 +140,7 @@ class Waits(TorchDispatchMode):
 def waits_of_a_step(model, settings) -> tuple[list[str], list[str]]:
     """On a rank: waits of the forward and backward passes, and of the update."""
     assembly = assemble(model, settings)
-    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
     found = []
     for run in (
         lambda: step.forward_backward(assembly.model, batches, CrossEntropy()),
@@ -181,7 +181,7 @@ def refused_operators(model, settings) -> list[str]:
         device.be_deterministic = usual
     assert asked == [True]
     assert all(chunk.config.deterministic_mode for chunk in assembly.model)  # of Megatron-Core's embedding
-    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.place, settings.parallel)
+    batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
     with Refused() as refused:
         step.forward_backward(assembly.model, batches, CrossEntropy())
         optimizer.step(assembly.optimizer, 1e-3)

@@ -154,7 +154,7 @@ def compute(architecture: Architecture, layout: Layout, truth: Tensors, boundari
     from megatune.engine.transformer_config import transformer_config
 
     settings = layout.settings()
-    place = groups.build(settings.parallel, seed=0, timeout=30)
+    coords = groups.build(settings.parallel, seed=0, timeout=30)
     config = transformer_config(architecture, settings)
     spec = block_spec(architecture, config, None).layer_specs[0].submodules.self_attention
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -164,8 +164,8 @@ def compute(architecture: Architecture, layout: Layout, truth: Tensors, boundari
     up_calls = []
     layer.linear_kv_up_proj.register_forward_hook(lambda *args: up_calls.append(args))
     for name, parameter in layer.named_parameters():
-        parameter.data.copy_(heads_of(truth, name.removesuffix(".weight"), place))
-    tokens = tokens_of(boundaries, config, place)
+        parameter.data.copy_(heads_of(truth, name.removesuffix(".weight"), coords))
+    tokens = tokens_of(boundaries, config, coords)
     hidden_states = truth["hidden_states"].transpose(0, 1)[tokens].clone().requires_grad_()
     sequences = sequences_of(boundaries, len(truth["output"]))
     table = cos_sin(
@@ -186,9 +186,9 @@ def compute(architecture: Architecture, layout: Layout, truth: Tensors, boundari
     }
 
 
-def heads_of(tensors: Tensors, name: str, place: Any, suffix: str = "") -> torch.Tensor:
+def heads_of(tensors: Tensors, name: str, coords: Any, suffix: str = "") -> torch.Tensor:
     tensor = tensors[name + suffix]
-    return tensor.chunk(place.tp_size, CUT[name])[place.tp_rank] if name in CUT else tensor
+    return tensor.chunk(coords.tp_size, CUT[name])[coords.tp_rank] if name in CUT else tensor
 
 
 def sequences_of(boundaries: tuple[int, ...], rows: int) -> Any:
@@ -207,11 +207,11 @@ def sequences_of(boundaries: tuple[int, ...], rows: int) -> Any:
     return local_batch(batch).sequences
 
 
-def tokens_of(boundaries: tuple[int, ...], config: Any, place: Any) -> torch.Tensor:
+def tokens_of(boundaries: tuple[int, ...], config: Any, coords: Any) -> torch.Tensor:
     from megatune.engine.sequences import local_tokens
 
-    tokens = local_tokens(boundaries, place.cp_rank, place.cp_size)
-    return tokens.chunk(place.tp_size)[place.tp_rank] if config.sequence_parallel else tokens
+    tokens = local_tokens(boundaries, coords.cp_rank, coords.cp_size)
+    return tokens.chunk(coords.tp_size)[coords.tp_rank] if config.sequence_parallel else tokens
 
 
 def errors(architecture: Architecture, layout: Layout, truth: Tensors, boundaries: tuple[int, ...]) -> dict[str, float]:
@@ -220,13 +220,13 @@ def errors(architecture: Architecture, layout: Layout, truth: Tensors, boundarie
     from megatune.engine.transformer_config import transformer_config
 
     ours = compute(architecture, layout, truth, boundaries)
-    place, config = groups.place(), transformer_config(architecture, layout.settings())
+    coords, config = groups.coordinates(), transformer_config(architecture, layout.settings())
     found = {}
     for name, tensor in ours.items():
         if name in ("output", "hidden_states.grad"):
-            expected = truth[name].transpose(0, 1)[tokens_of(boundaries, config, place)]
+            expected = truth[name].transpose(0, 1)[tokens_of(boundaries, config, coords)]
         elif name.endswith(".grad"):
-            expected = heads_of(truth, name.removesuffix(".grad"), place, ".grad")
+            expected = heads_of(truth, name.removesuffix(".grad"), coords, ".grad")
         else:
             continue
         found[name] = ((tensor - expected).norm() / expected.norm()).item()

@@ -79,9 +79,9 @@ def build_layer(family: str, case: Case, weights: dict[str, Tensor]) -> tuple[An
     from megatune.engine.transformer_config import transformer_config
 
     settings = case.settings
-    place = groups.build(settings.parallel, seed=0, timeout=30)
+    coords = groups.build(settings.parallel, seed=0, timeout=30)
     layer = MoELayer(transformer_config(architecture(family), settings))
-    parts = {name: part_of(name, whole, place) for name, whole in weights.items()}
+    parts = {name: part_of(name, whole, coords) for name, whole in weights.items()}
     with torch.no_grad():
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if name in parts:
@@ -90,23 +90,23 @@ def build_layer(family: str, case: Case, weights: dict[str, Tensor]) -> tuple[An
     return layer, parts
 
 
-def part_of(name: str, whole: Tensor, place: Any) -> Any:
+def part_of(name: str, whole: Tensor, coords: Any) -> Any:
     """Index of this rank's part of a whole weight."""
     if name.startswith("experts."):
-        count, size = NUM_EXPERTS // place.ep_size, FFN // place.etp_size
-        experts = torch.arange(place.ep_rank * count, (place.ep_rank + 1) * count)
-        channels = torch.arange(place.etp_rank * size, (place.etp_rank + 1) * size)
+        count, size = NUM_EXPERTS // coords.ep_size, FFN // coords.etp_size
+        experts = torch.arange(coords.ep_rank * count, (coords.ep_rank + 1) * count)
+        channels = torch.arange(coords.etp_rank * size, (coords.etp_rank + 1) * size)
         if name == "experts.weight1":
             return experts[:, None], torch.cat((channels, channels + FFN))
         return experts[:, None, None], torch.arange(whole.shape[1])[:, None], channels
     if name == "shared_experts.linear_fc1.weight":
         ffn = whole.shape[0] // 2
-        size = ffn // place.tp_size
-        channels = torch.arange(place.tp_rank * size, (place.tp_rank + 1) * size)
+        size = ffn // coords.tp_size
+        channels = torch.arange(coords.tp_rank * size, (coords.tp_rank + 1) * size)
         return torch.cat((channels, channels + ffn))
     if name == "shared_experts.linear_fc2.weight":
-        size = whole.shape[1] // place.tp_size
-        return slice(None), slice(place.tp_rank * size, (place.tp_rank + 1) * size)
+        size = whole.shape[1] // coords.tp_size
+        return slice(None), slice(coords.tp_rank * size, (coords.tp_rank + 1) * size)
     return ...
 
 
@@ -127,17 +127,17 @@ def measure(family: str, case: Case, rows: Rows, expected: Expected, loss_scale:
     from megatune.engine.sequences import local_batch
 
     layer, parts = build_layer(family, case, expected.weights)
-    place = groups.place()
-    sequences = local_batch(rows.batches[place.dp_rank]).sequences
-    where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
-    hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
+    coords = groups.coordinates()
+    sequences = local_batch(rows.batches[coords.dp_rank]).sequences
+    where = (sequences, coords.cp_size, coords.cp_rank, coords.tp_size, coords.tp_rank)
+    hidden = local(rows.hidden[coords.dp_rank], *where).requires_grad_()
     MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), loss_scale))
     output, bias = layer(hidden, padding_mask=sequences)
     assert bias is None
-    (output * local(rows.weights[place.dp_rank], *where)).sum().mul(loss_scale).backward()
+    (output * local(rows.weights[coords.dp_rank], *where)).sum().mul(loss_scale).backward()
     errors = {
-        "output": relative(output, local(expected.outputs[place.dp_rank], *where)),
-        "hidden": relative(hidden.grad / loss_scale, local(expected.hidden_gradients[place.dp_rank], *where)),
+        "output": relative(output, local(expected.outputs[coords.dp_rank], *where)),
+        "hidden": relative(hidden.grad / loss_scale, local(expected.hidden_gradients[coords.dp_rank], *where)),
     }
     for name, parameter in layer.named_parameters():
         grad = parameter.grad / loss_scale

@@ -40,7 +40,7 @@ def norm_and_losses(
     from megatune.verify.measure import shard_samples
 
     assembly: Any = assemble(model, settings)
-    batches = shard_samples(samples, assembly.place, settings.parallel)
+    batches = shard_samples(samples, assembly.coords, settings.parallel)
     losses = forward_backward(assembly.model, batches, CrossEntropy()).metrics
     assembly.optimizer.prepare_grads()
     norm = float(assembly.optimizer.get_grad_norm())

@@ -54,10 +54,10 @@ def evaluate(family: str, case: Case, rows: Rows, weights: dict[str, torch.Tenso
     from megatune.engine.sequences import local_batch
 
     layer, _ = build_layer(family, case, weights)
-    place = groups.place()
-    sequences = local_batch(rows.batches[place.dp_rank]).sequences
-    where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
-    hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
+    coords = groups.coordinates()
+    sequences = local_batch(rows.batches[coords.dp_rank]).sequences
+    where = (sequences, coords.cp_size, coords.cp_rank, coords.tp_size, coords.tp_rank)
+    hidden = local(rows.hidden[coords.dp_rank], *where).requires_grad_()
     before = copy.deepcopy(dict(layer.named_buffers()))
     with torch.no_grad():
         first = layer(hidden, padding_mask=sequences)[0]
@@ -106,14 +106,14 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
 
     block = transformers_block("qwen3_moe")
     layer, _ = build_layer("qwen3_moe", case, engine_weights(block.state_dict()))
-    place = groups.place()
-    sequences = local_batch(rows.batches[place.dp_rank]).sequences
-    where = (sequences, place.cp_size, place.cp_rank, place.tp_size, place.tp_rank)
-    length = lengths[place.dp_rank] // place.tp_size
-    hidden = local(rows.hidden[place.dp_rank], *where).requires_grad_()
+    coords = groups.coordinates()
+    sequences = local_batch(rows.batches[coords.dp_rank]).sequences
+    where = (sequences, coords.cp_size, coords.cp_rank, coords.tp_size, coords.tp_rank)
+    length = lengths[coords.dp_rank] // coords.tp_size
+    hidden = local(rows.hidden[coords.dp_rank], *where).requires_grad_()
     assert hidden.shape[0] == length
     output, _ = layer(hidden, padding_mask=sequences)
-    weights = local(rows.weights[place.dp_rank], *where)
+    weights = local(rows.weights[coords.dp_rank], *where)
     (grad,) = torch.autograd.grad((output * weights).sum(), hidden)
 
     flat = hidden.reshape(-1, HIDDEN)
@@ -121,7 +121,7 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     factor = case.experts.get("moe_expert_capacity_factor")
     if factor is not None:
         most = router.capacity(len(flat), experts.shape[1], NUM_EXPERTS, factor)
-        experts = router.drop(experts, probs, real_tokens(sequences, place.tp_size > 1), NUM_EXPERTS, most)
+        experts = router.drop(experts, probs, real_tokens(sequences, coords.tp_size > 1), NUM_EXPERTS, most)
     parts = []
     for token, choices, shares in zip(flat, experts.tolist(), probs, strict=True):
         part = torch.zeros(HIDDEN)

@@ -32,13 +32,13 @@ TOKENS = int(COUNTS.sum())
 
 def gathered_on_ranks(owners: list[int], parallel: ParallelSettings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """On every rank: gathered features, the gradient of this rank's own, and which tokens these are."""
-    place = groups.build(parallel, seed=0, timeout=60)
-    rank = place.cp_rank * place.tp_size + place.tp_rank
-    dealt = deal(COUNTS, torch.tensor(owners), rank, place.tp_size * place.cp_size)
+    coords = groups.build(parallel, seed=0, timeout=60)
+    rank = coords.cp_rank * coords.tp_size + coords.tp_rank
+    dealt = deal(COUNTS, torch.tensor(owners), rank, coords.tp_size * coords.cp_size)
     own = dealt.own[:, None].float().expand(-1, 3).clone().requires_grad_()
     whole = gather_features(own, dealt)
     # A context-parallel rank has a gradient of the tokens that it holds only, the same on tensor-parallel ranks.
-    held = torch.arange(TOKENS) % place.cp_size == place.cp_rank
+    held = torch.arange(TOKENS) % coords.cp_size == coords.cp_rank
     (whole * (held * (1 + torch.arange(TOKENS)))[:, None]).sum().backward()
     return whole.detach(), own.grad, dealt.own
 
@@ -58,10 +58,10 @@ class Places:
 
 
 def placed_on_ranks(parallel: ParallelSettings) -> tuple[int, torch.Tensor, torch.Tensor]:
-    place = groups.build(parallel, seed=0, timeout=60)
+    coords = groups.build(parallel, seed=0, timeout=60)
     features = torch.arange(1.0, 6.0)[:, None, None] * torch.tensor([1.0, 10.0, 100.0])[:, None].expand(3, 2)
-    embeddings = torch.zeros(12 // place.cp_size, 2, 2)
-    return place.cp_rank, *place_features(features, embeddings, Places(), (0, 12))
+    embeddings = torch.zeros(12 // coords.cp_size, 2, 2)
+    return coords.cp_rank, *place_features(features, embeddings, Places(), (0, 12))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

@@ -26,7 +26,7 @@ def loss_and_norm(model: Path, settings: Settings) -> tuple[float, float]:
     samples = [
         replace(each, labels=(-100,) * len(each.labels)) if number % 2 else each for number, each in enumerate(samples)
     ]
-    loss = measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel))
+    loss = measure_loss(assembly, shard_samples(samples, assembly.coords, settings.parallel))
     return loss, step(assembly.optimizer, 0.0)[1]
 
 

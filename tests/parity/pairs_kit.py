@@ -105,7 +105,7 @@ class Case:
 
 def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
     """This data-parallel rank's micro-batches, of one length; places beyond the rows hold padding."""
-    place, parallel, vision = assembly.place, case.settings.parallel, assembly.architecture.vision
+    coords, parallel, vision = assembly.coords, case.settings.parallel, assembly.architecture.vision
     rows = PACKED_ROWS if case.settings.packing else [(number,) for number in range(len(case.pairs))]
     inputs: Any = vision and SimpleNamespace(vision=vision, processor=_RandomPixels(vision))
     collator = Collator(
@@ -119,7 +119,7 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         ld_alpha=case.ld_alpha,
         scores=isinstance(case.objective, Reward),
     )
-    round_size = place.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
+    round_size = coords.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (case.micro_batch_size * round_size)) * round_size
     numbers = [
         [number for row in rows[index * case.micro_batch_size :][: case.micro_batch_size] for number in row]
@@ -130,10 +130,10 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         for of_batch in numbers
     ]
     length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
-    share = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
+    share = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
     batches = []
     for of_batch, chosen in zip(documents, numbers, strict=True):
-        batch = collator(of_batch, length, share=share if place.pp_rank == 0 else None)
+        batch = collator(of_batch, length, share=share if coords.pp_rank == 0 else None)
         values = np.zeros(len(batch.lengths), np.float32)
         if case.reference is not None:
             values[: 2 * len(chosen)] = [case.reference[2 * number + side] for number in chosen for side in (0, 1)]
@@ -147,7 +147,7 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
             extras = {**batch.extras, MARGIN: DocumentValues(torch.from_numpy(of_documents))}
             batch = replace(batch, extras=extras)
         batches.append(batch)
-    return batches[place.dp_rank :: place.dp_size]
+    return batches[coords.dp_rank :: coords.dp_size]
 
 
 def with_reference(batch: Batch, values: Tensor) -> Batch:
@@ -169,7 +169,7 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
         batches = with_base(assembly, batches)
     totals = step.forward_backward(assembly.model, batches, case.objective)
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return totals.loss, totals.metrics
 

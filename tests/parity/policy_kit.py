@@ -68,11 +68,11 @@ def random_tokens(vocab_size: int) -> list[tuple[int, np.ndarray]]:
 
 def batches_of(case: Case, assembly: Assembly) -> list[Batch]:
     """This data-parallel rank's micro-batches, of one length; places beyond the rows hold padding."""
-    place, parallel = assembly.place, case.settings.parallel
+    coords, parallel = assembly.coords, case.settings.parallel
     packed, size = case.settings.packing, case.micro_batch_size
     rows = PACKED_ROWS if packed else [(number,) for number in range(len(case.responses))]
     collator = Collator(size, packed, parallel.sequence_multiple, parallel.document_multiple, 0)
-    round_size = place.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
+    round_size = coords.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (size * round_size)) * round_size
     chosen = [
         [case.responses[number] for row in rows[index * size : (index + 1) * size] for number in row]
@@ -80,7 +80,7 @@ def batches_of(case: Case, assembly: Assembly) -> list[Batch]:
     ]
     length = max(collator.length([len(each.tokens) for each in of_batch]) for of_batch in chosen)
     batches = [_batch(collator, of_batch, length, case.objective) for of_batch in chosen]
-    return batches[place.dp_rank :: place.dp_size]
+    return batches[coords.dp_rank :: coords.dp_size]
 
 
 def _batch(collator: Collator, responses: list[Response], length: int, objective: Any) -> Batch:
@@ -106,7 +106,7 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     assembly = assemble(case.model, case.settings)
     totals = step.forward_backward(assembly.model, batches_of(case, assembly), case.objective)
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return totals.loss, totals.metrics
 

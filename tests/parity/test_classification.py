@@ -89,13 +89,13 @@ def settings_of(layout: str, labels: str, **changes: Any) -> Settings:
 
 def shard_rows(case: Case, assembly: Assembly) -> list[Batch]:
     """This data-parallel rank's micro-batches, of one length; places beyond the rows hold padding."""
-    place, parallel, size = assembly.place, case.settings.parallel, case.micro_batch_size
+    coords, parallel, size = assembly.coords, case.settings.parallel, case.micro_batch_size
     packed, samples = case.settings.packing, case.samples
     rows = PACKED_ROWS if packed else [(number,) for number in range(len(samples))]
     collator = Collator(
         size, packed, parallel.sequence_multiple, parallel.document_multiple, case.pad_token_id, scores=True
     )
-    round_size = place.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
+    round_size = coords.dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (size * round_size)) * round_size
     numbers = [[number for row in rows[index * size :][:size] for number in row] for index in range(num_batches)]
     documents = [[_document(samples[number]) for number in each] for each in numbers]
@@ -108,7 +108,7 @@ def shard_rows(case: Case, assembly: Assembly) -> list[Batch]:
         return ExtraColumn("document", found.reshape(len(chosen), width))
 
     batches = [collator(each, length, {LABEL: values(chosen)}) for each, chosen in zip(documents, numbers, strict=True)]
-    return batches[place.dp_rank :: place.dp_size]
+    return batches[coords.dp_rank :: coords.dp_size]
 
 
 def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
@@ -116,7 +116,7 @@ def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     assembly = assemble(case.model, case.settings)
     totals = step.forward_backward(assembly.model, shard_rows(case, assembly), objective_of(case.settings))
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return totals.loss, totals.metrics
 

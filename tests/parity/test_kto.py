@@ -94,8 +94,8 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
     assembly = assemble(case.model, case.settings)
     own = TokenRows(case.rows).with_column(REFERENCE, case.rows / "reference-own.npy")
     other = CompanionRows(case.rows).with_column(REFERENCE, case.rows / "reference-other.npy")
-    loaders, batch = Loaders(case.settings, assembly.place, 0), case.settings.batch
-    size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * assembly.place.dp_size
+    loaders, batch = Loaders(case.settings, assembly.coords, 0), case.settings.batch
+    size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * assembly.coords.dp_size
     batches, others = (
         loaders.training(PreparedSteps(rows, size, shuffle=False), range(NUM_STEPS)) for rows in (own, other)
     )
@@ -109,9 +109,9 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
         log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **found})
     gather_parameters(assembly.model)
     if (adapters := case.settings.finetuning).finetuning_type == "lora":
-        save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place, adapters)
+        save_adapters(folder, assembly.parameters, assembly.architecture, assembly.coords, adapters)
     else:
-        save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+        save_weights(folder, assembly.parameters, assembly.architecture, assembly.coords, form=assembly.form)
     return log
 
 

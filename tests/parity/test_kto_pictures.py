@@ -50,7 +50,7 @@ def compute(case: Case, objective: KTO, folder: Path) -> tuple[float, float]:
     objective.before_step(assembly.model, [batches])
     totals = step.forward_backward(assembly.model, batches, objective)
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return objective.kl, totals.loss
 

@@ -307,8 +307,8 @@ def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
-    architecture, place = assembly.architecture, assembly.place
-    save_adapters(folder, assembly.parameters, architecture, place, settings.finetuning)
+    architecture, coords = assembly.architecture, assembly.coords
+    save_adapters(folder, assembly.parameters, architecture, coords, settings.finetuning)
 
 
 @pytest.mark.extended("ep4 dp4", "1", "kimi_k2", "gpt_oss")  # deepseek_v3 and qwen3_moe have the same kinds of adapters

@@ -47,11 +47,11 @@ def compute(model: Path, settings: Settings, samples: list[Sample], folder: Path
     """On every rank: loss and metrics; gradients are written."""
     assembly = assemble(model, settings)
     batches = shard_samples(
-        samples, assembly.place, settings.parallel, micro_batch_size=1, packed=settings.packing, vision=None
+        samples, assembly.coords, settings.parallel, micro_batch_size=1, packed=settings.packing, vision=None
     )
     totals = step.forward_backward(assembly.model, batches, CrossEntropy())
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return totals.loss, totals.metrics
 

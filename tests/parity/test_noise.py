@@ -54,12 +54,12 @@ def measure(model: Path, settings: Settings, samples: list[Sample], folder: Path
     """On every rank: the loss; gradients are written."""
     assembly = assemble(model, settings)
     batches = shard_samples(
-        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+        samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     noisy = [replace(batch, extras={NOISE: TokenValues(noise_keys(batch, SEED, STEP))}) for batch in batches]
     totals = step.forward_backward(assembly.model, noisy, CrossEntropy())
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     return totals.loss
 

@@ -105,7 +105,7 @@ def measure(
     cross_entropy.CHUNK_BYTES, usual = chunk_bytes, cross_entropy.CHUNK_BYTES
     assembly = assemble(model, settings)
     batches = shard_samples(
-        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+        samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     batches = [with_extras(batch, samples) for batch in batches]
     objective = objective_of(settings)
@@ -113,7 +113,7 @@ def measure(
         objective = DocumentLoss()
     totals = step.forward_backward(assembly.model, batches, objective)
     shards = main_shards(assembly.optimizer)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
     cross_entropy.CHUNK_BYTES = usual
     return totals.loss, totals.metrics
@@ -226,7 +226,7 @@ def accuracies(model: Path, settings: Settings, samples: list[Sample]) -> tuple[
     """On every rank: loss and accuracy of an evaluation."""
     assembly = assemble(model, settings)
     batches = shard_samples(
-        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+        samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     totals = step.evaluate(assembly.model, [batches], evaluated(objective_of(settings), settings))
     return totals.loss, totals.metrics["accuracy"]
@@ -263,7 +263,7 @@ def losses_of(model: Path, settings: Settings, samples: list[Sample]) -> float:
     """On every rank: the loss alone."""
     assembly = assemble(model, settings)
     batches = shard_samples(
-        samples, assembly.place, settings.parallel, micro_batch_size=2, packed=settings.data.packing
+        samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     return step.evaluate(assembly.model, [batches], objective_of(settings)).loss
 
@@ -272,7 +272,7 @@ def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[to
     """On every rank: log-probabilities of each document's labels; none before the last stage."""
     assembly = assemble(model, settings)
     whole = shard_samples(
-        samples, replace(assembly.place, dp_rank=0, dp_size=1), settings.parallel, packed=settings.data.packing
+        samples, replace(assembly.coords, dp_rank=0, dp_size=1), settings.parallel, packed=settings.data.packing
     )
     found = []
     for batch, rows in zip(whole, step.token_log_probs(assembly.model, whole), strict=False):

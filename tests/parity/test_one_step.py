@@ -184,10 +184,10 @@ def _checkpoint_copy(model: torch.nn.Module) -> dict[str, Tensor]:
 def step_batches(index: int, assembly: Assembly, settings: Settings, rows: int = ROWS) -> list[Batch]:
     """This rank's micro-batches of a step: half as many as there are rows, but one where four data-parallel ranks share
     four rows."""
-    accumulation = min(rows // 2, rows // assembly.place.dp_size)
-    size = rows // (accumulation * assembly.place.dp_size)
+    accumulation = min(rows // 2, rows // assembly.coords.dp_size)
+    size = rows // (accumulation * assembly.coords.dp_size)
     samples, vision = step_samples(index, assembly.architecture, rows), assembly.architecture.vision
-    batches = shard_samples(samples, assembly.place, settings.parallel, micro_batch_size=size, vision=vision)
+    batches = shard_samples(samples, assembly.coords, settings.parallel, micro_batch_size=size, vision=vision)
     assert len(batches) == accumulation
     return batches
 
@@ -200,7 +200,7 @@ def engine_steps(model_dir: Path, settings: Settings, num_steps: int, rows: int,
         updated, _ = step(assembly.optimizer, settings.optimizer.learning_rate)
         assert updated
     gather_parameters(assembly.model)
-    save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+    save_weights(folder, assembly.parameters, assembly.architecture, assembly.coords, form=assembly.form)
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
 def step_with_loss_scales(model: Path, settings: Settings, samples: list[Sample], loss_scales: list[float]) -> list:
     """A step at each scale: whether it updated, its gradient norm, the scale after it, and whether weights moved."""
     assembly = assemble(model, settings)
-    batches = shard_samples(samples, assembly.place, settings.parallel)
+    batches = shard_samples(samples, assembly.coords, settings.parallel)
     answers = []
     for loss_scale in loss_scales:
         load_scalars(assembly.optimizer, {**scalars(assembly.optimizer), "loss_scale": loss_scale})

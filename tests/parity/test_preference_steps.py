@@ -43,9 +43,9 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
         log.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **result.totals.metrics})
     gather_parameters(assembly.model)
     if finetuning.finetuning_type == "lora":
-        save_adapters(folder, assembly.parameters, assembly.architecture, assembly.place, finetuning)
+        save_adapters(folder, assembly.parameters, assembly.architecture, assembly.coords, finetuning)
     else:
-        save_weights(folder, assembly.parameters, assembly.architecture, assembly.place, form=assembly.form)
+        save_weights(folder, assembly.parameters, assembly.architecture, assembly.coords, form=assembly.form)
     return log
 
 

@@ -234,7 +234,7 @@ def train_in_layout(model: Path, settings: Settings) -> None:
     base = [one.clone() for local in kept for one in local.parameter.buffers()]
     before = [one.detach().clone() for one in adapters]
     for number in (1, 2):
-        batches = shard_samples(samples(), assembly.place, settings.parallel)
+        batches = shard_samples(samples(), assembly.coords, settings.parallel)
         result = train_step(assembly, batches, learning_rate=1e-2, checked_step=number)
         assert result.updated
     assert all(map(torch.equal, base, (one for local in kept for one in local.parameter.buffers())))
@@ -293,8 +293,8 @@ def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, dequantized_
 
 def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Tensor], int, int, int]:
     """Return all values; bytes of this rank's quantized matrices; in full; and what a plan says that they save."""
-    place = groups.build(settings.parallel, seed=1, timeout=settings.run.ddp_timeout)
-    loaded = load_model(model, settings, place)
+    coords = groups.build(settings.parallel, seed=1, timeout=settings.run.ddp_timeout)
+    loaded = load_model(model, settings, coords)
     form = FORMS["nf4"][1]
     held = full = 0
     for local in loaded.parameters:
@@ -309,7 +309,7 @@ def held_in_layout(model: Path, settings: Settings) -> tuple[dict[str, torch.Ten
     parallel, trainable = settings.parallel, settings.finetuning
     sizes = parallel.tensor_model_parallel_size, parallel.expert_tensor_size, parallel.expert_model_parallel_size
     planned = held_parameters(PlannedModel(name="x", architecture=loaded.architecture), trainable, *sizes, False)
-    saved = saved_bytes(planned, stage_chunks(parallel, loaded.architecture, trainable)[place.pp_rank], 4)
+    saved = saved_bytes(planned, stage_chunks(parallel, loaded.architecture, trainable)[coords.pp_rank], 4)
     base = [local for local in loaded.parameters if local.weight.role is not Role.ADAPTER]
     return dict(export_weights(replace(loaded, parameters=base))), held, full, saved
 

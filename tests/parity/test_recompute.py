@@ -38,7 +38,7 @@ def gradients(model: Path, settings: Settings, samples: list[Sample]) -> tuple[f
     """On every rank: the loss, and the gradient of each parameter it holds."""
     assembly = assemble(model, settings)
     loss = measure_loss(
-        assembly, shard_samples(samples, assembly.place, settings.parallel, packed=settings.data.packing)
+        assembly, shard_samples(samples, assembly.coords, settings.parallel, packed=settings.data.packing)
     )
     parameters = [local.parameter for local in assembly.parameters if local.parameter.requires_grad]
     return loss, [parameter.main_grad.clone() for parameter in parameters]
@@ -116,7 +116,7 @@ def routings(model: Path, settings: Settings) -> list[int]:
     for module in assembly.model[0].modules():
         if isinstance(module, Router):
             module.register_forward_pre_hook(count)
-    measure_loss(assembly, shard_samples(SAMPLES[:1], assembly.place, settings.parallel))
+    measure_loss(assembly, shard_samples(SAMPLES[:1], assembly.coords, settings.parallel))
     return [counts[layer] for layer in sorted(counts)]
 
 

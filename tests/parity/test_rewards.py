@@ -130,7 +130,7 @@ def train_rewards(case: Case, num_steps: int, folder: Path) -> list[dict[str, fl
         result = train_step(assembly, batches, case.objective, learning_rate=case.settings.optimizer.learning_rate)
         logged.append({"loss": result.totals.loss, "grad_norm": result.grad_norm, **result.totals.metrics})
     gather_parameters(assembly.model)
-    trained = assembly.parameters, assembly.architecture, assembly.place
+    trained = assembly.parameters, assembly.architecture, assembly.coords
     if case.settings.finetuning.finetuning_type == "lora":
         save_adapters(folder, *trained, case.settings.finetuning)
     else:

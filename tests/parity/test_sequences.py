@@ -68,7 +68,7 @@ def test_several_rows_cut_by_context_parallelism_agree(pool, model_dir, referenc
 def gradients(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:
     """On every rank: the gradient of each parameter it holds."""
     assembly = assemble(model, settings)
-    measure_loss(assembly, shard_samples(samples, assembly.place, settings.parallel, packed=settings.data.packing))
+    measure_loss(assembly, shard_samples(samples, assembly.coords, settings.parallel, packed=settings.data.packing))
     return [local.parameter.main_grad.clone() for local in assembly.parameters if local.parameter.requires_grad]
 
 

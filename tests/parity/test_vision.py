@@ -239,9 +239,9 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[Tensor]:
     """On every rank: of each sample's labels, [s], from a model that is not trained; empty before the last stage."""
-    place = groups.build(settings.parallel, seed=0, timeout=60)
-    loaded = load_model(model, settings, place, trained=False)
-    batches = shard_samples(samples, place, settings.parallel, vision=loaded.architecture.vision)
+    coords = groups.build(settings.parallel, seed=0, timeout=60)
+    loaded = load_model(model, settings, coords, trained=False)
+    batches = shard_samples(samples, coords, settings.parallel, vision=loaded.architecture.vision)
     return [rows[0] for rows in step.token_log_probs(loaded.model, batches)]
 
 
@@ -264,7 +264,7 @@ def checked_steps(model: Path, settings: Settings, steps: list[list[Sample]]) ->
     assembly = assemble(model, settings)
     arguments = {"packed": settings.data.packing, "vision": assembly.architecture.vision}
     for number, samples in enumerate(steps, 1):
-        batches = shard_samples(samples, assembly.place, settings.parallel, **arguments)
+        batches = shard_samples(samples, assembly.coords, settings.parallel, **arguments)
         assert train_step(assembly, batches, learning_rate=1e-2, checked_step=number).updated
 
 

@@ -114,7 +114,7 @@ async def score_here(job: Job, answers: Sequence[Answer], limit: float) -> list[
 
 def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:
     """Build the groups of the first model; those of the others, in processes of their own in a run, are the same."""
-    return groups.place() if groups.parallel_state.is_initialized() else groups.build(*args, **options)
+    return groups.coordinates() if groups.parallel_state.is_initialized() else groups.build(*args, **options)
 
 
 def run(settings: RLSettings, model: Path) -> int:

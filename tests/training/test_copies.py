@@ -38,7 +38,7 @@ def train_with_fault(settings: Settings, run_dir: Path, at_step: int) -> tuple[s
 
     def report_and_flip(trainer: loop.Trainer, step: int, *args: Any) -> None:
         report(trainer, step, *args)
-        if step + 1 == at_step and trainer.assembly.place.rank == 1:
+        if step + 1 == at_step and trainer.assembly.coords.rank == 1:
             trainer.assembly.parameters[3].parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
     loop.Trainer._report = report_and_flip  # type: ignore[method-assign]

@@ -45,8 +45,8 @@ def _note_rows(trainer_class: Any) -> None:
         rows = [
             ids[:size].tolist() for batch in batches for ids, size in zip(batch.input_ids, batch.lengths, strict=True)
         ]
-        place = trainer.assembly.place
-        record = {"time": time.time(), "step": step + 1, "rank": place.rank, "dp_rank": place.dp_rank, "rows": rows}
+        coords = trainer.assembly.coords
+        record = {"time": time.time(), "step": step + 1, "rank": coords.rank, "dp_rank": coords.dp_rank, "rows": rows}
         with contextlib.suppress(OSError), open(f"{os.environ['SOAK_ROWS']}/{os.getpid()}.jsonl", "ab", 0) as file:
             file.write(json.dumps(record).encode() + b"\n")
 

@@ -122,13 +122,13 @@ def _scaled_otherwise(found: AdapterFolder, selection: Selection) -> Iterator[Fi
         yield Finding("alpha_pattern gives modules other alphas than lora_alpha", where, why, fix)
 
 
-def adapter_files(parameters: Sequence[LocalParameter], architecture: Architecture, place: RankCoordinates) -> FileSet:
+def adapter_files(parameters: Sequence[LocalParameter], architecture: Architecture, coords: RankCoordinates) -> FileSet:
     """Return what is trained beside a base, adapters and whole modules, each in its dtype, as `adapter_model*`.
 
     Ranks write files of their own, of which `finish_adapter` makes the one that peft reads.
     """
     trained = [local for local in parameters if local.parameter.requires_grad]
-    return FileSet(ADAPTER, trained, architecture, place, is_final=False)
+    return FileSet(ADAPTER, trained, architecture, coords, is_final=False)
 
 
 def finish_adapter(folder: Path, architecture: Architecture, selection: Selection) -> None:

@@ -58,7 +58,7 @@ class LoadedModel:
     """
 
     architecture: Architecture
-    place: RankCoordinates
+    coords: RankCoordinates
     model: list[Chunk]
     parameters: list[LocalParameter]
     form: CheckpointForm
@@ -81,14 +81,14 @@ def assemble(model_dir: str | Path, settings: Settings, adapter: Path | None = N
     Raises:
         MegatuneError: INPUT, when the checkpoint cannot be used.
     """
-    place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
-    return attach_optimizer(load_model(model_dir, settings, place, adapter=adapter), settings)
+    coords = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+    return attach_optimizer(load_model(model_dir, settings, coords, adapter=adapter), settings)
 
 
 def load_model(
     model_dir: str | Path,
     settings: Settings,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     *,
     trained: bool = True,
     adapter: Path | None = None,
@@ -97,7 +97,7 @@ def load_model(
     each other.
 
     Args:
-        place: what `groups.build` returned for `settings.parallel`.
+        coords: what `groups.build` returned for `settings.parallel`.
         trained: False for a model that only runs forward: frozen, in eval mode, without gradient buffers.
         adapter: a folder with what is trained beside the base, such as a checkpoint; None for what the settings begin
             with.
@@ -107,10 +107,10 @@ def load_model(
     """
     architecture = load_architecture(model_dir, *settings.task)
     model = build_model(architecture, settings, trained=trained)
-    parameters = local_parameters(model, architecture, place)
+    parameters = local_parameters(model, architecture, coords)
     folder, form = open_checkpoint(model_dir, architecture)
     base, beside = weight_sources(folder, architecture, settings, adapter)
-    progress = Progress("loading", len(parameters), "tensors", shows=place.rank == 0)  # of this rank
+    progress = Progress("loading", len(parameters), "tensors", shows=coords.rank == 0)  # of this rank
     for local in parameters:
         # Of a module that is trained whole an adapter may have the weights, or the base; of a new score neither.
         name = next(iter(local.hf_shapes(architecture)))
@@ -119,7 +119,7 @@ def load_model(
         load_weights(source, [local], architecture)
         progress.add(1)
     progress.close()
-    return LoadedModel(architecture, place, model, parameters, form, carried_tensors(folder, architecture))
+    return LoadedModel(architecture, coords, model, parameters, form, carried_tensors(folder, architecture))
 
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:

@@ -52,7 +52,7 @@ def export_weights(
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
     assert selection is not None or not has_adapters, "weights without their adapters"
     gather_parameters(loaded.model)
-    wanted = set(range(loaded.place.world_size) if ranks is None else ranks)
+    wanted = set(range(loaded.coords.world_size) if ranks is None else ranks)
     gathered = _Gathered(loaded, selection if has_adapters and not adapters_alone else None, wanted)
     family, stacks = FAMILIES[architecture.model_type], list(Stack)
     weights = family.weight_map(architecture)
@@ -83,11 +83,11 @@ class _Gathered:
     """
 
     def __init__(self, loaded: LoadedModel, merged: Selection | None, wanted: set[int]) -> None:
-        self._architecture, self._place, self._wanted = loaded.architecture, loaded.place, wanted
+        self._architecture, self._coords, self._wanted = loaded.architecture, loaded.coords, wanted
         self._adapters = {} if merged is None else adapters(loaded.architecture, merged)
         self._factor = 0.0 if merged is None else scaling(merged)
-        self._run = _experts_at_once(loaded.architecture, loaded.place.ep_size)
-        self._holders = {experts: holders_of(loaded.place, experts=experts) for experts in (False, True)}
+        self._run = _experts_at_once(loaded.architecture, loaded.coords.ep_size)
+        self._holders = {experts: holders_of(loaded.coords, experts=experts) for experts in (False, True)}
         self._pieces: dict[_Key, Piece] = {
             (piece.local.weight.engine, piece.local.layer, piece.slice.ep_rank): piece
             for local in loaded.parameters
@@ -115,7 +115,7 @@ class _Gathered:
             owner, dtype = self._owners[key]
             tensors = _sent(hf_shapes(weight, self._architecture, layer, part), whole, dtype, owner, self._wanted)
             del whole
-            if self._place.rank in self._wanted:
+            if self._coords.rank in self._wanted:
                 yield part, tensors
 
     def _merge(self, whole: dict[str, Tensor] | None, key: _Key, holders: Holders) -> None:

@@ -95,7 +95,7 @@ class FileSet:
     stem: str
     parameters: Sequence[LocalParameter]
     architecture: Architecture
-    place: RankCoordinates
+    coords: RankCoordinates
     max_file_bytes: int = MAX_FILE_BYTES
     form: CheckpointForm = AS_MAPPED
     carried: CarriedTensors = NOTHING_CARRIED
@@ -142,15 +142,15 @@ class FileSet:
         # All ranks take part in the files of the same holders in the same order.
         for experts in (False, True):
             fused = bool(self.form.fused)
-            pieces.setdefault(holders_of(self.place, experts=experts, fused=fused), [])
+            pieces.setdefault(holders_of(self.coords, experts=experts, fused=fused), [])
         for local in parameters:
             fused = self._fused_name(local) is not None
             found = local.every_expert(self.architecture) if fused else local.pieces(self.architecture)
-            pieces[holders_of(self.place, experts=local.weight.per_expert, fused=fused)] += found
+            pieces[holders_of(self.coords, experts=local.weight.per_expert, fused=fused)] += found
         by_holders = {holders: self._cut(holders, found) for holders, found in pieces.items()}
         counts = united({holders.key: len(contents) for holders, contents in by_holders.items()})
         total = sum(counts.values()) + bool(self.carried.names)
-        if self.place.rank == 0:
+        if self.coords.rank == 0:
             self._of_carried = self.carried.file(f"{self.stem}-{total:05d}-of-{total:05d}.safetensors")
         files = []
         for holders, contents in by_holders.items():
@@ -190,7 +190,7 @@ class FileSet:
         holders = file.holders
         for piece in file.pieces:
             if self._fused_name(piece.local) is not None:
-                parts = send_expert(piece, holders, self.place, file.slice_rank, self.architecture)
+                parts = send_expert(piece, holders, self.coords, file.slice_rank, self.architecture)
                 if parts is not None:
                     matrix = torch.cat(list(parts.values()))
                     yield matrix.T if self.form.transposed and matrix.dim() > 1 else matrix
@@ -222,4 +222,4 @@ class FileSet:
         if (carried := self._of_carried) is not None:
             mine |= {entry.name: (carried.name, entry.num_bytes) for entry in carried.entries}
         index = index_files(self.stem, united(mine))
-        yield from index if self.place.rank == 0 else ()
+        yield from index if self.coords.rank == 0 else ()

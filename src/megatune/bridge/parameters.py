@@ -86,7 +86,7 @@ class Piece:
 
 
 def local_parameters(
-    model: Sequence[torch.nn.Module], architecture: Architecture, place: RankCoordinates
+    model: Sequence[torch.nn.Module], architecture: Architecture, coords: RankCoordinates
 ) -> list[LocalParameter]:
     """List every parameter of this rank's chunks, every quantized matrix and every buffer in the weight map, in this
     order, of each in that of the model.
@@ -96,7 +96,7 @@ def local_parameters(
     found: list[LocalParameter] = []
     for chunk in model:
         for weight, layer, tensor, is_copy in named_weights(chunk, architecture):
-            part, built = rank_slice(weight, place), tuple(tensor.shape)
+            part, built = rank_slice(weight, coords), tuple(tensor.shape)
             declared = engine_shape(weight, architecture, part)
             assert built == declared, f"{weight.engine}: built {built}, declared {declared}"
             found.append(LocalParameter(weight, layer, part, tensor, is_copy))
@@ -117,18 +117,18 @@ class Holders(NamedTuple):
     replicas: ProcessGroup
 
 
-def holders_of(place: RankCoordinates, *, experts: bool, fused: bool = False) -> Holders:
+def holders_of(coords: RankCoordinates, *, experts: bool, fused: bool = False) -> Holders:
     """Find the ranks that hold this rank's experts, or its other weights.
 
     Args:
         fused: find those that hold the experts of all ranks of expert parallelism.
     """
     # Without expert parallelism those of experts are those of everything else.
-    if not experts or (place.ep_size, place.etp_size) == (1, place.tp_size):
-        return Holders((place.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
+    if not experts or (coords.ep_size, coords.etp_size) == (1, coords.tp_size):
+        return Holders((coords.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
     if fused:
-        return Holders((place.pp_rank, 1), groups.expert_slices_group(), groups.expert_replica_group())
-    key = (place.pp_rank, 1 + place.ep_rank)
+        return Holders((coords.pp_rank, 1), groups.expert_slices_group(), groups.expert_replica_group())
+    key = (coords.pp_rank, 1 + coords.ep_rank)
     return Holders(key, groups.expert_tensor_parallel_group(), groups.expert_replica_group())
 
 
@@ -156,7 +156,7 @@ def gather_piece(
 
 
 def send_expert(
-    piece: Piece, holders: Holders, place: RankCoordinates, writer: int, architecture: Architecture
+    piece: Piece, holders: Holders, coords: RankCoordinates, writer: int, architecture: Architecture
 ) -> dict[str, Tensor] | None:
     """Send an expert's slices to one of the ranks that hold any experts of its layer.
 
@@ -170,9 +170,9 @@ def send_expert(
     """
     moe, local = architecture.moe, piece.local
     assert moe is not None
-    owner = piece.slice.ep_rank * place.ep_size // moe.num_experts
+    owner = piece.slice.ep_rank * coords.ep_size // moe.num_experts
     # Ranks of expert tensor parallelism are next to each other in the group.
-    sources = range(owner * place.etp_size, (owner + 1) * place.etp_size)
+    sources = range(owner * coords.etp_size, (owner + 1) * coords.etp_size)
     rank, mine = holders.slices.rank(), piece.values
     if rank != writer:
         if rank in sources:
@@ -208,7 +208,7 @@ def _whole(
 
 
 @torch.no_grad()
-def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architecture, place: RankCoordinates) -> float:
+def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architecture, coords: RankCoordinates) -> float:
     """Compute the L2 norm of all weights, each element counted once; collective over all ranks.
 
     Weights that several ranks hold are counted by one of them, and padding by none. Squares are summed in fp32 within a
@@ -216,7 +216,7 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for local in parameters:
-        if _is_counted_here(local, place):
+        if _is_counted_here(local, coords):
             values = local.parameter.data.reshape(-1)
             for row in rows_of(local.weight, architecture, local.slice, local.layer):  # without padding
                 part = values[row.start : row.start + row.box.numel]
@@ -225,8 +225,8 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
     return float(total.sqrt())
 
 
-def _is_counted_here(local: LocalParameter, place: RankCoordinates) -> bool:
+def _is_counted_here(local: LocalParameter, coords: RankCoordinates) -> bool:
     """Return whether this rank is the first of those that hold the same slice."""
-    holders = holders_of(place, experts=local.weight.per_expert)
+    holders = holders_of(coords, experts=local.weight.per_expert)
     is_whole = local.weight.layout is TensorLayout.REPLICATED
     return not local.is_copy and holders.replicas.rank() == 0 and (not is_whole or holders.slices.rank() == 0)

@@ -68,9 +68,9 @@ class ShardFiles:
         shards: Mapping[Tensor, MainShard],
         tensors: Mapping[Tensor, Mapping[str, Tensor]],
         architecture: Architecture,
-        place: RankCoordinates,
+        coords: RankCoordinates,
     ) -> None:
-        self._stem, self._place = stem, place
+        self._stem, self._coords = stem, coords
         trained = [local for local in parameters if local.parameter.requires_grad]
 
         def is_whole(local: LocalParameter) -> bool:
@@ -80,7 +80,7 @@ class ShardFiles:
         # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
         is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
         mine = [
-            (local, shards[local.parameter], own_share(local, shards[local.parameter], place, is_split))
+            (local, shards[local.parameter], own_share(local, shards[local.parameter], coords, is_split))
             for local in trained
             if local.parameter in shards and not local.is_copy
         ]
@@ -101,14 +101,14 @@ class ShardFiles:
         """Yield this rank's file and, on rank 0, the index; collective over all ranks."""
         writers = [rank for rank, count in enumerate(groups.gather(len(self._entries))) if count] or [0]
         places: dict[str, tuple[str, int]] = {}
-        if self._place.rank in writers:
-            number, total = writers.index(self._place.rank) + 1, len(writers)
+        if self._coords.rank in writers:
+            number, total = writers.index(self._coords.rank) + 1, len(writers)
             name = f"{self._stem}-{number:05d}-of-{total:05d}" if total > 1 else self._stem
             entries = [entry.tensor for entry in self._entries]
             places = {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
             yield TensorFile(f"{name}.safetensors", entries, self._tensors())
         index = index_files(self._stem, united(places))
-        yield from index if self._place.rank == 0 else ()
+        yield from index if self._coords.rank == 0 else ()
 
     def _tensors(self) -> Iterator[Tensor]:
         for entry in self._entries:
@@ -116,9 +116,9 @@ class ShardFiles:
                 yield from flat_pieces(entry.values[start:stop], torch.float32)
 
 
-def own_share(local: LocalParameter, shard: MainShard, place: RankCoordinates, is_split: bool) -> tuple[int, int]:
+def own_share(local: LocalParameter, shard: MainShard, coords: RankCoordinates, is_split: bool) -> tuple[int, int]:
     """Return which elements of its shard a rank writes: ranks that hold the same ones have a share each."""
-    holders = holders_of(place, experts=local.weight.per_expert)
+    holders = holders_of(coords, experts=local.weight.per_expert)
     copies, copy = (1, 0) if is_split else (holders.replicas.size(), holders.replicas.rank())
     if local.weight.layout is TensorLayout.REPLICATED:
         copies, copy = copies * holders.slices.size(), copy * holders.slices.size() + holders.slices.rank()
@@ -160,7 +160,7 @@ def optimizer_files(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     *,
     folder: str = "",
 ) -> ShardFiles:
@@ -179,7 +179,7 @@ def optimizer_files(
     if any(groups.gather(is_narrow)):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
-    return ShardFiles(f"{folder}optimizer", kinds, parameters, shards, tensors, architecture, place)
+    return ShardFiles(f"{folder}optimizer", kinds, parameters, shards, tensors, architecture, coords)
 
 
 def save_gradients(
@@ -187,9 +187,9 @@ def save_gradients(
     parameters: Sequence[LocalParameter],
     shards: Mapping[Tensor, MainShard],
     architecture: Architecture,
-    place: RankCoordinates,
+    coords: RankCoordinates,
 ) -> list[Path]:
     """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
-    files = ShardFiles("gradient", ["grad"], parameters, shards, tensors, architecture, place)
+    files = ShardFiles("gradient", ["grad"], parameters, shards, tensors, architecture, coords)
     return [file.write(folder) for file in files.files()]

@@ -277,10 +277,10 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoord
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return place()
+    return coordinates()
 
 
-def place() -> RankCoordinates:
+def coordinates() -> RankCoordinates:
     """Return this rank's coordinates in the groups that `build` made."""
     by_name = {
         "tp": tensor_parallel_group(),

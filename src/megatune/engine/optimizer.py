@@ -165,8 +165,8 @@ def _is_of(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
 def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -> bool:
     """Return whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would
     only copy gradients and parameters to and fro; but it alone has a place for master weights on the host."""
-    place = groups.place()
-    has_replicas = max(place.replica_size, place.expert_replica_size) > 1
+    coords = groups.coordinates()
+    has_replicas = max(coords.replica_size, coords.expert_replica_size) > 1
     shards = parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
     return shards or optimizer.optimizer_cpu_offload
 

@@ -29,14 +29,14 @@ def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSet
     chunk.adapter_weights = adapter_weights(architecture, settings)
     beside, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
     base = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
-    place = groups.place()
+    coords = groups.coordinates()
     for path, _ in list(named_tensors(chunk)):
         name, _ = entry_name(chunk, path, base)
         if name not in beside:
             continue
         module_path, _, attribute = path.rpartition(".")
         linear, weight, its = chunk.get_submodule(module_path), base[name], beside[name]
-        part = rank_slice(weight, place)
+        part = rank_slice(weight, coords)
         if name not in rows:  # layers share it
             rows[name] = _rows(its, architecture, part)
         adapter = (ExpertAdapter if weight.per_expert else Adapter)(

@@ -76,11 +76,11 @@ def entry_name(module: torch.nn.Module, path: str, known: Container[str]) -> tup
     return f"{match[1]}.{{layer}}.{_FUSED_NORMS.get(match[3], match[3])}", layer
 
 
-def rank_slice(weight: Weight, place: RankCoordinates) -> Slice:
+def rank_slice(weight: Weight, coords: RankCoordinates) -> Slice:
     """Return which part of a weight a rank holds."""
     if weight.per_expert:
-        return Slice(place.etp_size, place.etp_rank, place.ep_size, place.ep_rank)
-    return Slice(place.tp_size, place.tp_rank)
+        return Slice(coords.etp_size, coords.etp_rank, coords.ep_size, coords.ep_rank)
+    return Slice(coords.tp_size, coords.tp_rank)
 
 
 def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:

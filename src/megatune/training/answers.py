@@ -62,7 +62,7 @@ class Answerer:
     prompts: Sequence[AnswerPrompt]
     tokenizer: PreTrainedTokenizerBase
     collator: Collator
-    place: RankCoordinates
+    coords: RankCoordinates
     share: Share | None
     stops: tuple[int, ...]
     most: int
@@ -109,7 +109,7 @@ class Answerer:
         )
         longest = max(len(each.token_ids) for each in prompts)
         most = min(evaluation.eval_generate_tokens, context - longest)
-        return cls(prompts, tokenizer, collator, loaders.place, loaders.share, stops, most)
+        return cls(prompts, tokenizer, collator, loaders.coords, loaders.share, stops, most)
 
     @property
     def line(self) -> str:
@@ -143,17 +143,17 @@ class Answerer:
 
     def _next_tokens(self, model: list[Chunk], rows: Sequence[_Row]) -> list[int]:
         """Return the likeliest next token of every row, on every rank."""
-        place, size = self.place, self.collator.micro_batch_size
+        coords, size = self.coords, self.collator.micro_batch_size
         found = torch.zeros(len(rows), dtype=torch.int64, device=device.current())
         # Tensor- and context-parallel ranks of the last stage hold the same tokens.
-        keeps = place.is_last_stage and place.tp_rank == place.cp_rank == 0
-        at_once = size * place.pp_size * place.dp_size
+        keeps = coords.is_last_stage and coords.tp_rank == coords.cp_rank == 0
+        at_once = size * coords.pp_size * coords.dp_size
         for start in range(0, len(rows), at_once):
             numbers = range(start, min(start + at_once, len(rows)))
             documents = [rows[number].document for number in numbers]
             length = self.collator.length([len(each.input_ids) for each in documents])
-            mine = numbers[place.dp_rank :: place.dp_size]
-            parts = [mine[part * size : (part + 1) * size] for part in range(place.pp_size)]
+            mine = numbers[coords.dp_rank :: coords.dp_size]
+            parts = [mine[part * size : (part + 1) * size] for part in range(coords.pp_size)]
             batches = [
                 self.collator([documents[number - start] for number in part], length, share=self.share)
                 for part in parts

@@ -59,14 +59,14 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     """Yield what a user should see before the first step: warnings, and one line each on model, layout, data, loss and
     plan."""
     settings, assembly, feed = trainer.settings, trainer.assembly, trainer.feed
-    architecture, place = assembly.architecture, assembly.place
+    architecture, coords = assembly.architecture, assembly.coords
     yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
     yield from (f"warning    {line}" for line in (*feed.warnings, *_too_long_a_warmup(trainer)))
     counts = _counts(settings, architecture)
     yield f"model      {_model(settings)}: {architecture.model_type}, {counts}{_base(settings)}"
     yield from _kept(trainer)
-    layout = " × ".join(_layout(settings.parallel, place, architecture))
-    yield f"layout     {layout} on {place.world_size} × {device.name()}, {settings.precision.params_dtype}"
+    layout = " × ".join(_layout(settings.parallel, coords, architecture))
+    yield f"layout     {layout} on {coords.world_size} × {device.name()}, {settings.precision.params_dtype}"
     template = "" if settings.run.stage == "pt" else f"; template {_template(settings, start.asked)}"
     yield f"data       {feed.summary}{template}"
     if loss := trainer.objective.describe():
@@ -147,7 +147,7 @@ def _resume(trainer: Trainer, resumed: Path) -> str:
 def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     """Yield the details of model, layout, data, schedule and checkpoint, a line each."""
     settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
-    architecture, place, parallel = assembly.architecture, assembly.place, settings.parallel
+    architecture, coords, parallel = assembly.architecture, assembly.coords, settings.parallel
     yield (
         f"model      {_model(settings)}: {architecture.model_type}, "
         f"{architecture.num_layers} layers, {num_parameters(architecture):,} parameters"
@@ -160,7 +160,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     if begun := _begun(settings.finetuning, resumed):
         yield f"adapters   {begun}"
     yield (
-        f"layout     {' × '.join(_layout(parallel, place, architecture))} on {place.world_size} × {device.name()} "
+        f"layout     {' × '.join(_layout(parallel, coords, architecture))} on {coords.world_size} × {device.name()} "
         f"({device.BACKEND}, {torch.get_num_threads()} threads each)"
     )
     masters = _base(settings) + _masters(settings, architecture)
@@ -179,7 +179,7 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
     yield (
         f"batch      {counted(batch.per_device_train_batch_size, 'row')} × "
         f"{batch.gradient_accumulation_steps} micro-batch{'es' * (batch.gradient_accumulation_steps != 1)} × "
-        f"dp {place.dp_size} = {counted(schedule.global_batch_size, 'row')} a step"
+        f"dp {coords.dp_size} = {counted(schedule.global_batch_size, 'row')} a step"
     )
     passes = schedule.num_epochs
     epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
@@ -255,18 +255,18 @@ def _trained(settings: Settings, architecture: Architecture) -> str:
     return "; ".join((f"{counts}: {what}", *parts))
 
 
-def _layout(parallel: ParallelSettings, place: RankCoordinates, architecture: Architecture) -> Iterator[str]:
-    yield f"tp {place.tp_size}{' + sp' if parallel.sequence_parallel else ''}"
-    if place.cp_size > 1:
-        yield f"cp {place.cp_size} ({parallel.cp_comm_type})"
+def _layout(parallel: ParallelSettings, coords: RankCoordinates, architecture: Architecture) -> Iterator[str]:
+    yield f"tp {coords.tp_size}{' + sp' if parallel.sequence_parallel else ''}"
+    if coords.cp_size > 1:
+        yield f"cp {coords.cp_size} ({parallel.cp_comm_type})"
     chunks = [str(chunk.num_layers) for chunk in pipeline_chunks(parallel, architecture.num_layers)]
     uneven = f" ({' + '.join(chunks)} layers)" if len(set(chunks)) > 1 else ""
-    yield f"pp {place.pp_size}{'' if parallel.virtual_stages else uneven}"
+    yield f"pp {coords.pp_size}{'' if parallel.virtual_stages else uneven}"
     if parallel.virtual_stages:
         yield f"vpp {parallel.virtual_stages}{uneven}"
     if architecture.moe is not None:
-        yield f"ep {place.ep_size}" + (f" + etp {place.etp_size}" if place.etp_size > 1 else "")
-    yield f"dp {place.dp_size}"
+        yield f"ep {coords.ep_size}" + (f" + etp {coords.etp_size}" if coords.etp_size > 1 else "")
+    yield f"dp {coords.dp_size}"
 
 
 def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:

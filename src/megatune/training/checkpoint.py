@@ -55,7 +55,7 @@ class CheckpointFiles:
     def __init__(
         self, assembly: Assembly, settings: Settings, state: TrainState, beside: Mapping[str, bytes] | None = None
     ) -> None:
-        parameters, layout = assembly.parameters, (assembly.architecture, assembly.place)
+        parameters, layout = assembly.parameters, (assembly.architecture, assembly.coords)
         self._sets: list[FileSet | ShardFiles] = []
         if _has_adapters(settings):
             self._sets = [adapter_files(parameters, *layout)]
@@ -67,7 +67,7 @@ class CheckpointFiles:
             self._sets.append(optimizer_files(parameters, shards, *layout, folder=TRAINING_FOLDER))
             numbers = safetensors.torch.save(device.rng_state())
             self._small.append(SmallFile(f"{TRAINING_FOLDER}{_rng_name(assembly)}", numbers))
-        if self._small and assembly.place.rank == 0:
+        if self._small and assembly.coords.rank == 0:
             content = asdict(state) | {
                 "optimizer": scalars(assembly.optimizer),
                 "layout": layout_of(assembly, settings),
@@ -111,7 +111,7 @@ def complete_checkpoint(
 
 
 def _rng_name(assembly: Assembly) -> str:
-    return f"rng-{assembly.place.rank:05d}.safetensors"
+    return f"rng-{assembly.coords.rank:05d}.safetensors"
 
 
 def _copy_model_files(source: Path, folder: Path, settings: Settings, architecture: Architecture) -> None:
@@ -150,7 +150,7 @@ def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
         **{name: getattr(settings.parallel, name) for name in sizes},
         "expert_tensor_parallel_size": settings.parallel.expert_tensor_size,
         "virtual_pipeline_model_parallel_size": settings.parallel.virtual_stages,
-        "data_parallel_size": assembly.place.dp_size,
+        "data_parallel_size": assembly.coords.dp_size,
         "params_dtype": settings.precision.params_dtype,
     }
 

@@ -42,7 +42,7 @@ class Loaders:
     """
 
     settings: Settings
-    place: RankCoordinates
+    coords: RankCoordinates
     pad_token_id: int
     vision: VisionInput | None = None
     num_workers: int = 0
@@ -56,22 +56,22 @@ class Loaders:
     def evaluation(self, rows: TokenRows) -> StepLoader:
         """Return the micro-batches of an evaluation: all rows once, in their order."""
         size = self.settings.batch.per_device_eval_batch_size
-        steps = PreparedSteps(rows, size * self.place.pp_size * self.place.dp_size, shuffle=False)
-        return self._once(steps, size, self.place.pp_size)
+        steps = PreparedSteps(rows, size * self.coords.pp_size * self.coords.dp_size, shuffle=False)
+        return self._once(steps, size, self.coords.pp_size)
 
     def grouped(self, rows: TokenRows) -> tuple[PreparedSteps, StepLoader]:
         """Return all rows once, in micro-batches as large as those that train, of rows of similar length."""
         batch = self.settings.batch
         sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-        steps = PreparedSteps(rows, sizes[0] * sizes[1] * self.place.dp_size, group_by_length=True)
+        steps = PreparedSteps(rows, sizes[0] * sizes[1] * self.coords.dp_size, group_by_length=True)
         return steps, self._once(steps, *sizes)
 
     @property
     def share(self) -> Share | None:
         """Which pictures of a micro-batch this rank decodes: the ranks of the first stage deal them."""
-        place = self.place
-        shared = place.tp_size * place.cp_size
-        return None if place.pp_rank else Share(place.cp_rank * place.tp_size + place.tp_rank, shared)
+        coords = self.coords
+        shared = coords.tp_size * coords.cp_size
+        return None if coords.pp_rank else Share(coords.cp_rank * coords.tp_size + coords.tp_rank, shared)
 
     def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
         # Without pictures processes cost more to start than they save.
@@ -81,7 +81,7 @@ class Loaders:
     def _loader(
         self, rows: StepRows, micro_batch_size: int, num_micro_batches: int, steps: range, num_workers: int
     ) -> StepLoader:
-        parallel, place = self.settings.parallel, self.place
+        parallel, coords = self.settings.parallel, self.coords
         return StepLoader(
             rows,
             Collator(
@@ -95,10 +95,10 @@ class Loaders:
                 ld_alpha=self.settings.preference.ld_alpha if rows.is_pairs else None,
                 scores=self.settings.run.stage in ("rm", "cls"),
             ),
-            data_parallel_rank=place.dp_rank,
-            data_parallel_size=place.dp_size,
+            data_parallel_rank=coords.dp_rank,
+            data_parallel_size=coords.dp_size,
             num_micro_batches=num_micro_batches,
-            same_length=place.pp_size > 1,  # pipelines send one shape from stage to stage
+            same_length=coords.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
             share=self.share,
@@ -131,7 +131,7 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
 
 
 def without_unreadable(
-    batches: Sequence[Batch], place: RankCoordinates, *, refuse: bool
+    batches: Sequence[Batch], coords: RankCoordinates, *, refuse: bool
 ) -> tuple[list[Batch], list[Unreadable]]:
     """Return micro-batches without the labels of samples that have an unreadable picture, and these pictures.
 
@@ -149,7 +149,7 @@ def without_unreadable(
     if not groups.total(sum(len(batch.unreadable) for batch in batches)):
         return list(batches), []
     mine = [
-        (place.dp_rank, number, each._replace(document=each.document - each.document % batch.documents_per_sample))
+        (coords.dp_rank, number, each._replace(document=each.document - each.document % batch.documents_per_sample))
         for number, batch in enumerate(batches)
         for each in batch.unreadable
     ]
@@ -160,7 +160,7 @@ def without_unreadable(
         findings.append(Finding(f"{len(found)} images or videos of a step cannot be decoded", fix=fix))
         raise MegatuneError(findings, ExitCode.DATA)
     documents = [
-        [each.document for dp_rank, batch, each in found if (dp_rank, batch) == (place.dp_rank, number)]
+        [each.document for dp_rank, batch, each in found if (dp_rank, batch) == (coords.dp_rank, number)]
         for number in range(len(batches))
     ]
     kept = [batch.without(lost) if lost else batch for batch, lost in zip(batches, documents, strict=True)]

@@ -142,11 +142,11 @@ class Trainer:
 
     def _train(self) -> Outcome:
         steps = range(self.state.step, self.schedule.total_steps)
-        self._pace = Pace(groups.gather(Place(socket.gethostname(), self.assembly.place.pp_rank)))
+        self._pace = Pace(groups.gather(Place(socket.gethostname(), self.assembly.coords.pp_rank)))
         self._clock, read = StepClock(), self._read(steps)
         if self.settings.evaluation.eval_on_start and self.state.step == 0:
             self.callbacks.on_evaluate(self._evaluate())
-        with StepProfiler(self.settings, self.assembly.place.rank) as profiler:
+        with StepProfiler(self.settings, self.assembly.coords.rank) as profiler:
             for step in steps:
                 if self._stops_early:
                     break
@@ -181,7 +181,7 @@ class Trainer:
         if self.loaders.vision is None:
             return batches, []
         refuse = self.settings.data.on_bad_row == "error"
-        return without_unreadable(batches, self.assembly.place, refuse=refuse)
+        return without_unreadable(batches, self.assembly.coords, refuse=refuse)
 
     def _prepared(self, batches: list[Batch]) -> tuple[list[Batch], int]:
         """Return what is readable of micro-batches, with the reference's values; and how many pictures are not."""
@@ -284,7 +284,7 @@ class Trainer:
         if is_logged and logs.log_params_norm and result.updated:
             gather_parameters(self.assembly.model)
             found["params_norm"] = parameters_norm(
-                self.assembly.parameters, self.assembly.architecture, self.assembly.place
+                self.assembly.parameters, self.assembly.architecture, self.assembly.coords
             )
         if is_logged and logs.log_memory:
             found |= device.memory_in_gib()

@@ -177,7 +177,7 @@ def step_report(
     """
     lengths = [int(length) for row in rows.lengths(step - 1) for length in row]
     flops = train_flops(assembly.architecture, lengths, settings.finetuning)
-    flops /= assembly.place.world_size * seconds
+    flops /= assembly.coords.world_size * seconds
     planned = device_by_driver_name(device.name())
     peak = planned.flops[settings.precision.params_dtype] if planned else None
     size = settings.batch.per_device_train_batch_size

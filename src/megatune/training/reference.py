@@ -151,7 +151,7 @@ class Reference:
 
     def _computed_by_another(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
         self.context.beat("load the reference", 0, limit=self.settings.run.ddp_timeout)
-        other = load_model(self.model_dir, self.settings, loaders.place, trained=False)
+        other = load_model(self.model_dir, self.settings, loaders.coords, trained=False)
         with without_adapters(other.model):
             kept = self._computed(other.model, parts, loaders)
         del other
@@ -164,14 +164,14 @@ class Reference:
         refuse, has_pictures = self.settings.data.on_bad_row == "error", loaders.vision is not None
 
         def readable(batches: list[Batch]) -> list[Batch]:
-            return without_unreadable(batches, loaders.place, refuse=refuse)[0] if has_pictures else batches
+            return without_unreadable(batches, loaders.coords, refuse=refuse)[0] if has_pictures else batches
 
         kept = {}
         for rows in parts:
             values = row_log_probs(
                 model,
                 *loaders.grouped(rows),
-                loaders.place,
+                loaders.coords,
                 readable=readable,
                 on_step=lambda index: self.context.beat(f"reference batch {index}", 0),
             )
@@ -316,7 +316,7 @@ def row_log_probs(
     model: list[Chunk],
     steps: PreparedSteps,
     loader: StepLoader,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     *,
     readable: Callable[[list[Batch]], list[Batch]],
     on_step: Callable[[int], None],
@@ -331,8 +331,8 @@ def row_log_probs(
     values = torch.zeros(len(steps.rows.spans), dtype=torch.float32, device=device.current())
     found = _LogProbs()
     # Tensor- and context-parallel ranks hold the same values.
-    keeps = place.is_last_stage and place.tp_rank == place.cp_rank == 0
-    progress = Progress("reference", len(steps.rows), "rows", shows=place.rank == 0)
+    keeps = coords.is_last_stage and coords.tp_rank == coords.cp_rank == 0
+    progress = Progress("reference", len(steps.rows), "rows", shows=coords.rank == 0)
 
     def batches() -> Iterator[list[Batch]]:
         for step, of_step in loader:

@@ -191,8 +191,8 @@ def _build_trainer(
     has_adapters = settings.finetuning.finetuning_type == "lora"
     base = digest_base(context, source, settings) if has_adapters else ""
     reference = open_reference(context, settings, source, base, resumed)
-    place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
-    schedule = RunSchedule.plan(settings, data.num_rows, place.dp_size)
+    coords = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+    schedule = RunSchedule.plan(settings, data.num_rows, coords.dp_size)
     check_profiled_steps(settings, schedule.total_steps)
     settings = with_settings(settings, counted_steps(settings, schedule.total_steps))
     digest = "" if reference is None else reference.digest
@@ -200,12 +200,12 @@ def _build_trainer(
     state.rows_parts, (state.rope_scaling, state.new_tokens) = data.key_parts, changes_of(settings)
     if resumed is not None:
         check_continues(resumed, load_architecture(source, *settings.task), settings, state)
-    feed, loaders, answerer = _open_rows(context, settings, source, data, schedule, place, reference)
+    feed, loaders, answerer = _open_rows(context, settings, source, data, schedule, coords, reference)
     begin(schedule)
 
     def load() -> LoadedModel:
         context.beat("load", 0, limit=settings.run.ddp_timeout)
-        return load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
+        return load_model(source if has_adapters else resumed or source, settings, coords, adapter=resumed)
 
     feed, loaded = (feed, load()) if reference is None else reference.added(feed, loaders, load)
     assembly = attach_optimizer(loaded, settings)
@@ -237,7 +237,7 @@ def _open_rows(
     source: Path,
     data: RunData,
     schedule: RunSchedule,
-    place: RankCoordinates,
+    coords: RankCoordinates,
     reference: Reference | None,
 ) -> tuple[Feed, Loaders, Answerer | None]:
     """Return the rows of the steps, with what is said of them, what makes micro-batches of them, and what writes
@@ -247,7 +247,7 @@ def _open_rows(
     feed, tokenizer = data.feed(schedule, limits), load_tokenizer(source)
     vision = load_vision_input(source, tokenizer, settings.data)
     num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
-    loaders = Loaders(settings, place, padding_token(tokenizer), vision, num_workers)
+    loaders = Loaders(settings, coords, padding_token(tokenizer), vision, num_workers)
     lines, warned, answerer = [] if note is None else [note], [], None
     if settings.generates:
         answerer = Answerer.open(settings, source, tokenizer, feed.evaluation, loaders, limits.positions)
@@ -280,7 +280,7 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again and again
     device.synchronize()
-    trainer.memory.note(stage=trainer.assembly.place.pp_rank, loaded=device.memory_bytes())
+    trainer.memory.note(stage=trainer.assembly.coords.pp_rank, loaded=device.memory_bytes())
     outcome = trainer.run()
     if trainer.context.rank == 0 and trainer.feed.follower is not None:
         say("\n".join(trainer.feed.follower.summary()))

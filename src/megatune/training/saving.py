@@ -66,7 +66,7 @@ class CheckpointSaver:
 
     def has_ended(self) -> bool:
         """Return whether the checkpoint in flight is committed or has failed, as rank 0 knows; False on other ranks."""
-        return self._in_flight is not None and self._assembly.place.rank == 0 and not self._in_flight.is_alive()
+        return self._in_flight is not None and self._assembly.coords.rank == 0 and not self._in_flight.is_alive()
 
     def save(
         self, state: TrainState, *, background: bool = False, beside: Mapping[str, bytes] | None = None
@@ -95,12 +95,12 @@ class CheckpointSaver:
         background = background and self._has_memory(claims)
         # A model alone is not resumed from, and nobody would read its digests of blocks.
         check = not self._settings.checkpoint.save_only_model
-        shows = self._assembly.place.rank == 0 and not background
+        shows = self._assembly.coords.rank == 0 and not background
         progress = Progress("saving", files.num_bytes, shows=shows)  # of this rank; all have about as much
         stream = FileStream(folder, self._buffers, limit=None if background else FEW, check=check, wrote=progress.add)
         finish = self._finish_of(folder, state)
         self._count += 1
-        save = _Save(stream, folder, needed, finish, self._assembly.place.world_size, self._count, is_nice=background)
+        save = _Save(stream, folder, needed, finish, self._assembly.coords.world_size, self._count, is_nice=background)
         with progress:
             save.start()
             stream.put(files)
@@ -162,7 +162,7 @@ class CheckpointSaver:
 
     def _say(self, line: str) -> None:
         kind = line.partition(":")[0]
-        if self._assembly.place.rank == 0 and kind not in self._said:
+        if self._assembly.coords.rank == 0 and kind not in self._said:
             self._said.add(kind)
             print(line, flush=True)
 

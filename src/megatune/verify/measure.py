@@ -41,7 +41,7 @@ from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, samp
 
 def shard_samples(
     samples: Sequence[Sample],
-    place: RankCoordinates,
+    coords: RankCoordinates,
     parallel: ParallelSettings,
     *,
     micro_batch_size: int = 1,
@@ -58,14 +58,14 @@ def shard_samples(
         vision: of a vision-language model.
     """
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, place, parallel, vision, packed, micro_batch_size, place.dp_size)
-    return batches[place.dp_rank :: place.dp_size]
+    batches = _batches(samples, rows, coords, parallel, vision, packed, micro_batch_size, coords.dp_size)
+    return batches[coords.dp_rank :: coords.dp_size]
 
 
 def _batches(
     samples: Sequence[Sample],
     rows: Sequence[Sequence[int]],
-    place: RankCoordinates,
+    coords: RankCoordinates,
     parallel: ParallelSettings,
     vision: Vision | None,
     packed: bool,
@@ -76,7 +76,7 @@ def _batches(
     inputs: Any = None if vision is None else SimpleNamespace(vision=vision, processor=_RandomPixels(vision))
     multiples = parallel.sequence_multiple, parallel.document_multiple
     collator = Collator(micro_batch_size, packed, *multiples, 0, inputs)
-    share = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
+    share = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
     # With virtual stages micro-batches come in rounds of one a pipeline stage.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (micro_batch_size * round_size)) * round_size
@@ -85,7 +85,7 @@ def _batches(
         for index in range(num_batches)
     ]
     length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
-    return [collator(of_batch, length, share=share if place.pp_rank == 0 else None) for of_batch in documents]
+    return [collator(of_batch, length, share=share if coords.pp_rank == 0 else None) for of_batch in documents]
 
 
 def _document(sample: Sample) -> Document:
@@ -140,20 +140,20 @@ def measure(
     _measure_outputs(assembly, samples, parallel, folder, packed=packed)
     batches = shard_samples(
         samples,
-        assembly.place,
+        assembly.coords,
         parallel,
         micro_batch_size=micro_batch_size,
         packed=packed,
         vision=assembly.architecture.vision,
     )
     loss = measure_loss(assembly, batches)
-    if assembly.place.rank == 0:
+    if assembly.coords.rank == 0:
         write_loss(folder, loss)
     shards = main_shards(assembly.optimizer)
     if "loss_scale" in state:
         for shard in shards.values():
             shard.grad.div_(FP16_LOSS_SCALE)
-    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.place)
+    save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()
 
 
@@ -176,9 +176,9 @@ def _measure_outputs(
 ) -> None:
     """Write the logits of each sample, and what every place of the model computes of it. Every replica computes all
     samples; the stages of the first write what is theirs, the last one the logits."""
-    place = assembly.place
+    coords = assembly.coords
     rows = sample_rows(samples, packed=packed)
-    batches = _batches(samples, rows, assembly.place, parallel, assembly.architecture.vision, packed)
+    batches = _batches(samples, rows, assembly.coords, parallel, assembly.architecture.vision, packed)
     with tracing(assembly.model, engine_places) as found:
         logits = step.logits(assembly.model, batches)
     traced = {
@@ -187,13 +187,13 @@ def _measure_outputs(
         for number, index, tokens in _samples_in(rows, batches)
     }
     if traced:
-        write_trace(folder, place.pp_rank, traced)
+        write_trace(folder, coords.pp_rank, traced)
     whole = {
         number: _whole_vocabulary(assembly, logits[index][0, tokens])
         for number, index, tokens in _samples_in(rows, batches)
         if logits  # empty before the last stage
     }
-    if place.is_last_stage and (place.tp_rank, place.replica_rank) == (0, 0):
+    if coords.is_last_stage and (coords.tp_rank, coords.replica_rank) == (0, 0):
         write_logits(folder, [whole[number] for number in range(len(samples))])
 
 
@@ -202,7 +202,7 @@ def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
     [T], or [T, labels], are whole: [T, labels]."""
     if assembly.architecture.num_labels:
         return mine.view(len(mine), -1).cpu()
-    parts = [torch.empty_like(mine) for _ in range(assembly.place.tp_size)]
+    parts = [torch.empty_like(mine) for _ in range(assembly.coords.tp_size)]
     torch.distributed.all_gather(parts, mine.contiguous(), group=groups.tensor_parallel_group())
     return torch.cat(parts, -1)[:, : assembly.architecture.vocab_size].cpu()
 

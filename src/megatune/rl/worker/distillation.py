@@ -51,7 +51,7 @@ class DistillationWorker(PolicyWorker):
         name = settings.model.model_name_or_path
         assert name is not None
         source = fetched_on_node(self.context, "teacher", name, settings.model.model_revision, settings)
-        self._teacher = load_model(source, settings, self.loaded.place, trained=False)
+        self._teacher = load_model(source, settings, self.loaded.coords, trained=False)
         self._offload = Offload([*self.loaded.model, *self._teacher.model], self.loaded.optimizer)
         return ready
 

@@ -136,7 +136,7 @@ class ModelWorker(ABC):
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
     def _ready(self, num_tensors: int = 0) -> Ready:
-        return Ready(self.loaded.place.dp_size, num_tensors, device.current().type == "cuda")
+        return Ready(self.loaded.coords.dp_size, num_tensors, device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.away]
@@ -153,7 +153,7 @@ class ModelWorker(ABC):
             num_rows, fewest = role.infer_batch_size, role.min_micro_batches_forward
             tokens = role.packed_tokens_forward or role.dynamic_tokens_forward
         return Sharing(
-            self.loaded.place.dp_size,
+            self.loaded.coords.dp_size,
             num_rows,
             tokens,
             parallel.document_multiple,
@@ -170,22 +170,22 @@ class ModelWorker(ABC):
         per_sample: Sequence[str] = (),
     ) -> list[Batch]:
         """Make this rank's micro-batches."""
-        parallel, place = self.settings.parallel, self.loaded.place
+        parallel, coords = self.settings.parallel, self.loaded.coords
         multiples = parallel.sequence_multiple, parallel.document_multiple
         vision = next((each.vision for each in rollouts.shown if each is not None), None)
         collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
-        same_length = place.pp_size > 1
-        decodes = Share(place.cp_rank * place.tp_size + place.tp_rank, place.cp_size * place.tp_size)
+        same_length = coords.pp_size > 1
+        decodes = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
         found = batches(
             rollouts,
             shares,
-            place.dp_rank,
+            coords.dp_rank,
             collator,
             same_length=same_length,
             per_token=per_token,
             per_sample=per_sample,
             replay=self.role.replays_routing,
-            share=None if place.pp_rank else decodes,
+            share=None if coords.pp_rank else decodes,
         )
         if unreadable := [each for batch in found for each in batch.unreadable]:
             findings = [Finding(each.reason, each.where, each.detail) for each in unreadable[:MOST_NAMED]]
@@ -195,17 +195,17 @@ class ModelWorker(ABC):
     def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:
         """Compute a number of each token, of the weights as they are."""
         self._need("weights")
-        place, sharing, found = self.loaded.place, self._sharing(training=False), Answer()
+        coords, sharing, found = self.loaded.coords, self._sharing(training=False), Answer()
         shares = sharing.shares(rollouts.lengths)
-        mine, batches = shares[place.dp_rank], self._batches(rollouts, shares, sharing)
-        size = _GROUP * place.pp_size
+        mine, batches = shares[coords.dp_rank], self._batches(rollouts, shares, sharing)
+        size = _GROUP * coords.pp_size
         with evaluating(self.loaded.model):
             for first in range(0, len(batches), size):
                 self.context.beat(f"{phase}, micro-batch {first + 1} of {len(batches)}", self.step)
                 part = slice(first, first + size)
                 # Tensor- and context-parallel ranks hold the same values.
                 values = compute(self.loaded.model, batches[part])
-                if place.tp_rank == place.cp_rank == 0:
+                if coords.tp_rank == coords.cp_rank == 0:
                     for samples, batch, own in zip(mine[part], batches[part], values, strict=False):
                         found |= answer(rollouts, samples, batch, own)
         return found
@@ -222,7 +222,7 @@ class ReferenceWorker(ModelWorker):
     def load(self, checkpoint: str | None = None) -> Ready:
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
         source, self.settings = self._source()
-        place = build(self.settings.parallel, seed=self.settings.run.seed, timeout=self.settings.run.ddp_timeout)
-        self.loaded = load_model(source, self.settings, place, trained=False)
+        coords = build(self.settings.parallel, seed=self.settings.run.seed, timeout=self.settings.run.ddp_timeout)
+        self.loaded = load_model(source, self.settings, coords, trained=False)
         self._offload = offload_of(self.loaded)
         return self._ready()

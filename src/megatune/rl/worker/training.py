@@ -109,11 +109,11 @@ class TrainedWorker(ModelWorker):
         self.settings = settings = with_settings(settings, kept)
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
-        place = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
+        coords = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
         self.state = TrainState(0, "", self.rl.samples_per_step, settings.run.seed, base=base)
         if resumed is not None:
             check_continues(resumed, load_architecture(source, settings.run.stage), settings, self.state)
-        model = load_model(source if has_adapters else resumed or source, settings, place, adapter=resumed)
+        model = load_model(source if has_adapters else resumed or source, settings, coords, adapter=resumed)
         self.loaded = attach_optimizer(model, settings)
         self._offload = offload_of(self.loaded)
         if resumed is not None:
@@ -129,7 +129,7 @@ class TrainedWorker(ModelWorker):
         """Samples of a mini-batch, over all ranks."""
         batch = self.settings.batch
         of_rank = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-        return of_rank * self.loaded.place.dp_size
+        return of_rank * self.loaded.coords.dp_size
 
     def _schedule(self) -> LearningRateSchedule:
         """The learning rate over the updates of a run of which every step has all its samples."""
@@ -174,7 +174,7 @@ class TrainedWorker(ModelWorker):
         result = train_step(self.loaded, self._update_batches(batches), objective, learning_rate=learning_rate)
         if result.problem is not None:
             raise self._not_finite(result, step)
-        self._keep(rollouts, shares[self.loaded.place.dp_rank], batches, objective)
+        self._keep(rollouts, shares[self.loaded.coords.dp_rank], batches, objective)
         return result
 
     def _update_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
