@@ -106,7 +106,7 @@ def prepared(folder: Path, workers: int) -> dict[str, float]:
 
 def loaded(folder: Path, steps: int) -> dict[str, float]:
     """Make the batches of steps, in the shuffled order of a run."""
-    from megatune.data.batches import Collator, Share
+    from megatune.data.batches import Collator, MediaShard
     from megatune.data.loader import StepLoader
     from megatune.data.order import PreparedSteps
     from megatune.data.prepare import prepare
@@ -122,7 +122,7 @@ def loaded(folder: Path, steps: int) -> dict[str, float]:
         num_micro_batches=1,
         same_length=False,
         stop_step=steps,
-        share=Share(0, 1),
+        shard=MediaShard(0, 1),
         num_workers=WORKERS,
     )
     for _, batches in loader:

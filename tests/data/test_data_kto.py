@@ -140,9 +140,9 @@ def test_tags_are_kept_beside_the_rows(tmp_path: Path) -> None:
     (report,), train = prepared.report.datasets, prepared.report.train
     assert report.dropped == {"field 'label': expected true or false": 2}
     desirable = sum(found.values()) - int(prepared.evaluation.extras([0, 1])[DESIRABLE].values.sum())
-    assert train.judged == f"{desirable} desirable and {5 - desirable} undesirable answers"
+    assert train.answer_counts == f"{desirable} desirable and {5 - desirable} undesirable answers"
     assert not any("desirable" in note for note in prepared.report.notes)
-    assert train.judged in "\n".join(prepared.report.lines())
+    assert train.answer_counts in "\n".join(prepared.report.lines())
 
 
 @pytest.mark.usefixtures("_cache")

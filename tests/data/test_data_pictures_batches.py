@@ -1,4 +1,4 @@
-"""Micro-batches with pictures: grids, places and positions, each rank's share of the pixels, and what is unreadable."""
+"""Micro-batches with pictures: grids, places and positions, each rank's shard of the pixels, and what is unreadable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from pictures_kit import Model, asks, draw, make_model, write_rows
 
-from megatune.data.batches import Batch, Collator, Pictures, Share
+from megatune.data.batches import Batch, Collator, MediaShard, Pictures
 from megatune.data.loader import StepLoader
 from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.media.processor import PictureProcessor
@@ -59,8 +59,8 @@ def collator(model: Model, micro_batch_size: int, packed: bool = False, document
     return Collator(micro_batch_size, packed, 8, document_multiple, 0, model.vision())
 
 
-def batch_of(made: Collator, found: Sequence[Document], share: Share | None = None) -> Batch:
-    return made(found, made.length([len(document.input_ids) for document in found]), share=share)
+def batch_of(made: Collator, found: Sequence[Document], shard: MediaShard | None = None) -> Batch:
+    return made(found, made.length([len(document.input_ids) for document in found]), shard=shard)
 
 
 def decoded(model: Model, found: Sequence[Document]) -> list[np.ndarray]:
@@ -71,7 +71,7 @@ def decoded(model: Model, found: Sequence[Document]) -> list[np.ndarray]:
 @pytest.mark.parametrize(("packed", "multiple"), [(False, 1), (True, 1), (True, 8)])
 def test_a_batch_of_all_rows(model: Model, data: Path, packed: bool, multiple: int) -> None:
     found, vision = documents(rows_of(model, data)), model.vision().vision
-    batch = batch_of(collator(model, len(found), packed, multiple), found, Share(0, 1))
+    batch = batch_of(collator(model, len(found), packed, multiple), found, MediaShard(0, 1))
     pictures = batch.pictures
     assert pictures is not None
     assert pictures.grids.tolist() == [list(picture.grid) for each in found for picture in each.pictures]
@@ -100,7 +100,7 @@ def test_a_batch_of_all_rows(model: Model, data: Path, packed: bool, multiple: i
 def test_shares_are_all_pictures_once(model: Model, data: Path, size: int) -> None:
     found = documents(rows_of(model, data))
     whole = decoded(model, found)
-    batches = [batch_of(collator(model, len(found)), found, Share(rank, size)) for rank in range(size)]
+    batches = [batch_of(collator(model, len(found)), found, MediaShard(rank, size)) for rank in range(size)]
     first = pictures_of(batches[0])
     for rank, batch in enumerate(batches):
         pictures = pictures_of(batch)
@@ -131,7 +131,7 @@ def test_later_stages_decode_nothing(model: Model, data: Path) -> None:
 def test_text_alone_has_no_pictures(model: Model, data: Path) -> None:
     found = documents(rows_of(model, data))
     for chosen in ([found[0], found[5]], []):
-        assert batch_of(collator(model, 2), chosen, Share(0, 1)).pictures is None
+        assert batch_of(collator(model, 2), chosen, MediaShard(0, 1)).pictures is None
 
 
 def loader(model: Model, rows: TokenRows, num_workers: int, rank: int = 0, size: int = 1) -> StepLoader:
@@ -143,7 +143,7 @@ def loader(model: Model, rows: TokenRows, num_workers: int, rank: int = 0, size:
         num_micro_batches=4 // size,
         same_length=False,
         stop_step=4,
-        share=Share(0, 2),
+        shard=MediaShard(0, 2),
         num_workers=num_workers,
     )
 
@@ -183,7 +183,7 @@ def test_unreadable_pictures_are_zeros(model: Model, data: Path) -> None:
     whole = decoded(model, found)
     damage(data / "c.webp")
     draw(data / "d.png", 32, 96)  # of another size than it was measured with
-    batch = batch_of(collator(model, len(found)), found, Share(0, 1))
+    batch = batch_of(collator(model, len(found)), found, MediaShard(0, 1))
     unreadable = {(each.document, Path(each.where).name, each.code) for each in batch.unreadable}
     assert unreadable >= {(2, "c.webp", "damaged-picture"), (4, "d.png", "changed-picture")}
     assert {number for number, *_ in unreadable} == {2, 4}
@@ -195,7 +195,7 @@ def test_unreadable_pictures_are_zeros(model: Model, data: Path) -> None:
 def test_a_picture_is_unreadable_on_its_owner_alone(model: Model, data: Path) -> None:
     found = documents(rows_of(model, data))
     (data / "c.webp").unlink()
-    batches = [batch_of(collator(model, len(found)), found, Share(rank, 3)) for rank in range(3)]
+    batches = [batch_of(collator(model, len(found)), found, MediaShard(rank, 3)) for rank in range(3)]
     assert sorted(len(batch.unreadable) for batch in batches) == [0, 0, 1]
     assert batch_of(collator(model, len(found)), found).unreadable == ()
 
@@ -232,7 +232,7 @@ def test_pairs_with_pictures(model: Model, data: Path, packed: bool) -> None:
     assert names[::2] == names[1::2]
     assert len(set(names)) == 3
     (data / "b.jpg").unlink()
-    batch = batch_of(replace(collator(model, 3, packed, 8), documents_per_row=2), found, Share(0, 1))
+    batch = batch_of(replace(collator(model, 3, packed, 8), documents_per_row=2), found, MediaShard(0, 1))
     assert batch.pictures is not None
     assert len(batch.pictures.grids) == 6
     expected = [
@@ -275,6 +275,6 @@ def test_a_picture_of_both_answers_is_decoded_once(model: Model, data: Path, mon
         return pixels(processor, source, measured)
 
     monkeypatch.setattr(PictureProcessor, "pixels", counted)
-    batch = batch_of(replace(collator(model, 2), documents_per_row=2), found, Share(0, 1))
+    batch = batch_of(replace(collator(model, 2), documents_per_row=2), found, MediaShard(0, 1))
     assert np.array_equal(pictures_of(batch).pixel_values.numpy(), expected)
     assert len(made) == 3

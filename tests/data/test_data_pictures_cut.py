@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.bad_rows import LengthError
-from megatune.data.truncation import Strategy, Stretch, cut_pair, cut_turns, numbered, unnumbered
+from megatune.data.truncation import Segment, Strategy, cut_pair, cut_turns, numbered, unnumbered
 
 PAD = 9
 
@@ -28,9 +28,9 @@ def tokens(text: str, *sizes: int, first: int = 0) -> list[int]:
     return found
 
 
-def text(stretches: list[Stretch]) -> str:
+def text(segments: list[Segment]) -> str:
     """The text of what is left, with the number of each picture for all of its tokens."""
-    flat = [token for part, _ in stretches for token in part]
+    flat = [token for part, _ in segments for token in part]
     ids, numbers = unnumbered(np.array(flat, dtype=np.int64))
     parts = groupby(zip(ids.tolist(), numbers.tolist(), strict=True), key=lambda pair: pair[1])
     return "".join("".join(chr(i) for i, _ in part) if number < 0 else str(number) for number, part in parts)
@@ -39,8 +39,8 @@ def text(stretches: list[Stretch]) -> str:
 def cut(
     turns: list[tuple[list[int], list[int]]], cutoff_len: int, strategy: Strategy, *, last_first: bool = False
 ) -> str:
-    stretches = [((prompt, False), (completion, True)) for prompt, completion in turns]
-    return text(cut_turns(stretches, cutoff_len, strategy, last_first=last_first, keep_first=False))
+    segments = [((prompt, False), (completion, True)) for prompt, completion in turns]
+    return text(cut_turns(segments, cutoff_len, strategy, last_first=last_first, keep_first=False))
 
 
 TWO = [(tokens("a*b", 4), tokens("cd")), (tokens("e*f", 4, first=1), tokens("gh"))]
@@ -118,7 +118,7 @@ def test_pictures_are_whole_or_gone(
     sizes: list[int] = []
     letter = 0
 
-    def stretch(parts: list[int]) -> list[int]:
+    def segment(parts: list[int]) -> list[int]:
         nonlocal letter
         found: list[int] = []
         for size in parts:
@@ -127,7 +127,7 @@ def test_pictures_are_whole_or_gone(
             sizes.extend([size] if size else [])
         return found
 
-    turns = [(stretch(prompt), stretch(completion)) for prompt, completion in drawn]
+    turns = [(segment(prompt), segment(completion)) for prompt, completion in drawn]
     whole = [token for turn in turns for part in turn for token in part]
     if len(whole) <= cutoff_len:
         return

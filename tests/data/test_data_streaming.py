@@ -31,7 +31,7 @@ from megatune.data.order import mixed_order
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
 from megatune.data.rows import TokenRows
-from megatune.data.samples import Facts
+from megatune.data.samples import RowMetadata
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.producer import StreamFolder, StreamRequest
 from megatune.data.streaming.sharing import Exchange, Machines, open_store
@@ -360,11 +360,11 @@ def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     pictures = (DocumentPicture(1, 2, (1, 2, 4), None, False, b"ab"), DocumentPicture(3, 2, (2, 2, 2), 0.5, True, b"c"))
     results = [(1, True, 7, np.float32(0.5)), LengthError("too-long", "longer", "9 tokens", 9),
                RowError("bad", "wrong", "\ud800"), UnsupportedRow("audio", "none")]  # fmt: skip
-    facts = [Facts(("{{name}}",), True, 2**64 - 1, True), Facts()]
+    metadata = [RowMetadata(("{{name}}",), True, 2**64 - 1, True), RowMetadata()]
     tokens = np.arange(7, dtype=np.int32)
-    found = sent(workers.EncodedItems(tokens, -tokens, [5, 2], [pictures, ()], results, facts))
+    found = sent(workers.EncodedItems(tokens, -tokens, [5, 2], [pictures, ()], results, metadata))
     assert (found[0].tolist(), found[1].tolist()) == (tokens.tolist(), (-tokens).tolist())
-    assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], facts)
+    assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], metadata)
     assert found[4][0] == results[0]
     assert [(type(each), vars(each)) for each in found[4][1:]] == [(type(each), vars(each)) for each in results[1:]]
 

@@ -20,7 +20,7 @@ from megatune.data.conversation import Conversation, Example, Message, Preferenc
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.formats.form import Columns
 from megatune.data.readers import RawRow
-from megatune.data.samples import NO_FACTS, Facts, RowReader, Sample
+from megatune.data.samples import NO_METADATA, RowMetadata, RowReader, Sample
 from megatune.data.sources import DatasetSource
 from megatune.data.templates import load_template
 from megatune.errors import ExitCode, MegatuneError
@@ -32,8 +32,8 @@ READER = RowReader(DatasetSource("text", Columns(prompt="text"), name="a", files
 class GivenExamples(RowReader):
     """Reads rows that have an example, or why there is none."""
 
-    def read(self, fields: Mapping[str, Any]) -> tuple[Any, Facts]:
-        return fields["example"], NO_FACTS
+    def read(self, fields: Mapping[str, Any]) -> tuple[Any, RowMetadata]:
+        return fields["example"], NO_METADATA
 
 
 class DyingTokenizer:

@@ -24,7 +24,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.check import Checked, check_data
 from megatune.data.encode import Encoded
-from megatune.data.pipeline import DatasetReader, Pipeline, SetState
+from megatune.data.pipeline import DatasetReader, DatasetState, Pipeline
 from megatune.data.report import DatasetReport
 from megatune.errors import MegatuneError
 
@@ -246,7 +246,7 @@ class _Checked:
                 kept.add(sample, error)
         self._keeps(name, kind, rows, found)
         report = DatasetReport("x")
-        reader = DatasetReader(report, lambda *_: pipeline.read(pipeline.training[0]), SetState())
+        reader = DatasetReader(report, lambda *_: pipeline.read(pipeline.training[0]), DatasetState())
         while reader.take() is not None:
             pass
         assert report.read == len(found)

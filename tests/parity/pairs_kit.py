@@ -22,7 +22,7 @@ from megatune.bridge.peft_model import AppliedAdapter
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import Settings
-from megatune.data.batches import Batch, Collator, DocumentValues, Share
+from megatune.data.batches import Batch, Collator, DocumentValues, MediaShard
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, MARGIN
 from megatune.encoders import Vision
 from megatune.engine import groups, step
@@ -130,10 +130,10 @@ def shard_pairs(case: Case, assembly: Assembly) -> list[Batch]:
         for of_batch in numbers
     ]
     length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
-    share = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
+    shard = MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
     batches = []
     for of_batch, chosen in zip(documents, numbers, strict=True):
-        batch = collator(of_batch, length, share=share if coords.pp_rank == 0 else None)
+        batch = collator(of_batch, length, shard=shard if coords.pp_rank == 0 else None)
         values = np.zeros(len(batch.lengths), np.float32)
         if case.reference is not None:
             values[: 2 * len(chosen)] = [case.reference[2 * number + side] for number in chosen for side in (0, 1)]

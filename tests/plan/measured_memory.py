@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batches import SCORED, Batch, DocumentValues, Extra, Pictures, TokenValues, deal
+from megatune.data.batches import SCORED, Batch, DocumentValues, Extra, Pictures, TokenValues, assign_to_ranks
 from megatune.data.rows import LABEL
 from megatune.engine import step
 from megatune.engine.groups import build
@@ -109,7 +109,7 @@ def _pictures(architecture: Architecture, positions: torch.Tensor, images: int) 
     vision, (rows, length), patches = architecture.vision, positions.shape, math.prod(GRID)
     assert vision is not None
     size = parallel_state.get_tensor_and_context_parallel_world_size()
-    owners = deal([patches] * images * rows, size)
+    owners = assign_to_ranks([patches] * images * rows, size)
     mine = owners.count(parallel_state.get_tensor_and_context_parallel_rank())
     if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         mine = 0

@@ -54,7 +54,7 @@ def _rows(case: Case, models: Path, folder: Path) -> list[Result]:
     reader = RowReader(source, settings.run.stage, {}, pictures=vision is not None)
     found = []
     for row in source.rows():
-        example, facts = (row.error, None) if row.error else reader.read(row.fields)
+        example, metadata = (row.error, None) if row.error else reader.read(row.fields)
         if not isinstance(example, RowError | UnsupportedRow):
             (example,) = encoder.encode([example])
         if isinstance(example, RowError | UnsupportedRow):
@@ -71,7 +71,7 @@ def _rows(case: Case, models: Path, folder: Path) -> list[Result]:
         elif len(documents) == 2:
             found.append(dict(zip(("chosen", "rejected"), documents, strict=True)))
         elif settings.run.stage == "kto":
-            found.append({**documents[0], "label": facts.desirable})
+            found.append({**documents[0], "label": metadata.desirable})
         else:
             found += documents
     return found

@@ -157,7 +157,7 @@ class Collator:
         documents: Sequence[Document],
         length: int,
         extras: Mapping[str, ExtraColumn] | None = None,
-        share: Share | None = None,
+        shard: MediaShard | None = None,
     ) -> Batch:
         """Return the micro-batch of the documents of its rows, in order.
 
@@ -166,7 +166,7 @@ class Collator:
         Args:
             length: a multiple of sequence_multiple, and at least what `length` returns for these documents.
             extras: values of these documents, by name.
-            share: which of the pictures this rank decodes; None for none of them.
+            shard: which of the pictures this rank decodes; None for none of them.
 
         Raises:
             ValueError: there are more or fewer extra values than tokens or documents.
@@ -197,7 +197,7 @@ class Collator:
         if any(document.pictures for document in documents):
             assert self.vision is not None, "rows with images or videos for a model that reads none"
             rows = input_ids.reshape(shape), position_ids.reshape(shape)
-            pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, share)
+            pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, shard)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(shape),
             labels=torch.from_numpy(labels).view(shape),
@@ -277,7 +277,7 @@ def scored_tokens(documents: Sequence[Document], pad_token_id: int) -> ExtraColu
     return ExtraColumn("token", np.concatenate(parts))
 
 
-class Share(NamedTuple):
+class MediaShard(NamedTuple):
     """One of the ranks that deal the pictures of a micro-batch among themselves."""
 
     rank: int
@@ -329,7 +329,7 @@ def collate_pictures(
     starts: np.ndarray,
     input_ids: np.ndarray,
     position_ids: np.ndarray,
-    share: Share | None,
+    shard: MediaShard | None,
 ) -> tuple[Pictures, tuple[Unreadable, ...]]:
     """Return the pictures of a micro-batch, and which of this rank's share could not be decoded.
 
@@ -340,8 +340,8 @@ def collate_pictures(
     numbered = [(number, each) for number, document in enumerate(documents) for each in document.pictures]
     grids = np.array([each.grid for _, each in numbered], dtype=np.int64)
     sizes = grids.prod(axis=1).tolist()  # patches
-    owners = deal(sizes, share.size) if share is not None else [0] * len(sizes)
-    mine = [place for place, owner in enumerate(owners) if share is not None and owner == share.rank]
+    owners = assign_to_ranks(sizes, shard.size) if shard is not None else [0] * len(sizes)
+    mine = [place for place, owner in enumerate(owners) if shard is not None and owner == shard.rank]
     vision = model.vision
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = np.zeros((sum(sizes[place] for place in mine), channels), dtype=np.float32)
@@ -374,7 +374,7 @@ def collate_pictures(
     return Pictures(*map(torch.from_numpy, found)), tuple(unreadable)
 
 
-def deal(patches: Sequence[int], size: int) -> list[int]:
+def assign_to_ranks(patches: Sequence[int], size: int) -> list[int]:
     """Return the owner of each picture, 0 to `size` - 1: the largest picture first, each to the rank with the fewest
     patches.
 

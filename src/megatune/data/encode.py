@@ -22,8 +22,8 @@ from megatune.data.templates.swift_table import template_of_swift
 from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
 from megatune.data.tokenizer_files import cannot_load, check_pretraining_tokenizer, check_tokenizer, check_vocabulary
 from megatune.data.truncation import (
+    Segment,
     Strategy,
-    Stretch,
     cut_around_pictures,
     cut_pair,
     cut_turns,
@@ -66,9 +66,9 @@ class _Written(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The documents of one example as stretches, whether it was cut, and its tokens before."""
+    """The documents of one example as segments, whether it was cut, and its tokens before."""
 
-    documents: list[list[Stretch]]
+    documents: list[list[Segment]]
     truncated: bool
     length: int
     pictures: tuple[tuple[Placed, ...], ...] = ()  # of each document
@@ -77,8 +77,8 @@ class _Plan(NamedTuple):
 
 
 _NO_ANSWER = Message("assistant", "-")
-# The stretches of one turn: its prompt and its completion.
-_TurnStretches = tuple[Stretch, Stretch]
+# The segments of one turn: its prompt and its completion.
+_TurnSegments = tuple[Segment, Segment]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnStretches]]:
+    def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnSegments]]:
         """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
         if self.template is not None and self.template.answer_end is not None:
             return self._tokenise_joined(conversations, self.template.answer_end)
@@ -199,7 +199,7 @@ class Encoder:
             for turns, each in zip(conversations, tokens, strict=True)
         ]
 
-    def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnStretches]]:
+    def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnSegments]]:
         """Tokenise neighbours that are masked alike as one text; see `Template.answer_end`."""
         joined = [
             joined_texts(
@@ -215,7 +215,7 @@ class Encoder:
         ]
         ids = self._ids([end, *(text for texts in joined for text, _ in texts)])
         return [
-            [(stretch, ([], False)) for stretch in with_ends([(ids[text], on) for text, on in texts], ids[end])]
+            [(segment, ([], False)) for segment in with_ends([(ids[text], on) for text, on in texts], ids[end])]
             for texts in joined
         ]
 
@@ -276,7 +276,7 @@ class Encoder:
         return {**self.__dict__, **known, "tokenizer": None}
 
     def _planned(
-        self, example: Example, written: Sequence[_Written], turns: list[list[_TurnStretches]]
+        self, example: Example, written: Sequence[_Written], turns: list[list[_TurnSegments]]
     ) -> _Plan | RowError:
         """Cut the documents of an example to cutoff_len."""
         try:
@@ -306,40 +306,40 @@ class Encoder:
             return plan._replace(pictures=pictures, margin=example.margin)
         return plan._replace(pictures=pictures, label=example.label)
 
-    def _whole(self, conversation: Conversation, turns: list[_TurnStretches]) -> list[_TurnStretches]:
+    def _whole(self, conversation: Conversation, turns: list[_TurnSegments]) -> list[_TurnSegments]:
         """Let every token of a classified conversation count, without the answer that stands for none."""
         if not self._writes(conversation):
             turns = [*turns[:-1], (turns[-1][0], ([], False))]
         return [((prompt, True), (completion, True)) for (prompt, _), (completion, _) in turns]
 
-    def _expanded(self, turns: list[_TurnStretches], pictures: Sequence[Placed]) -> list[_TurnStretches]:
+    def _expanded(self, turns: list[_TurnSegments], pictures: Sequence[Placed]) -> list[_TurnSegments]:
         """Give every run of placeholders its length."""
         assert self.vision is not None
-        stretches = [stretch for turn in turns for stretch in turn]
-        expanded = self.vision.expanded([tokens for tokens, _ in stretches], pictures)
-        trained = [(tokens, trained) for tokens, (_, trained) in zip(expanded, stretches, strict=True)]
+        segments = [segment for turn in turns for segment in turn]
+        expanded = self.vision.expanded([tokens for tokens, _ in segments], pictures)
+        trained = [(tokens, trained) for tokens, (_, trained) in zip(expanded, segments, strict=True)]
         return list(zip(trained[::2], trained[1::2], strict=True))
 
-    def _each_alone(self, turns: list[list[_TurnStretches]]) -> _Plan:
+    def _each_alone(self, turns: list[list[_TurnSegments]]) -> _Plan:
         """Cut each document by itself, so that every picture is kept: ms-swift's way."""
         pads = () if self.vision is None else self.vision.pads
-        documents = [[stretch for turn in each for stretch in turn] for each in turns]
-        length = max(sum(len(tokens) for tokens, _ in stretches) for stretches in documents)
+        documents = [[segment for turn in each for segment in turn] for each in turns]
+        length = max(sum(len(tokens) for tokens, _ in segments) for segments in documents)
         cut = [cut_around_pictures(each, self.cutoff_len, self.truncation, pads) for each in documents]
         return _Plan(cut, length > self.cutoff_len, length)
 
-    def _conversation(self, turns: list[_TurnStretches]) -> _Plan:
-        stretches = [stretch for turn in turns for stretch in turn]
-        length = sum(len(tokens) for tokens, _ in stretches)
+    def _conversation(self, turns: list[_TurnSegments]) -> _Plan:
+        segments = [segment for turn in turns for segment in turn]
+        length = sum(len(tokens) for tokens, _ in segments)
         truncated = length > self.cutoff_len
         if truncated:
-            keep_first = stretches[0][0][:1] == [self._bos]
+            keep_first = segments[0][0][:1] == [self._bos]
             options = {"last_first": self.mask_history, "keep_first": keep_first}
-            stretches = cut_turns(turns, self.cutoff_len, self.truncation, **options)
-        _check_trained(stretches, length, truncated=truncated)
-        return _Plan([stretches], truncated, length)
+            segments = cut_turns(turns, self.cutoff_len, self.truncation, **options)
+        _check_trained(segments, length, truncated=truncated)
+        return _Plan([segments], truncated, length)
 
-    def _pair(self, turns: list[list[_TurnStretches]]) -> _Plan:
+    def _pair(self, turns: list[list[_TurnSegments]]) -> _Plan:
         """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
         prompts = [_context(each) for each in turns]
         differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
@@ -354,17 +354,17 @@ class Encoder:
         if completions[0] == completions[1]:
             same = "chosen and rejected are the same"
             raise _lost(same, length) if truncated else RowError("same-answers", same)
-        documents: list[list[Stretch]] = [[(prompt, False), (completion, True)] for completion in completions]
-        for stretches in documents:
-            _check_trained(stretches, length, truncated=truncated)
+        documents: list[list[Segment]] = [[(prompt, False), (completion, True)] for completion in completions]
+        for segments in documents:
+            _check_trained(segments, length, truncated=truncated)
         return _Plan(documents, truncated, length)
 
-    def _documents(self, planned: Sequence[tuple[list[Stretch], tuple[Placed, ...]]]) -> Iterator[Document]:
+    def _documents(self, planned: Sequence[tuple[list[Segment], tuple[Placed, ...]]]) -> Iterator[Document]:
         """Make the arrays of all documents at once: numpy's cost is by the call."""
-        stretches = [stretch for document, _ in planned for stretch in document]
-        sizes = [len(ids) for ids, _ in stretches]
-        tokens = np.fromiter(chain.from_iterable(ids for ids, _ in stretches), np.int64, sum(sizes))
-        trained = np.repeat([trained for _, trained in stretches], sizes)
+        segments = [segment for document, _ in planned for segment in document]
+        sizes = [len(ids) for ids, _ in segments]
+        tokens = np.fromiter(chain.from_iterable(ids for ids, _ in segments), np.int64, sum(sizes))
+        trained = np.repeat([trained for _, trained in segments], sizes)
         ids, numbers = unnumbered(tokens)
         labels = np.where(trained & (numbers < 0), ids, IGNORE_INDEX).astype(np.int32)
         ids = ids.astype(np.int32)
@@ -428,15 +428,15 @@ def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
     return ids[pieces[0]] if len(pieces) == 1 else [*chain.from_iterable(map(ids.__getitem__, pieces))]
 
 
-def _context(turns: list[_TurnStretches]) -> list[int]:
+def _context(turns: list[_TurnSegments]) -> list[int]:
     """Join all tokens before the last completion."""
     *earlier, ((last, _), _) = turns
     return [token for (prompt, _), (completion, _) in earlier for token in (*prompt, *completion)] + last
 
 
-def _check_trained(stretches: Sequence[Stretch], length: int, *, truncated: bool) -> None:
+def _check_trained(segments: Sequence[Segment], length: int, *, truncated: bool) -> None:
     """Refuse a document without a trained token besides its first, which is never predicted."""
-    if not has_trained(stretches):
+    if not has_trained(segments):
         if truncated:
             raise _lost("nothing left to train on", length)
         raise RowError("nothing-to-train", "nothing to train on")

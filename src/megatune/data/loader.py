@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatune.data.batches import Batch, Collator, Share
+from megatune.data.batches import Batch, Collator, MediaShard
 from megatune.data.order import StepRows
 
 WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker process
@@ -29,7 +29,7 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
         same_length: pad all micro-batches of a step, on all ranks, to one length, as pipeline schedules with fixed
             shapes need, and whatever gathers tokens of several ranks.
         start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
-        share: which of the pictures this rank decodes; None for none of them.
+        shard: which of the pictures this rank decodes; None for none of them.
         num_workers: processes that build batches ahead; 0 builds them in this process.
         pin_memory: page-locked host memory, where there is an accelerator to copy to.
     """
@@ -42,7 +42,7 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
     same_length: bool
     stop_step: int
     start_step: int = 0
-    share: Share | None = None
+    shard: MediaShard | None = None
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -81,7 +81,7 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
         batches = []
         for places, length in zip(everyone[self._mine], needed[self._mine], strict=True):
             documents = [*chain.from_iterable(self.rows.documents(step, places))]
-            batches.append(self.collator(documents, length, self.rows.extras(step, places), self.share))
+            batches.append(self.collator(documents, length, self.rows.extras(step, places), self.shard))
         return step, batches
 
     @property

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BadRows, RowError, no_rows
@@ -40,13 +42,14 @@ Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a posi
 
 
 @dataclass(slots=True)
-class SetState:
+class DatasetState:
     """Where one data set is."""
 
     position: SourcePosition | None = None  # behind the last sample taken; None at the data set's start
     rows: int = 0  # of its files, before that place
     usable: int = 0  # samples taken since the present pass over the data set began
-    passes: int = 0  # whole ones in this epoch
+    # Complete passes over the data set within the present epoch of the mix; "passes" in checkpoints.
+    epochs: Annotated[int, Field(alias="passes")] = 0
     ended: bool = False  # the present pass has no sample left
 
 
@@ -145,8 +148,8 @@ class DatasetReader:
         self,
         report: DatasetReport,
         read: Read,
-        start: SetState,
-        state: SetState | None = None,
+        start: DatasetState,
+        state: DatasetState | None = None,
         *,
         refuse_empty: bool = False,
     ) -> None:
@@ -157,14 +160,14 @@ class DatasetReader:
         self._state = replace(state or start)  # a copy: it counts on in place, which is fast
 
     @property
-    def state(self) -> SetState:
+    def state(self) -> DatasetState:
         """Where the data set is."""
         return replace(self._state)
 
     @property
     def is_used_up(self) -> bool:
         """Whether every sample was taken in this epoch."""
-        return self._state.passes > 0 or not self.has_next()
+        return self._state.epochs > 0 or not self.has_next()
 
     def has_next(self) -> bool:
         """Return whether this pass has a sample left."""
@@ -180,14 +183,14 @@ class DatasetReader:
         assert taken is not None
         self._state.usable += 1
         self.report.truncated += taken[1].truncated
-        self.report.tags_added += taken[0].facts.tags_added
-        self._pass_by(taken[0])
+        self.report.tags_added += taken[0].metadata.tags_added
+        self._advance(taken[0])
         return taken
 
-    def begin(self, passes: int) -> None:
+    def begin(self, epochs: int) -> None:
         """Begin another pass, of which there were `passes` in this epoch."""
         self.close()
-        self._state = SetState(self._start.position, self._start.rows, passes=passes)
+        self._state = DatasetState(self._start.position, self._start.rows, epochs=epochs)
 
     def close(self) -> None:
         """End what reads ahead."""
@@ -214,14 +217,14 @@ class DatasetReader:
             if not isinstance(encoded, RowError):
                 return sample, encoded
             self.report.drop(sample.row.where, encoded)
-            self._pass_by(sample)
+            self._advance(sample)
             self.on_bad_row(sample, encoded)
         self._state.ended = True
         if self._refuse_empty and (finding := self.nothing_usable()) is not None:
             raise MegatuneError(finding, ExitCode.DATA)
         return None
 
-    def _pass_by(self, sample: Sample) -> None:
+    def _advance(self, sample: Sample) -> None:
         self.report.read += 1
         self._state.position = sample.position
         self._state.rows += 1

@@ -21,7 +21,7 @@ from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.cache import built, stored_key
 from megatune.data.cache.key import kept_as, prepared_key
 from megatune.data.order import mixed_order
-from megatune.data.pipeline import DatasetReader, Pipeline, SetState
+from megatune.data.pipeline import DatasetReader, DatasetState, Pipeline
 from megatune.data.report import HELD_OUT_COPY, DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
 from megatune.data.rows import TokenRows
 from megatune.data.samples import Sample
@@ -157,16 +157,16 @@ def _collect(
 
     settings = pipeline.settings
     collected = _Collected(DatasetReport(source.name), len(builder))
-    reader = DatasetReader(collected.report, lambda *_: pipeline.read(source), SetState())
+    reader = DatasetReader(collected.report, lambda *_: pipeline.read(source), DatasetState())
     reader.on_bad_row = on_bad_row
     while (taken := reader.take()) is not None:
         sample, encoded = taken
-        builder.add(encoded.documents, encoded.margin, sample.facts.desirable, encoded.label)
+        builder.add(encoded.documents, encoded.margin, sample.metadata.desirable, encoded.label)
         lengths.append(encoded.length)
         collected.report.tokens += sum(len(document.input_ids) for document in encoded.documents)
         collected.copies.append(sample.copies)
         if settings.data.val_size:
-            collected.ranks.append(sample.facts.rank)
+            collected.ranks.append(sample.metadata.rank)
     return collected, reader.nothing_usable()
 
 

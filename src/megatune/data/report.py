@@ -147,7 +147,7 @@ class TokenReport:
     desirable: int | None = None
 
     @property
-    def judged(self) -> str:
+    def answer_counts(self) -> str:
         """Count desirable and undesirable answers in words; "" but in stage kto."""
         if self.desirable is None:
             return ""
@@ -164,8 +164,8 @@ class TokenReport:
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
         if pictures := self.pictures.words():
             tokens += f"; {pictures}"
-        if self.judged:
-            tokens += f"; {self.judged}"
+        if self.answer_counts:
+            tokens += f"; {self.answer_counts}"
         if self.capacity is None:
             return f"{self.rows} token rows, {tokens}"
         return (

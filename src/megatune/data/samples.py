@@ -29,7 +29,7 @@ Replacements = Mapping[str, tuple[str, str] | None]
 LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
 
 
-class Facts(NamedTuple):
+class RowMetadata(NamedTuple):
     """What is known of a row beside its tokens."""
 
     missing: tuple[str, ...] = ()  # placeholders in it that have no value
@@ -38,7 +38,7 @@ class Facts(NamedTuple):
     tags_added: bool = False  # it has pictures without a tag
 
 
-NO_FACTS = Facts()
+NO_METADATA = RowMetadata()
 
 
 @dataclass(slots=True)
@@ -49,13 +49,13 @@ class Sample:
         row: as it was read.
         copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
         position: where its data set continues after it.
-        facts: what else it says, once it is read.
+        metadata: what else it says, once it is read.
     """
 
     row: RawRow
     copies: int = 1
     position: SourcePosition | None = None
-    facts: Facts = NO_FACTS
+    metadata: RowMetadata = NO_METADATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class RowReader:
         """Return the reader that settings ask for."""
         return cls(source, settings.run.stage, replacements(settings.data), pictures, seed, Labels.of(settings.run))
 
-    def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, Facts]:
+    def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, RowMetadata]:
         """Return what a row says, or why it cannot be trained on."""
         try:
             example = to_example(fields, self.source, self.stage, pictures=self.pictures, labels=self.labels)
@@ -91,12 +91,14 @@ class RowReader:
             if any("{{" in text for text in texts(example)):
                 example, missing = fill_placeholders(example, values_for(fields, self.placeholders))
         except (RowError, UnsupportedRow) as error:
-            return error, NO_FACTS
+            return error, NO_METADATA
         desirable = example.desirable if isinstance(example, Conversation) else None
         added = not isinstance(example, str) and any(picture.tag_added for picture in example.pictures)
         if self.seed is None and desirable is None and not missing and not added:
-            return example, NO_FACTS
-        return example, Facts(tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added)
+            return example, NO_METADATA
+        return example, RowMetadata(
+            tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added
+        )
 
     def examples(self, samples: Iterator[Sample]) -> Iterator[tuple[Sample, Example | RowError]]:
         """Yield samples with what their rows say.
@@ -188,8 +190,8 @@ def all_filled(results: Generator[Result, None, None], *, at_once: bool = False)
     with closing(results):
         for result in results:
             sample, _ = result
-            if sample.facts.missing:
-                for placeholder in sample.facts.missing[: 1 if at_once else None]:
+            if sample.metadata.missing:
+                for placeholder in sample.metadata.missing[: 1 if at_once else None]:
                     unfilled.setdefault(placeholder, sample.row.where)
                 if at_once:
                     break

@@ -255,8 +255,8 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
         packed = f"{counted(train.samples, sample)} packed into {counted(train.rows, 'row')}"
         rows = f"{packed} of up to {train.capacity:,} tokens, {train.packing_efficiency:.1%} full"
     yield "rows", rows
-    if train.judged:
-        yield "answers", train.judged
+    if train.answer_counts:
+        yield "answers", train.answer_counts
     yield "tokens", _tokens(train.tokens, train.trained)
     if pictures := train.pictures.words():
         yield "pictures", f"{pictures}; {train.pictures.tokens / train.tokens:.1%} of all tokens"

@@ -18,7 +18,7 @@ from megatune.data.bad_rows import TOO_LONG, LengthError
 
 Strategy = Literal["budget", "drop", "left", "right", "split", "error"]
 # Tokens, and whether they are trained.
-Stretch = tuple[list[int], bool]
+Segment = tuple[list[int], bool]
 
 _SHIFT = 32  # bits of a token id
 
@@ -51,8 +51,8 @@ def share_budget(prompt_length: int, completion_length: int, budget: int) -> tup
 
 
 def cut_turns(
-    turns: Sequence[tuple[Stretch, Stretch]], cutoff_len: int, strategy: Strategy, *, last_first: bool, keep_first: bool
-) -> list[Stretch]:
+    turns: Sequence[tuple[Segment, Segment]], cutoff_len: int, strategy: Strategy, *, last_first: bool, keep_first: bool
+) -> list[Segment]:
     """Cut the turns of a conversation to cutoff_len tokens.
 
     Args:
@@ -63,27 +63,27 @@ def cut_turns(
     Raises:
         LengthError: the strategy is "drop" or "error", or there is no room for pictures.
     """
-    stretches = [stretch for turn in turns for stretch in turn]
+    segments = [segment for turn in turns for segment in turn]
     if strategy == "budget":
         return _in_budget(turns, cutoff_len, last_first)
     if strategy == "right":
-        starts = accumulate((len(tokens) for tokens, _ in stretches), initial=0)
+        starts = accumulate((len(tokens) for tokens, _ in segments), initial=0)
         rooms = (max(0, cutoff_len - start) for start in starts)
-        return [(_start(tokens, room), trained) for (tokens, trained), room in zip(stretches, rooms, strict=False)]
+        return [(_start(tokens, room), trained) for (tokens, trained), room in zip(segments, rooms, strict=False)]
     if strategy == "left":
-        kept: list[Stretch] = []
-        head = [(tokens[:1], trained) for tokens, trained in stretches if tokens][: int(keep_first)]
+        kept: list[Segment] = []
+        head = [(tokens[:1], trained) for tokens, trained in segments if tokens][: int(keep_first)]
         room = cutoff_len - len(head)
-        for tokens, trained in reversed(stretches):
+        for tokens, trained in reversed(segments):
             kept.append((_end(tokens, room), trained))
             room = room - len(tokens) if len(kept[-1][0]) == len(tokens) else 0
         return head + kept[::-1]
-    raise _too_long(sum(len(tokens) for tokens, _ in stretches), cutoff_len)
+    raise _too_long(sum(len(tokens) for tokens, _ in segments), cutoff_len)
 
 
 def cut_around_pictures(
-    stretches: list[Stretch], cutoff_len: int, strategy: Strategy, pads: Collection[int]
-) -> list[Stretch]:
+    segments: list[Segment], cutoff_len: int, strategy: Strategy, pads: Collection[int]
+) -> list[Segment]:
     """Cut a document to cutoff_len tokens, of which the placeholders of all pictures are some: ms-swift's rule.
 
     Args:
@@ -93,25 +93,25 @@ def cut_around_pictures(
     Raises:
         LengthError: it is longer, and the strategy is another one; or the pictures alone are.
     """
-    length = sum(len(tokens) for tokens, _ in stretches)
+    length = sum(len(tokens) for tokens, _ in segments)
     if length <= cutoff_len or strategy == "split":
-        return stretches
-    ids = np.array([token for tokens, _ in stretches for token in tokens], dtype=np.int64)
+        return segments
+    ids = np.array([token for tokens, _ in segments for token in tokens], dtype=np.int64)
     kept = np.isin(unnumbered(ids)[0], list(pads)) & (ids < 0)
     room = cutoff_len - int(kept.sum())
     if strategy not in ("left", "right") or room <= 0:
         raise _too_long(length, cutoff_len)
     others = np.flatnonzero(~kept)
     kept[others[-room:] if strategy == "left" else others[:room]] = True
-    borders = np.cumsum([0, *(len(tokens) for tokens, _ in stretches)])
-    spans = zip(borders[:-1], borders[1:], stretches, strict=True)
+    borders = np.cumsum([0, *(len(tokens) for tokens, _ in segments)])
+    spans = zip(borders[:-1], borders[1:], segments, strict=True)
     return [(ids[start:stop][kept[start:stop]].tolist(), trained) for start, stop, (_, trained) in spans]
 
 
-def has_trained(stretches: Iterable[Stretch]) -> bool:
+def has_trained(segments: Iterable[Segment]) -> bool:
     """Tell whether a document has a trained token besides its first, which is never predicted."""
     first = True
-    for tokens, trained in stretches:
+    for tokens, trained in segments:
         if trained and len(tokens) > first:
             return True
         first = first and not tokens
@@ -142,9 +142,9 @@ def cut_pair(
     return [token for tokens, _ in kept for token in tokens], short
 
 
-def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first: bool) -> list[Stretch]:
+def _in_budget(turns: Sequence[tuple[Segment, Segment]], budget: int, last_first: bool) -> list[Segment]:
     """Fill the budget turn by turn; the turn that uses it up is the last."""
-    kept: list[tuple[Stretch, Stretch]] = []
+    kept: list[tuple[Segment, Segment]] = []
     for (prompt, prompt_trained), (completion, completion_trained) in reversed(turns) if last_first else turns:
         if budget <= 0:
             break
@@ -164,7 +164,7 @@ def _in_budget(turns: Sequence[tuple[Stretch, Stretch]], budget: int, last_first
         raise LengthError(
             "picture-too-long", "cutoff_len has no room for the images or videos of a turn", detail, length
         )
-    return [stretch for turn in (reversed(kept) if last_first else kept) for stretch in turn]
+    return [segment for turn in (reversed(kept) if last_first else kept) for segment in turn]
 
 
 def _too_long(length: int, cutoff_len: int) -> LengthError:

@@ -21,7 +21,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import Document
-from megatune.data.samples import Facts, Result, RowReader, Sample
+from megatune.data.samples import Result, RowMetadata, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.processes import when_parent_ends
 
@@ -57,7 +57,7 @@ class EncodedItems(NamedTuple):
         sizes, pictures: tokens and pictures of each document.
         results: of each row its number of documents, whether it was cut, its length before, its margin and
             its label; or why it has none. An UnsupportedRow ends the run.
-        facts: of each row.
+        metadata: of each row.
     """
 
     tokens: np.ndarray
@@ -65,19 +65,19 @@ class EncodedItems(NamedTuple):
     sizes: list[int]
     pictures: list[tuple[DocumentPicture, ...]]
     results: list[tuple[int, bool, int, float, tuple[float, ...] | None] | RowError | UnsupportedRow]
-    facts: list[Facts]
+    metadata: list[RowMetadata]
 
-    def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, Facts]]:
+    def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, RowMetadata]]:
         """Yield what became of each row, and what else is known of it."""
         spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
         documents = (
             Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
         )
-        for result, facts in zip(self.results, self.facts, strict=True):
+        for result, metadata in zip(self.results, self.metadata, strict=True):
             if isinstance(result, tuple):
-                yield Encoded(tuple(islice(documents, result[0])), *result[1:]), facts
+                yield Encoded(tuple(islice(documents, result[0])), *result[1:]), metadata
             else:
-                yield result, facts
+                yield result, metadata
 
 
 class _Promise(Protocol):
@@ -100,7 +100,7 @@ def encode_all(
     """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
 
     Args:
-        reader: of the samples' rows; it gives them their facts.
+        reader: of the samples' rows; it gives them their metadata.
         series: shares the work with other machines.
         side_by_side: data sets that are read at the same time, and share MOST_BYTES.
 
@@ -165,7 +165,7 @@ class _Work:
                 else each
                 for each in results
             ],
-            [facts for _, facts in read],
+            [metadata for _, metadata in read],
         )
 
     def submit(self, chunk: _Chunk) -> Future[EncodedItems]:
@@ -267,7 +267,7 @@ def _in_order(
             if sample.row.error is not None:
                 yield sample, sample.row.error
                 continue
-            encoded, sample.facts = next(following)
+            encoded, sample.metadata = next(following)
             if isinstance(encoded, UnsupportedRow):
                 raise work.reader.refused(sample.row.where, encoded) from encoded
             yield sample, encoded

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatune.config.settings import Settings
 from megatune.config.values import counted
-from megatune.data.batches import Collator, Share
+from megatune.data.batches import Collator, MediaShard
 from megatune.data.prompts import AnswerPrompt, prompts_of_file, prompts_of_rows
 from megatune.data.rows import IGNORE_INDEX, Document, TokenRows
 from megatune.data.text_scores import Scored, is_equal, missing_libraries, text_scores
@@ -54,7 +54,7 @@ class Answerer:
     """Writes the answers of a run.
 
     Attributes:
-        share: of the pictures, what this rank decodes.
+        shard: of the pictures, what this rank decodes.
         stops: tokens that end an answer.
         most: tokens of an answer at most.
     """
@@ -63,7 +63,7 @@ class Answerer:
     tokenizer: PreTrainedTokenizerBase
     collator: Collator
     coords: RankCoordinates
-    share: Share | None
+    shard: MediaShard | None
     stops: tuple[int, ...]
     most: int
 
@@ -109,7 +109,7 @@ class Answerer:
         )
         longest = max(len(each.token_ids) for each in prompts)
         most = min(evaluation.eval_generate_tokens, context - longest)
-        return cls(prompts, tokenizer, collator, loaders.coords, loaders.share, stops, most)
+        return cls(prompts, tokenizer, collator, loaders.coords, loaders.shard, stops, most)
 
     @property
     def line(self) -> str:
@@ -155,7 +155,7 @@ class Answerer:
             mine = numbers[coords.dp_rank :: coords.dp_size]
             parts = [mine[part * size : (part + 1) * size] for part in range(coords.pp_size)]
             batches = [
-                self.collator([documents[number - start] for number in part], length, share=self.share)
+                self.collator([documents[number - start] for number in part], length, shard=self.shard)
                 for part in parts
             ]
             for part, tokens in zip(parts, likeliest_tokens(model, batches), strict=False):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import BAD_ROWS_FILE, MOST_NAMED
-from megatune.data.batches import Batch, Collator, Share, Unreadable
+from megatune.data.batches import Batch, Collator, MediaShard, Unreadable
 from megatune.data.loader import StepLoader
 from megatune.data.order import PreparedSteps, StepRows
 from megatune.data.rows import TokenRows
@@ -67,11 +67,11 @@ class Loaders:
         return steps, self._once(steps, *sizes)
 
     @property
-    def share(self) -> Share | None:
+    def shard(self) -> MediaShard | None:
         """Which pictures of a micro-batch this rank decodes: the ranks of the first stage deal them."""
         coords = self.coords
         shared = coords.tp_size * coords.cp_size
-        return None if coords.pp_rank else Share(coords.cp_rank * coords.tp_size + coords.tp_rank, shared)
+        return None if coords.pp_rank else MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, shared)
 
     def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
         # Without pictures processes cost more to start than they save.
@@ -101,7 +101,7 @@ class Loaders:
             same_length=coords.pp_size > 1,  # pipelines send one shape from stage to stage
             start_step=steps.start,
             stop_step=steps.stop,
-            share=self.share,
+            shard=self.shard,
             num_workers=num_workers,
             pin_memory=self.settings.data.dataloader_pin_memory,
         )

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import ParallelSettings
-from megatune.data.batches import Batch, Collator, Share
+from megatune.data.batches import Batch, Collator, MediaShard
 from megatune.data.media import PictureSource
 from megatune.data.media.processor import Measured
 from megatune.data.pictures import DocumentPicture
@@ -76,7 +76,7 @@ def _batches(
     inputs: Any = None if vision is None else SimpleNamespace(vision=vision, processor=_RandomPixels(vision))
     multiples = parallel.sequence_multiple, parallel.document_multiple
     collator = Collator(micro_batch_size, packed, *multiples, 0, inputs)
-    share = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
+    shard = MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
     # With virtual stages micro-batches come in rounds of one a pipeline stage.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (micro_batch_size * round_size)) * round_size
@@ -85,7 +85,7 @@ def _batches(
         for index in range(num_batches)
     ]
     length = max(collator.length([len(document.input_ids) for document in of_batch]) for of_batch in documents)
-    return [collator(of_batch, length, share=share if coords.pp_rank == 0 else None) for of_batch in documents]
+    return [collator(of_batch, length, shard=shard if coords.pp_rank == 0 else None) for of_batch in documents]
 
 
 def _document(sample: Sample) -> Document:

@@ -218,11 +218,11 @@ def _usable(
     for sample, encoded in encode_all(encoder, reader, samples):
         preview.read += 1
         # What has no value is shown as it is written; a run would end with it.
-        preview.unfilled.update(sample.facts.missing)
+        preview.unfilled.update(sample.metadata.missing)
         if isinstance(encoded, RowError):
             preview.bad.append((sample.row.where, encoded))
         else:
-            tags = encoded.length, sample.facts.desirable, encoded.margin, encoded.label
+            tags = encoded.length, sample.metadata.desirable, encoded.margin, encoded.label
             yield tuple(RowDocument(sample.row.where, each, 0, *tags) for each in encoded.documents)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.encode import Encoded
 from megatune.data.order import block_order, draws
-from megatune.data.pipeline import DatasetReader, Pipeline, SetState
+from megatune.data.pipeline import DatasetReader, DatasetState, Pipeline
 from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.store import write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -36,7 +36,7 @@ Order = Callable[[int], np.ndarray]  # of samples, given their number
 class StreamState:
     """Where the stream of all data sets is between two blocks: written beside every block and into every checkpoint."""
 
-    sets: tuple[SetState, ...]  # in the order of `dataset`
+    sets: tuple[DatasetState, ...]  # in the order of `dataset`
     block: int = 0  # number of the next one, from 0 over the whole run
     first_row: int = 0  # the first of its rows, from 0 over the whole run
     epoch: int = 0  # of the last sample taken
@@ -47,7 +47,7 @@ class StreamState:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return adapter_of(StreamState).dump_python(self, mode="json")
+        return adapter_of(StreamState).dump_python(self, mode="json", by_alias=True)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
@@ -108,12 +108,12 @@ class MixedStream:
         self,
         pipeline: Pipeline,
         state: StreamState | None = None,
-        starts: Sequence[SetState] | None = None,
+        starts: Sequence[DatasetState] | None = None,
         *,
         evaluation: bool = False,
     ) -> None:
         sources = pipeline.evaluation if evaluation else pipeline.training
-        begins = tuple(starts or (SetState() for _ in sources))
+        begins = tuple(starts or (DatasetState() for _ in sources))
         self.state = state = state or StreamState(begins, reports=tuple(DatasetReport(each.name) for each in sources))
         self._pipeline, self._now = pipeline, state  # of what is now only epoch and draws count
         self.strategy = "concat" if evaluation else pipeline.settings.data.mix_strategy
@@ -134,7 +134,7 @@ class MixedStream:
                 if self.strategy == "interleave_once":
                     continue
                 self._check_bad_rows([drawn])
-                drawn.begin(drawn.state.passes + 1)
+                drawn.begin(drawn.state.epochs + 1)
             return _take(drawn)
         return None
 
@@ -161,7 +161,7 @@ class MixedStream:
             reports=tuple(deepcopy(reader.report) for reader in self.sets),
         )
         meta = BlockMeta(tokens, start, self.state)
-        (folder / _META_FILE).write_bytes(adapter_of(BlockMeta).dump_json(meta))
+        (folder / _META_FILE).write_bytes(adapter_of(BlockMeta).dump_json(meta, by_alias=True))
         return meta
 
     def write_part(self, folder: Path, part: str, samples: Iterable[Encoded], order: Order) -> TokenReport:
@@ -207,7 +207,7 @@ class MixedStream:
 
     def _check_bad_rows(self, readers: Iterable[DatasetReader]) -> None:
         """Refuse more bad rows than max_bad_rows allows, of data sets in their first pass: later ones repeat them."""
-        first = (reader.report for reader in readers if not (self._now.epoch or reader.state.passes))
+        first = (reader.report for reader in readers if not (self._now.epoch or reader.state.epochs))
         check_bad_rows(first, self._pipeline.settings.data)
 
     def _begin_epoch(self) -> None:

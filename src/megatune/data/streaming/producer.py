@@ -34,7 +34,7 @@ import numpy as np
 from megatune.data.cache import built, is_full, room_left
 from megatune.data.cache.files import owned_folder, remove_abandoned
 from megatune.data.cache.key import kept_as
-from megatune.data.pipeline import Pipeline, SetState
+from megatune.data.pipeline import DatasetState, Pipeline
 from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.rows import TokenRows
 from megatune.data.streaming.blocks import BlockMeta, MixedStream, StreamState
@@ -166,7 +166,7 @@ class HeldOut:
     folder: Path  # holds the part EVALUATION
     tokens: TokenReport
     reports: tuple[DatasetReport, ...]  # of the data sets they come from; those trained on where val_size takes them
-    starts: tuple[SetState, ...] | None  # where training on each data set begins; None where that is their starts
+    starts: tuple[DatasetState, ...] | None  # where training on each data set begins; None where that is their starts
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
@@ -218,7 +218,9 @@ class StreamRequest:
             # Copies, before `_starts` reads on.
             reports = tuple(replace(deepcopy(e.report), trained=0, evaluation=e.report.trained) for e in stream.sets)
             held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
-        (folder / _EVALUATION_META).write_bytes(adapter_of(HeldOut).dump_json(held_out, exclude={"folder"}))
+        (folder / _EVALUATION_META).write_bytes(
+            adapter_of(HeldOut).dump_json(held_out, exclude={"folder"}, by_alias=True)
+        )
 
     def stream(self, held_out: HeldOut | None, exchange: Exchange | None = None) -> MixedStream:
         """Return the training data behind the rows that are held out."""
@@ -303,10 +305,10 @@ def write_next() -> None:
     _producer.write_next()
 
 
-def _starts(stream: MixedStream) -> tuple[SetState, ...]:
+def _starts(stream: MixedStream) -> tuple[DatasetState, ...]:
     """Return where training begins behind the samples taken so far."""
-    repeated = [entry for entry in stream.sets if entry.state.passes]
-    starts = tuple(SetState(entry.state.position, entry.state.rows) for entry in stream.sets)
+    repeated = [entry for entry in stream.sets if entry.state.epochs]
+    starts = tuple(DatasetState(entry.state.position, entry.state.rows) for entry in stream.sets)
     for entry in stream.sets:  # rows behind those held out are training's to report
         entry.on_bad_row = lambda sample, error: None
     used_up = [entry for entry in stream.sets if not entry.has_next()]

@@ -23,7 +23,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatune.data.truncation import Stretch
+    from megatune.data.truncation import Segment
 
 OPENING = "<think>\n"
 EMPTY_THOUGHT = f"{OPENING}\n</think>\n\n"
@@ -146,10 +146,10 @@ def joined_texts(texts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [("".join(text for text, _ in group), on) for on, group in groupby(texts, key=itemgetter(1))]
 
 
-def with_ends(stretches: Sequence[Stretch], end: list[int]) -> list[Stretch]:
+def with_ends(segments: Sequence[Segment], end: list[int]) -> list[Segment]:
     """Train what ends an answer where the text behind a trained one begins with it."""
-    ended: list[Stretch] = []
-    for tokens, trained in stretches:
+    ended: list[Segment] = []
+    for tokens, trained in segments:
         if not trained and ended and ended[-1][1] and tokens[: len(end)] == end:
             ended += [(end, True), (tokens[len(end) :], False)]
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from megatune.data.batches import Batch, Collator, Share
+from megatune.data.batches import Batch, Collator, MediaShard
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine.sequences import ROUTING
 from megatune.rl.samples import Rollouts
@@ -184,7 +184,7 @@ def batches(
     per_token: Iterable[str] = (),
     per_sample: Iterable[str] = (),
     replay: bool = False,
-    share: Share | None = None,
+    shard: MediaShard | None = None,
 ) -> list[Batch]:
     """Make a data-parallel rank's micro-batches.
 
@@ -192,7 +192,7 @@ def batches(
         shares: numbers of samples, by rank and micro-batch.
         same_length: all micro-batches of all ranks have one length, as pipelines need.
         replay: routers choose the experts that the rollout engine chose.
-        share: which pictures this rank decodes; None for none of them.
+        shard: which pictures this rank decodes; None for none of them.
     """
     lengths = rollouts.lengths
 
@@ -209,7 +209,7 @@ def batches(
             [document(rollouts, sample) for sample in samples],
             longest if same_length else needed(samples),
             columns(samples),
-            share,
+            shard,
         )
         for samples in shares[rank]
     ]

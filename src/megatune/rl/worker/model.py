@@ -17,7 +17,7 @@ from megatune.config.derived import as_adapter
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED
-from megatune.data.batches import Batch, Collator, Share
+from megatune.data.batches import Batch, Collator, MediaShard
 from megatune.engine import device, groups
 from megatune.engine.groups import build
 from megatune.engine.model import Chunk
@@ -175,7 +175,7 @@ class ModelWorker(ABC):
         vision = next((each.vision for each in rollouts.shown if each is not None), None)
         collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
         same_length = coords.pp_size > 1
-        decodes = Share(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
+        decodes = MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
         found = batches(
             rollouts,
             shares,
@@ -185,7 +185,7 @@ class ModelWorker(ABC):
             per_token=per_token,
             per_sample=per_sample,
             replay=self.role.replays_routing,
-            share=None if coords.pp_rank else decodes,
+            shard=None if coords.pp_rank else decodes,
         )
         if unreadable := [each for batch in found for each in batch.unreadable]:
             findings = [Finding(each.reason, each.where, each.detail) for each in unreadable[:MOST_NAMED]]
