@@ -58,6 +58,8 @@ def test_what_is_saved_is_read_as_a_reward_model(family: str, tmp_path: Path) ->
     assert "score.weight" in names
     assert "lm_head.weight" not in names
     assert as_saved(saved, class_name, pad_token_id=7) == saved
+    named = saved | {"id2label": {"0": "quality"}, "label2id": {"quality": 0}}
+    assert as_saved(named, class_name, pad_token_id=7) == named, "names of labels stay"
 
 
 def test_other_stages_refuse_a_reward_model(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def as_saved(
     """
     kept = {key: value for key, value in config.items() if key != "num_labels"}
     names = {str(label): f"LABEL_{label}" for label in range(count)}
-    if num_labels(config) == count > 1:
+    if num_labels(config) == count:
         names = config.get("id2label") or names
     return {
         **kept,
