@@ -50,7 +50,7 @@ class Command:
 
     @property
     def fork_server(self) -> psutil.Process:
-        return next(each for each in psutil.Process(self.pid).children() if each.name() == "megatune-zygote")
+        return next(each for each in psutil.Process(self.pid).children() if each.name() == "megatune-fork")
 
     @property
     def ranks(self) -> list[psutil.Process]:

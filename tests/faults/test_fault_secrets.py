@@ -89,8 +89,8 @@ def test_an_internal_error_of_a_verb_leaves_none(monkeypatch: pytest.MonkeyPatch
 def test_a_token_that_a_library_prints_or_warns_of_is_not_shown(tmp_path: Path, told: Callable[..., None]) -> None:
     program = (
         "import sys, os, warnings, logging\nfrom pathlib import Path\n"
-        "from megatune.launch.output import outlive_reader\n"
-        f"outlive_reader(Path({str(tmp_path / 'log')!r}))\n"
+        "from megatune.launch.output import divert_lost_output\n"
+        f"divert_lost_output(Path({str(tmp_path / 'log')!r}))\n"
         "print('a é', sys.argv[1], 'z')\nwarnings.warn(sys.argv[1])\nlogging.getLogger('x').error(sys.argv[1])\n"
     )
     done = subprocess.run(

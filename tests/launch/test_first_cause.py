@@ -157,17 +157,17 @@ def test_an_import_that_takes_too_long(launch):
     assert "launch_slow.py" in (run.run_dir / "logs" / "start.log").read_text()
 
 
-def test_a_death_of_the_zygote_is_reported(launch):
+def test_a_death_of_the_fork_server_is_reported(launch):
     run = launch("run_on")
     run.wait_for_step(0, 1)
-    zygote = psutil.Process(run.rank_pids()[0]).parent()
-    os.kill(zygote.pid, signal.SIGKILL)
+    fork_server = psutil.Process(run.rank_pids()[0]).parent()
+    os.kill(fork_server.pid, signal.SIGKILL)
     code, _, stderr = run.finish()
     assert code == ExitCode.PROCESS_DIED
     assert "starts the ranks was killed by SIGKILL" in stderr
 
 
-def test_a_death_is_noticed_while_the_zygote_is_stopped(launch):
+def test_a_death_is_noticed_while_the_fork_server_is_stopped(launch):
     run = launch("run_on")
     run.wait_for_step(0, 1)
     victim = run.rank_pids()[1]

@@ -19,10 +19,10 @@ from megatune.launch.world import RankEnv
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from megatune.launch.rank_main import run_joined
-from megatune.launch.world import joined
+from megatune.launch.rank_main import run_under_torchrun
+from megatune.launch.world import torchrun_env
 target, payload, run_dir = f"launch_targets:{sys.argv[1]}", json.loads(sys.argv[3]), Path(sys.argv[2])
-sys.exit(run_joined(target, payload, joined(os.environ), run_dir, out_of_memory_advice="ask for help"))
+sys.exit(run_under_torchrun(target, payload, torchrun_env(os.environ), run_dir, out_of_memory_advice="ask for help"))
 """
 PLACE = RankEnv(1, 1, 2, 2, "127.0.0.1", 29500, 0).variables() | {"OMP_NUM_THREADS": "1"}
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.devices import count_gpus
-from megatune.launch.world import World, decide_world, is_port_free, joined
+from megatune.launch.world import World, decide_world, is_port_free, torchrun_env
 
 TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
 
@@ -39,7 +39,7 @@ def test_places_of_a_second_machine():
     assert world == World(nnodes=2, node_rank=1, nproc_per_node=4, master_addr="node-0", master_port=1234)
     env = world.rank_env(3)
     assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (7, 3, 8, 4)
-    assert joined(env.variables()) == env
+    assert torchrun_env(env.variables()) == env
 
 
 def test_a_free_port_is_chosen_on_one_machine():
@@ -76,8 +76,8 @@ def test_contradictions_are_refused(model_parallel_size, num_processes, num_devi
 
 
 def test_only_a_whole_torchrun_environment_counts_as_joined():
-    assert joined({}) is None
-    assert joined({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    assert torchrun_env({}) is None
+    assert torchrun_env({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_only_a_whole_torchrun_environment_counts_as_joined():
 )
 def test_a_torchrun_environment_that_contradicts_is_refused(change, text):
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert joined(env) is not None
+    assert torchrun_env(env) is not None
     with pytest.raises(MegatuneError, match=text) as caught:
-        joined(env | change)
+        torchrun_env(env | change)
     assert caught.value.exit_code == ExitCode.SETTINGS
 
 

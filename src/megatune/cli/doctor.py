@@ -49,14 +49,14 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     from megatune.doctor.check import as_json, has_failed, lines
     from megatune.doctor.run import check_joined, check_started, needs_of
-    from megatune.launch.world import World, joined
+    from megatune.launch.world import World, torchrun_env
 
     given = COMMAND.read(words)
     given.stop()
     loaded, is_run = given.load(), given.settings.source is not None
     if not is_run and (findings := [*loaded.findings, *_without_part(loaded)]):
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    here = joined(os.environ) or _world(loaded)
+    here = torchrun_env(os.environ) or _world(loaded)
     loaded = loaded.for_world(here.world_size)
     needs = needs_of(loaded, here.world_size, whole=is_run)
     checks = check_started(needs, here) if isinstance(here, World) else check_joined(needs, here)

@@ -14,8 +14,8 @@ from typing import NoReturn
 from megatune import __version__
 from megatune.cli.pages import GROUPS, QUIET, RUNS, VERBS, Help, new_parser
 from megatune.errors import ExitCode, Finding, MegatuneError, closest, without_secrets
-from megatune.launch.output import OutputLost, end_with_reader
-from megatune.launch.torchrun import end_as_peers, is_first, tell
+from megatune.launch.output import OutputLost, exit_when_output_lost
+from megatune.launch.torchrun import exit_on_stop_signals, is_first, report_once
 from megatune.progress import QUIET_VARIABLE
 
 _NOT_BUILT = {
@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if is_own := argv is None:
         argv = sys.argv[1:]
-        end_with_reader()  # a verb whose work must not end with it says so (`outlive_reader`)
-        end_as_peers()
+        exit_when_output_lost()  # a verb whose work must not end with it says so (`divert_lost_output`)
+        exit_on_stop_signals()
     try:
         code = _run(list(argv))
         sys.stdout.flush()  # here, where a lost output can still be answered
         return code
     except MegatuneError as error:
-        return tell(report(error), error.exit_code, first=is_first())
+        return report_once(report(error), error.exit_code, first=is_first())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         if is_own:

@@ -77,12 +77,12 @@ def begin(read: ReadRL, system: str) -> int:
     settings = read.require_valid()
     from megatune.config.dialects.roll import run_yaml
     from megatune.launch.context import log_path
-    from megatune.launch.output import outlive_reader
+    from megatune.launch.output import divert_lost_output
     from megatune.rl.pipeline.run import start
     from megatune.training.trackers import check_installed
 
     check_installed(settings.actor_train.settings)
-    outlive_reader(log_path(Path(settings.run.output_dir).absolute() / "launch", "driver"))
+    divert_lost_output(log_path(Path(settings.run.output_dir).absolute() / "launch", "driver"))
     for line in read.lines:
         print(f"{system:<11}{line}", flush=True)
     return start(settings, run_yaml(read))

@@ -1,8 +1,8 @@
-"""What supervisor, zygote and ranks send to each other, and how one ends with the other.
+"""What supervisor, fork server and ranks send to each other, and how one ends with the other.
 
-supervisor --- starts ---> zygote --- forks ---> ranks
-    request: one pickle in an unnamed file that is the zygote's stdin, read by whoever needs it
-    events:  JSON lines on a pipe from the zygote to the supervisor, one a line:
+supervisor --- starts ---> fork_server --- forks ---> ranks
+    request: one pickle in an unnamed file that is the fork server's stdin, read by whoever needs it
+    events:  JSON lines on a pipe from the fork server to the supervisor, one a line:
         {"event": "ready", "start": "fork"|"exec", "why": ..., "seconds": ...}   the target is imported
         {"event": "started", "rank": ..., "pid": ...}
         {"event": "exited", "rank": ..., "exit_code": ... | null, "signal": ... | null, "time": ...}
@@ -154,7 +154,7 @@ def read_beat(path: Path) -> Beat | None:
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """What zygote and ranks need to know. A pickle, so that a target gets the same payload as under torchrun."""
+    """What fork server and ranks need to know. A pickle, so that a target gets the same payload as under torchrun."""
 
     target: str
     payload: dict[str, Any]
@@ -198,7 +198,7 @@ def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
     threading.Thread(target=watch, name=name, daemon=True).start()
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)

@@ -148,7 +148,7 @@ class OomKills:
         self._looked = time.monotonic()
         self._before = self._latest = count_oom_kills()
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Forget what was OOM_SECONDS to twice as long ago."""
         if now - self._looked > OOM_SECONDS:
             self._looked, self._before, self._latest = now, self._latest, count_oom_kills()

@@ -1,8 +1,5 @@
-"""What a rank writes down when it fails or hangs, so that the supervisor can tell the first cause from what followed.
-
-`find_desync` tells where ranks part: the collective operation that some of a group have come to and others have not, or
-call another.
-"""
+"""The error reports of ranks, from which the supervisor finds the first cause, and the collective operations in which
+ranks of a hung run differ."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError, without_secrets
-from megatune.launch.context import log_path, write_whole
+from megatune.launch.context import log_path, write_atomically
 
 if TYPE_CHECKING:
     from megatune.launch.context import RankContext
@@ -68,7 +65,7 @@ def error_path(run_dir: Path, rank: int, role: str = "rank") -> Path:
 
 def write_failure(path: Path, failure: Failure) -> None:
     """Write the file whole or not at all."""
-    write_whole(path, json.dumps(failure.to_json(), indent=1))
+    write_atomically(path, json.dumps(failure.to_json(), indent=1))
 
 
 def read_failure(path: Path) -> Failure | None:
@@ -172,11 +169,11 @@ def operations_path(run_dir: Path, rank: int) -> Path:
     return log_path(run_dir, f"rank-{rank}").with_suffix(".operations.json")
 
 
-def leave_operations(context: RankContext) -> None:
+def write_operations(context: RankContext) -> None:
     """Write what this rank has called, where its target says how to know."""
     if context.operations is not None:
         with contextlib.suppress(Exception):  # it is only an addition to a report
-            write_whole(operations_path(context.run_dir, context.rank), json.dumps(context.operations()))
+            write_atomically(operations_path(context.run_dir, context.rank), json.dumps(context.operations()))
 
 
 def waits_on_device(run_dir: Path, rank: int) -> bool:
@@ -189,7 +186,7 @@ def waits_on_device(run_dir: Path, rank: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Desync:
+class Mismatch:
     """Where ranks part.
 
     Attributes:
@@ -217,7 +214,7 @@ class _Group:
         return f"{name} of {', '.join(map(str, sizes)) or 'nothing'}"
 
 
-def find_desync(run_dir: Path, ranks: Sequence[int]) -> Desync | None:
+def find_mismatch(run_dir: Path, ranks: Sequence[int]) -> Mismatch | None:
     """Compare what these ranks have left; None where they have left nothing, or are all at the same operations."""
     groups = _read(run_dir, ranks)
     found = [each for group in groups if (each := _other_operation(group) or _behind(group)) is not None]
@@ -226,7 +223,7 @@ def find_desync(run_dir: Path, ranks: Sequence[int]) -> Desync | None:
     # A rank that is gone ahead waits in another group for those that it left: the fewest are the odd ones.
     fewest = min(number for number, _ in found)
     first, *others = (each for number, each in found if number == fewest)
-    return Desync(first.rank, "; ".join(each.text for each in (first, *others[:1])))
+    return Mismatch(first.rank, "; ".join(each.text for each in (first, *others[:1])))
 
 
 def _read(run_dir: Path, ranks: Sequence[int]) -> list[_Group]:
@@ -246,7 +243,7 @@ def _read(run_dir: Path, ranks: Sequence[int]) -> list[_Group]:
     return [group for group in groups.values() if len(group.called) > 1]
 
 
-def _other_operation(group: _Group) -> tuple[int, Desync] | None:
+def _other_operation(group: _Group) -> tuple[int, Mismatch] | None:
     """Find the first operation of a group that some of its ranks call by another name, or with another size."""
     numbers = set.intersection(*(set(called) for called in group.called.values()))
     for number in sorted(numbers):
@@ -258,11 +255,11 @@ def _other_operation(group: _Group) -> tuple[int, Desync] | None:
             parties = sorted(by_call.values(), key=len)
             does = [f"{_names(party)} {_s('call', party)} {group.text(party[0], number)}" for party in parties]
             text = f"operation {number} of group {group.kind} is not the same: {', '.join(does)}"
-            return len(parties[0]), Desync(_odd(parties), text)
+            return len(parties[0]), Mismatch(_odd(parties), text)
     return None
 
 
-def _behind(group: _Group) -> tuple[int, Desync] | None:
+def _behind(group: _Group) -> tuple[int, Mismatch] | None:
     """Find ranks that have not come to an operation in which the others of the group wait, or gave up waiting."""
     counts = group.counts
     most = max(counts.values())
@@ -275,7 +272,7 @@ def _behind(group: _Group) -> tuple[int, Desync] | None:
     at = f"{_names(first)} {_s('have', first)} called {latest} operations of group {group.kind}"
     at += f", the last {group.text(first[0], latest)}" if latest else ""
     text = f"{at}; {_names(waiting)} {_s('wait', waiting)} in operation {most}, {group.text(waiting[0], most)}"
-    return len(late), Desync(_odd([first, waiting]), text)
+    return len(late), Mismatch(_odd([first, waiting]), text)
 
 
 def _odd(parties: Sequence[Sequence[int]]) -> int | None:

@@ -29,7 +29,7 @@ class OutputLost(SystemExit):
         self.reason = "" if error.errno in _GONE else os.strerror(error.errno or 0)
 
 
-def end_with_reader() -> None:
+def exit_when_output_lost() -> None:
     """Have the next line to stdout raise OutputLost once it is lost; what stderr can't take is dropped."""
 
     def stdout_lost(error: OSError) -> None:
@@ -40,7 +40,7 @@ def end_with_reader() -> None:
     _replace("stderr", _STDERR, lambda error: _point(_STDERR, os.devnull))
 
 
-def outlive_reader(log: Path) -> None:
+def divert_lost_output(log: Path) -> None:
     """Have what stdout and stderr can't take go on into a log, children's and native libraries' lines too.
 
     The log is opened when it is needed, and made with its folder; where that fails as well, lines are dropped.

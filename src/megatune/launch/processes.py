@@ -50,13 +50,13 @@ class RankState:
 
 
 class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
-    """The zygote, and a RankState for each rank it starts. As a context manager, leaves no process behind.
+    """The fork server, and a RankState for each rank it starts. As a context manager, leaves no process behind.
 
     Attributes:
         ranks: by rank number; empty until the first is started.
-        ready: the zygote's "ready" event, None before.
+        ready: the fork server's "ready" event, None before.
         failure: why the target could not be imported, None if it could.
-        lost: the zygote ended while ranks were running, or before it started them.
+        lost: the fork server ended while ranks were running, or before it started them.
     """
 
     def __init__(self, request: StartRequest) -> None:
@@ -70,8 +70,8 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self._events, write_end = os.pipe()
         with tempfile.TemporaryFile() as request_file:
             request.write(request_file)
-            self._zygote = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megatune.launch.zygote", str(os.getpid()), str(write_end)],
+            self._fork_server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megatune.launch.fork_server", str(os.getpid()), str(write_end)],
                 stdin=request_file,
                 pass_fds=[write_end],
                 env=rank_environment(os.environ, request.world.nproc_per_node),
@@ -81,8 +81,8 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
 
     def __exit__(self, *error: object) -> None:
         self.send(signal.SIGKILL)
-        self._zygote.kill()  # its ranks, if any are left, die with it
-        self._zygote.wait()
+        self._fork_server.kill()  # its ranks, if any are left, die with it
+        self._fork_server.wait()
         os.close(self._events)
 
     @property
@@ -98,9 +98,9 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         return len(self.ranks) == self.request.world.nproc_per_node
 
     @property
-    def zygote_signal(self) -> int | None:
-        """What killed the zygote of a run that is `lost`, if a signal did."""
-        code = self._zygote.wait(END_SECONDS)  # it has closed its pipe, so it is about to end
+    def fork_server_signal(self) -> int | None:
+        """What killed the fork server of a run that is `lost`, if a signal did."""
+        code = self._fork_server.wait(END_SECONDS)  # it has closed its pipe, so it is about to end
         return -code if code < 0 else None
 
     def alive(self) -> list[RankState]:
@@ -126,13 +126,13 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if signum == signal.SIGKILL else os.kill)(state.pid, signum)
 
-    def dump_zygote(self) -> None:
-        """Have the zygote write where its import is into logs/start.log."""
-        self._zygote.send_signal(signal.SIGUSR1)
+    def dump_fork_server(self) -> None:
+        """Have the fork server write where its import is into logs/start.log."""
+        self._fork_server.send_signal(signal.SIGUSR1)
         time.sleep(POLL_SECONDS)
 
     def poll(self, seconds: float) -> None:
-        """Wait up to `seconds` for the zygote's next event, and look at the heartbeats now and then."""
+        """Wait up to `seconds` for the fork server's next event, and look at the heartbeats now and then."""
         readable, _, _ = select.select([self._events], [], [], seconds)
         if readable:
             self._receive(os.read(self._events, 1 << 16))
@@ -145,7 +145,7 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         if not readable and now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        self._wake_zygote()
+        self._wake_fork_server()
         for state in self.ranks.values():
             beat = read_beat(heartbeat_path(self.request.run_dir, state.rank))
             if beat and (state.beat is None or beat.count != state.beat.count):
@@ -169,11 +169,11 @@ class RankProcesses(contextlib.AbstractContextManager["RankProcesses"]):
         self.send(signal.SIGKILL)
         self.poll_until(lambda: False, END_SECONDS)
 
-    def _wake_zygote(self) -> None:
-        """Continue a zygote that somebody has stopped: it would report no rank's end."""
-        if process_state(self._zygote.pid) == "T":
+    def _wake_fork_server(self) -> None:
+        """Continue a fork server that somebody has stopped: it would report no rank's end."""
+        if process_state(self._fork_server.pid) == "T":
             print("megatune: the process that watches the ranks was stopped, and is continued", file=sys.stderr)
-            self._zygote.send_signal(signal.SIGCONT)
+            self._fork_server.send_signal(signal.SIGCONT)
 
     def _receive(self, data: bytes) -> None:
         if not data:
@@ -211,7 +211,7 @@ def has_pending(pid: int, *numbers: int) -> bool:
 
 
 def rank_environment(env: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """Return the environment of zygote and ranks, in place before they import torch; what the user set stays.
+    """Return the environment of fork server and ranks, in place before they import torch; what the user set stays.
 
     Each rank gets its share of the cores as OpenMP threads: with torch's default, every rank would use all of them.
     """

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext, StartRequest, die_with_parent, log_path, watch_signals
-from megatune.launch.failure import Failure, Kind, describe_failure, error_path, leave_operations, write_failure
-from megatune.launch.output import outlive_reader
+from megatune.launch.failure import Failure, Kind, describe_failure, error_path, write_failure, write_operations
+from megatune.launch.output import divert_lost_output
 from megatune.launch.report import outcome_text, raised_outcome
-from megatune.launch.torchrun import follow_stops, handle_stops, is_first, tell
+from megatune.launch.torchrun import exit_early_on_stop, handle_stop_signals, is_first, report_once
 from megatune.launch.world import RankEnv
 from megatune.processes import quick_imports
 
@@ -35,7 +35,7 @@ def load_target(target: str) -> Target:
         return getattr(importlib.import_module(module), function)
 
 
-def run_joined(
+def run_under_torchrun(
     target: str,
     payload: dict[str, Any],
     env: RankEnv,
@@ -48,11 +48,11 @@ def run_joined(
 
     Args:
         target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
-        env: `world.joined(os.environ)`.
+        env: `torchrun_env(os.environ)`.
         out_of_memory_advice: what a rank says that ran out of memory.
 
     Returns:
-        DONE or STOPPED; anything else ends the process here (`end_unless_well`).
+        DONE or STOPPED; anything else ends the process here (`exit_on_failure`).
     """
     context = RankContext(env, run_dir.absolute(), stop_file and stop_file.absolute())
     if context.rank == 0:
@@ -67,19 +67,19 @@ def run_joined(
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
             text = f"{text}\n{out_of_memory_advice}"
         # What follows from another rank's failure may be noticed before it.
-        return tell(text, failure.exit_code, first=is_first() and failure.kind <= Kind.UNAVAILABLE)
+        return report_once(text, failure.exit_code, first=is_first() and failure.kind <= Kind.UNAVAILABLE)
 
     with rank_log(context, parts_forks=True) as log:
-        follow_stops(context)
+        exit_early_on_stop(context)
         context.terminal = 2 if context.local_rank == 0 else None
         context.beat("start", 0)
         code = run_target(target, payload, context, log, tell_failure)
-        end_unless_well(code)
+        exit_on_failure(code)
     return code
 
 
 def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
-    """Run the target in a rank that the zygote started, and return as `run_joined`.
+    """Run the target in a rank that the fork server started, and return as `run_under_torchrun`.
 
     Args:
         terminal: descriptors of the terminal's stdout and stderr, for rank 0.
@@ -91,13 +91,13 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
         if local_rank == 0:
             context.terminal = os.dup(terminal[1])
         redirect_output(log, terminal, to_terminal=env.rank == 0)
-        watch_signals({signal.SIGUSR1: partial(leave_operations, context)}, "megatune-operations")
+        watch_signals({signal.SIGUSR1: partial(write_operations, context)}, "megatune-operations")
         code = run_target(request.target, request.payload, context, log)
-        end_unless_well(code)
+        exit_on_failure(code)
     return code
 
 
-def end_unless_well(code: int) -> None:
+def exit_on_failure(code: int) -> None:
     """End a failed process without the interpreter's tear-down, which may wait for peers that are gone."""
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         sys.stdout.flush()
@@ -129,7 +129,7 @@ def run_target(
             return int(error.code or ExitCode.DONE)
         failure = describe_failure(error, context)
         if failure.kind is Kind.COLLECTIVE:
-            leave_operations(context)
+            write_operations(context)
         with contextlib.suppress(OSError):  # on a full disk the exit code still says that much
             write_failure(error_path(context.run_dir, context.rank), failure)
             print_failure(failure, log)
@@ -162,10 +162,10 @@ def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[
     with path.open("a", buffering=1) as log:
         print(f"=== rank {context.rank}, process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", file=log)
         faulthandler.enable(file=log)
-        faulthandler.unregister(signal.SIGUSR1)  # what a zygote registered
+        faulthandler.unregister(signal.SIGUSR1)  # what the fork server registered
         signal.signal(signal.SIGUSR1, lambda number, frame: None)
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=True)
-        handle_stops(lambda number, frame: context.request_stop())
+        handle_stop_signals(lambda number, frame: context.request_stop())
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _spare_forks_the_handler(parts_forks)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
@@ -201,13 +201,13 @@ def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: boo
         os.dup2(saved if to_terminal else log.fileno(), number)
         os.close(saved)
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    outlive_reader(Path(log.name))
+    divert_lost_output(Path(log.name))
 
 
 def main() -> int:
     """Entry point of a rank that could not be forked: `rank_main LOCAL_RANK ZYGOTE_PID STDOUT STDERR`."""
-    local_rank, zygote, stdout, stderr = map(int, sys.argv[1:])
-    die_with_parent(zygote)
+    local_rank, fork_server, stdout, stderr = map(int, sys.argv[1:])
+    die_with_parent(fork_server)
     request = StartRequest.read(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with contextlib.suppress(Exception):  # run_target meets it again, and reports it

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from megatune.errors import ExitCode, Finding
-from megatune.launch.context import heartbeat_path, log_path, read_beat, write_whole
-from megatune.launch.failure import NOT_DETERMINISTIC, Desync, Failure, Kind, error_path, read_failure, waits_on_device
+from megatune.launch.context import heartbeat_path, log_path, read_beat, write_atomically
+from megatune.launch.failure import (
+    NOT_DETERMINISTIC,
+    Failure,
+    Kind,
+    Mismatch,
+    error_path,
+    read_failure,
+    waits_on_device,
+)
 from megatune.launch.processes import RankProcesses, RankState, process_state
 from megatune.launch.world import World
 
@@ -86,16 +94,16 @@ def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Fail
 
 
 def failed_outcome(
-    run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool, desync: Desync | None = None
+    run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool, mismatch: Mismatch | None = None
 ) -> Outcome:
     """Return the outcome of a run of which `first_cause` is known.
 
     Args:
         out_of_memory: the kernel's killer has struck meanwhile.
-        desync: where ranks parted, if they did.
+        mismatch: where ranks parted, if they did.
     """
     if failure is not None:
-        lost = desync.text if desync is not None and failure.kind is Kind.COLLECTIVE else _NOT_HERE
+        lost = mismatch.text if mismatch is not None and failure.kind is Kind.COLLECTIVE else _NOT_HERE
         return raised_outcome(run_dir, failure, culprit.rank, lost=lost)
     exit_code = ExitCode.PROCESS_DIED
     why = SIGNAL_REASONS.get(culprit.signal or 0, "")
@@ -125,7 +133,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: s
         return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
     who = f"rank {rank} on host {failure.host}" if rank is not None else f"host {failure.host}"
-    place = place_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
+    place = progress_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
     why = fix = ""
     if failure.exit_code == ExitCode.OUT_OF_MEMORY:
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
@@ -144,7 +152,7 @@ def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: s
 
 
 def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outcome:
-    """Return the outcome of a run whose zygote ended by itself, before or after it started the ranks."""
+    """Return the outcome of a run whose fork server ended by itself, before or after it started the ranks."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
     what = f"the process that imports the program and starts the ranks {end}, and the ranks with it"
@@ -205,7 +213,7 @@ def ended_by_watchdog(run_dir: Path, state: RankState) -> bool:
         return b"Watchdog caught collective operation timeout" in file.read()
 
 
-def ask_for_stacks(processes: RankProcesses) -> None:
+def request_stacks(processes: RankProcesses) -> None:
     """Have each rank write its stacks into its log and go on, and say where; ranks that still start are left alone."""
     run_dir = processes.request.run_dir
     for state in processes.alive():
@@ -217,17 +225,19 @@ def ask_for_stacks(processes: RankProcesses) -> None:
     print(f"megatune: the stacks of all ranks are in {where}; the run continues", file=sys.stderr, flush=True)
 
 
-def find_hung(living: list[RankState], activities: dict[int, RankActivity], desync: Desync | None = None) -> RankState:
+def find_hung(
+    living: list[RankState], activities: dict[int, RankActivity], mismatch: Mismatch | None = None
+) -> RankState:
     """Find the rank that the others wait for: stopped or silent, else in no collective operation, else out of step with
     theirs, else behind."""
 
     def order(state: RankState) -> tuple[bool, bool, bool, bool, int, float]:
         activity = activities[state.rank]
         step, moment = (state.beat.step, state.beat.time) if state.beat else (-1, 0.0)
-        in_step = desync is None or state.rank != desync.rank
+        in_step = mismatch is None or state.rank != mismatch.rank
         return not activity.stopped, bool(activity.stack), activity.in_collective, in_step, step, moment
 
-    return min(living, key=order)
+    return min(alive, key=order)
 
 
 def main_stack(log: Path, offset: int, server: str = "") -> tuple[str, ...]:
@@ -255,17 +265,17 @@ def hung_outcome(
     culprit: RankState,
     silent_seconds: float,
     activities: dict[int, RankActivity],
-    desync: Desync | None = None,
+    mismatch: Mismatch | None = None,
 ) -> Outcome:
     """Return the outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
-    why = hang_reason(culprit, activities, desync)
+    why = hang_reason(culprit, activities, mismatch)
     who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
     fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {AGAIN}"
     finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
     return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
 
 
-def hang_reason(culprit: RankState, activities: dict[int, RankActivity], desync: Desync | None = None) -> str:
+def hang_reason(culprit: RankState, activities: dict[int, RankActivity], mismatch: Mismatch | None = None) -> str:
     """Say what the rank that the others wait for does."""
     activity = activities[culprit.rank]
     others = [other for rank, other in activities.items() if rank != culprit.rank]
@@ -280,18 +290,18 @@ def hang_reason(culprit: RankState, activities: dict[int, RankActivity], desync:
     if others and all(other.in_collective for other in others):
         waits = "the other ranks wait for it in a collective operation"
         if activity.in_collective:
-            waits = "all ranks wait in collective operations" + (", and this one is behind" if desync is None else "")
-        why += f"; {waits}" + (f": {desync.text}" if desync is not None else "")
+            waits = "all ranks wait in collective operations" + (", and this one is behind" if mismatch is None else "")
+        why += f"; {waits}" + (f": {mismatch.text}" if mismatch is not None else "")
     return why
 
 
-def place_text(phase: str, step: int) -> str:
+def progress_text(phase: str, step: int) -> str:
     where = f"at step {step}" if step > 0 else "before the first step"
     return f"{where} ({phase})" if phase else where
 
 
 def _place(state: RankState) -> str:
-    return place_text(state.beat.phase, state.beat.step) if state.beat else "while starting"
+    return progress_text(state.beat.phase, state.beat.step) if state.beat else "while starting"
 
 
 def _signal_name(number: int) -> str:
@@ -343,4 +353,4 @@ def write_report(
         "traceback": outcome.traceback,
         "ranks": [_rank_entry(state) for state in ranks],
     }
-    write_whole(run_dir / name, json.dumps(report, indent=1))
+    write_atomically(run_dir / name, json.dumps(report, indent=1))

@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch import report
 from megatune.launch.context import StartRequest, heartbeat_path, log_path
 from megatune.launch.devices import OomKills
-from megatune.launch.failure import Kind, error_path, find_desync, operations_path
+from megatune.launch.failure import Kind, error_path, find_mismatch, operations_path
 from megatune.launch.processes import POLL_SECONDS, RankProcesses
 from megatune.launch.world import World, ensure_port_free
 
@@ -155,9 +155,9 @@ def _watch(
         if look is not None:
             look(processes)
         now = time.monotonic()
-        kills.look(now)
+        kills.update(now)
         if signals.pop(signal.SIGUSR1, 0):
-            report.ask_for_stacks(processes)
+            report.request_stacks(processes)
         if signals[signal.SIGINT] and stop_by is None:
             if processes.started:  # else none would hear it, and those still to start would train until they are killed
                 processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
@@ -179,7 +179,7 @@ def _watch(
     if processes.failure is not None:
         return report.raised_outcome(processes.request.run_dir, processes.failure, None)
     if processes.lost:
-        return report.lost_outcome(processes.request.run_dir, processes.zygote_signal, kills.happened())
+        return report.lost_outcome(processes.request.run_dir, processes.fork_server_signal, kills.happened())
     if processes.failed():
         return _conclude_failure(processes, kills)
     stopped = any(state.exit_code == ExitCode.STOPPED for state in processes.ranks.values())
@@ -201,22 +201,22 @@ def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outco
         # The rank that waited in vain is the victim; the one it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()
-    desync = find_desync(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
-    return report.failed_outcome(run_dir, culprit, failure, kills.happened(), desync)
+    mismatch = find_mismatch(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
+    return report.failed_outcome(run_dir, culprit, failure, kills.happened(), mismatch)
 
 
 def _conclude_hang(processes: RankProcesses) -> report.Outcome:
     activities = report.dump_stacks(processes)
     run_dir = processes.request.run_dir
-    desync = find_desync(run_dir, sorted(processes.ranks))
-    culprit = report.find_hung(processes.alive(), activities, desync)
+    mismatch = find_mismatch(run_dir, sorted(processes.ranks))
+    culprit = report.find_hung(processes.alive(), activities, mismatch)
     silent = time.monotonic() - culprit.progressed
     processes.end()
-    return report.hung_outcome(run_dir, culprit, silent, activities, desync)
+    return report.hung_outcome(run_dir, culprit, silent, activities, mismatch)
 
 
 def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:
-    processes.dump_zygote()
+    processes.dump_fork_server()
     what = f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s"
     why = "the file system of the Python installation is slow, or the machine is busy"
     fix = f"read where its import is in {log_path(processes.request.run_dir, 'start')}"

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from megatune.errors import ExitCode
-from megatune.launch.context import RankContext, watch_signals, write_whole
+from megatune.launch.context import RankContext, watch_signals, write_atomically
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls the variable; other launchers set none
 # What is wrong with all ranks is told by the first of a machine. The others wait so long for it: they may have failed
@@ -27,12 +27,12 @@ TELL_SECONDS = 1.5
 _POLL_SECONDS = 0.02
 
 
-def tell(text: str, exit_code: int, *, first: bool) -> int:
+def report_once(text: str, exit_code: int, *, first: bool) -> int:
     """Print why this rank fails, and note it for torchrun, unless another rank of this machine has told why it did.
 
     Args:
         text: whole lines, without the last line break.
-        first: tell without waiting for another rank to do it.
+        first: report without waiting for another rank to do it.
 
     Returns:
         The exit code. Where another rank has told, this process ends here, with that rank's.
@@ -87,23 +87,23 @@ def _write_error_file(text: str, exit_code: int, delay: int = 0) -> None:
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()) + delay), "exit_code": int(exit_code)}
     with contextlib.suppress(OSError):  # the terminal says it too
-        write_whole(path, json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        write_atomically(path, json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def handle_stops(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     """Handle SIGTERM, and SIGHUP (a closed terminal) unless it is ignored: by `nohup`, or as a supervisor decides."""
     signal.signal(signal.SIGTERM, handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handler)
 
 
-def end_as_peers() -> None:
+def exit_on_stop_signals() -> None:
     """Have a stop end this process at once, while it has nothing to save; where torchrun started it."""
     if ERROR_FILE in os.environ:
-        handle_stops(lambda number, frame: _end())
+        handle_stop_signals(lambda number, frame: _end())
 
 
-def follow_stops(context: RankContext) -> None:
+def exit_early_on_stop(context: RankContext) -> None:
     """Have a stop end this process soon where waiting on would be in vain: another rank has told why it fails, or there
     is nothing to save yet.
 

@@ -154,7 +154,7 @@ def _decide_nproc(
     return nproc, findings
 
 
-def joined(env: Mapping[str, str]) -> RankEnv | None:
+def torchrun_env(env: Mapping[str, str]) -> RankEnv | None:
     """Describe this process when torchrun (or a launcher with its environment) started it, else return None.
 
     RANK, LOCAL_RANK and WORLD_SIZE together say so: some clusters set RANK and WORLD_SIZE alone, for whole machines.

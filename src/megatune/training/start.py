@@ -19,7 +19,7 @@ from megatune.config.settings import Settings, with_settings
 from megatune.data.check import Checked
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 from megatune.launch.devices import count_gpus
-from megatune.launch.world import RankEnv, World, decide_world, joined
+from megatune.launch.world import RankEnv, World, decide_world, torchrun_env
 from megatune.plan.run.preflight import PLAN, Preflight, preflight
 from megatune.progress import say
 from megatune.training.before import check_before, check_room
@@ -37,7 +37,7 @@ class Launch:
 
     Attributes:
         loaded: the settings, in their world where it could be decided.
-        place: this process's among those of torchrun; None where it starts the ranks itself.
+        rank_env: this process's among those of torchrun; None where it starts the ranks itself.
         world: of the ranks to start; None under torchrun, and where `problems` say why there is none.
         num_gpus: of this machine.
         first: whether this process writes output_dir: the first machine's, or rank 0 under torchrun.
@@ -45,7 +45,7 @@ class Launch:
     """
 
     loaded: Loaded
-    place: RankEnv | None
+    rank_env: RankEnv | None
     world: World | None
     problems: tuple[Finding, ...]
     num_gpus: int
@@ -56,9 +56,9 @@ class Launch:
     @staticmethod
     def of(loaded: Loaded, env: Mapping[str, str] = os.environ) -> Launch:
         """Decide the world of settings, or find what contradicts."""
-        place, num_gpus, settings = joined(env), count_gpus(env), loaded.settings
+        rank_env, num_gpus, settings = torchrun_env(env), count_gpus(env), loaded.settings
         world, problems = None, tuple[Finding, ...]()
-        if place is None:
+        if rank_env is None:
             asked = settings.run.num_processes
             # What num_processes must be a multiple of is a rule of settings, which names the sizes.
             smallest = settings.parallel.smallest_world if asked is None else 1
@@ -66,25 +66,25 @@ class Launch:
                 world = decide_world(smallest, num_processes=asked, num_devices=num_gpus, env=env)
             except MegatuneError as error:
                 problems = error.findings
-        here = place or world
+        here = rank_env or world
         world_size = here.world_size if here else None
         loaded, lines = loaded.for_world(world_size), list[str]()
         if num_gpus:
             loaded, lines = of_device(loaded, this_gpu(env), world_size)
         return Launch(
             loaded=loaded,
-            place=place,
+            rank_env=rank_env,
             world=world,
             problems=problems,
             num_gpus=num_gpus,
-            model=RunModel(loaded.settings, asks=place is None or place.local_rank == 0),
-            first=place.rank == 0 if place else world is None or world.node_rank == 0,
+            model=RunModel(loaded.settings, asks=rank_env is None or rank_env.local_rank == 0),
+            first=rank_env.rank == 0 if rank_env else world is None or world.node_rank == 0,
             lines=lines,
         )
 
     @property
     def world_size(self) -> int | None:
-        here = self.place or self.world
+        here = self.rank_env or self.world
         return here.world_size if here else None
 
 
@@ -97,7 +97,7 @@ class Outcome(Checked):
 
 def _check_plan(launch: Launch, found: Outcome) -> None:
     """Check the settings with the model, the world and this machine; then the disk, for checkpoints of that model."""
-    loaded, here = launch.loaded, launch.place or launch.world
+    loaded, here = launch.loaded, launch.rank_env or launch.world
     directory = launch.model.config_dir
     if here is None or loaded.settings.run.memory_check == "off":
         checked = preflight(loaded, launch.world_size, launch.problems, model_dir=directory)
@@ -135,7 +135,7 @@ def check_all(launch: Launch) -> Outcome:
     found.run(lambda: _check_plan(launch, found))
     found.run(lambda: _check_files(launch, found))
     found.run(lambda: check_installed(settings))
-    found.run(lambda: check_restarts(settings, is_joined=launch.place is not None, nnodes=nnodes))
+    found.run(lambda: check_restarts(settings, is_joined=launch.rank_env is not None, nnodes=nnodes))
     if found.errors:
         findings = {launch.loaded.placed(finding): None for error in found.errors for finding in error.findings}
         raise MegatuneError(in_order(findings), min(error.exit_code for error in found.errors))
@@ -152,8 +152,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         MegatuneError: everything that is wrong, before any process starts.
     """
     from megatune.launch.context import log_path
-    from megatune.launch.output import outlive_reader
-    from megatune.launch.rank_main import run_joined
+    from megatune.launch.output import divert_lost_output
+    from megatune.launch.rank_main import run_under_torchrun
     from megatune.launch.supervisor import HANG_SECONDS, run_ranks
 
     began = time.monotonic()
@@ -161,7 +161,7 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     prepare_devices(os.environ, use_cpu=loaded.settings.run.use_cpu)
     launch = Launch.of(loaded)
     found = check_all(launch)
-    loaded, place, world, model, plan = launch.loaded, launch.place, launch.world, launch.model, found.plan
+    loaded, rank_env, world, model, plan = launch.loaded, launch.rank_env, launch.world, launch.model, found.plan
     of_model = {"finetuning": plan.settings.finetuning, "experts": plan.settings.experts}
     settings = model.settings.model_copy(update=of_model)
     assert settings.run.output_dir is not None
@@ -178,8 +178,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
         "num_gpus": launch.num_gpus,
         "plan": [line for line in plan.lines if line.startswith(PLAN)],
     }
-    target, run_dir, stop_file = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
-    outlive_reader(log_path(run_dir.absolute(), f"rank-{place.rank if place else 0}"))
+    target, run_dir, stop = "megatune.training.run:train", output_dir / "launch", output_dir / "STOP"
+    divert_lost_output(log_path(run_dir.absolute(), f"rank-{rank_env.rank if rank_env else 0}"))
     noted = [*model.lines, *(f"device     {line}" for line in launch.lines)]
     noted += [line for line in plan.lines if not line.startswith(PLAN)]  # ranks report the plan for the rows
     if launch.first and (said := [*lines(loaded), *noted, *found.lines, *rerun_lines(settings, run_yaml)]):
@@ -189,8 +189,8 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     with OutputLock(output_dir) if launch.first else contextlib.nullcontext():
         if launch.first:  # the last run's, which says nothing about this one
             (run_dir / "report.json").unlink(missing_ok=True)
-        if place is not None:
-            return run_joined(target, payload, place, run_dir, stop_file=stop_file, out_of_memory_advice=advice)
+        if rank_env is not None:
+            return run_under_torchrun(target, payload, rank_env, run_dir, stop_file=stop, out_of_memory_advice=advice)
         assert world is not None, "its findings ended the checks"
         if world.nnodes == 1:  # of several machines none may wait for one that fetches: their ranks fetch
             payload["model_dir"] = model.fetch()
@@ -199,9 +199,9 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
         def run_once(now: Settings) -> int:
             started = {**payload, "settings": now}
-            return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop_file)
+            return run_ranks(target, started, world, run_dir, hang_timeout=hang_timeout, stop_file=stop)
 
-        code = run_restarting(run_once, settings, run_dir, stop_file)
+        code = run_restarting(run_once, settings, run_dir, stop)
     if code == ExitCode.OUT_OF_MEMORY and launch.first and (diagnosis := _diagnosis(output_dir, advice)):
         print(diagnosis, file=sys.stderr)
     return code

@@ -78,7 +78,7 @@ class Machine:
 
     def look(self, pids: Mapping[str, int]) -> dict[str, ProcessStatus]:
         """Look at processes, by the names of their actors."""
-        self._kills.look(time.monotonic())
+        self._kills.update(time.monotonic())
         beats = self._run_dir / "heartbeats"
         return {name: ProcessStatus(process_state(pid), read_beat(beats / name)) for name, pid in pids.items()}
 

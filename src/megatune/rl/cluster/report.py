@@ -21,7 +21,7 @@ from megatune.launch.report import (
     RankActivity,
     find_hung,
     hang_reason,
-    place_text,
+    progress_text,
 )
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def failed(run_dir: Path, name: str, failure: Failure, place: Place | None) -> t
 def _place(place: Place | None, phase: str, step: int) -> str:
     """Say where the run was, and what an actor did there."""
     if place is None:
-        return place_text(phase, step)
-    return place_text(place[0] if phase in (place[0], "idle") else f"{place[0]}: {phase}", place[1])
+        return progress_text(phase, step)
+    return progress_text(place[0] if phase in (place[0], "idle") else f"{place[0]}: {phase}", place[1])
 
 
 def hung(
@@ -120,7 +120,7 @@ def lost(finding: Finding, actor: Actor) -> str:
 
 def service(name: str, pid: int, place: Place | None) -> Finding:
     """Say that a process of Ray's own is gone."""
-    where = place_text(*place) if place else "while starting"
+    where = progress_text(*place) if place else "while starting"
     what = f"Ray's {name} (process {pid}) on host {socket.gethostname()}, {where}, died"
     return Finding(what, "", SIGNAL_REASONS[9], AGAIN)
 

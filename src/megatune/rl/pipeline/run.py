@@ -17,7 +17,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.generation.inputs import has_tokenizer
-from megatune.launch.torchrun import handle_stops
+from megatune.launch.torchrun import handle_stop_signals
 from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pictures import check_pictures, vision_of
@@ -230,7 +230,7 @@ def asked_to_stop(stop_file: Path) -> Iterator[Any]:
         asked = True
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    handle_stops(note)
+    handle_stop_signals(note)
     try:
         yield lambda: asked or stop_file.exists()
     finally:

@@ -15,7 +15,7 @@ from pool import RankPool
 
 from megatune.engine.collectives import recent_operations
 from megatune.launch.context import RankContext, watch_signals
-from megatune.launch.failure import find_desync, leave_operations, operations_path
+from megatune.launch.failure import find_mismatch, operations_path, write_operations
 from megatune.launch.world import RankEnv
 
 SUM = "all_reduce"
@@ -43,7 +43,7 @@ def test_a_rank_that_left_an_operation_out_is_behind(tmp_path: Path) -> None:
     leave(tmp_path, 0, TENSOR_GROUP=(everyone, [done, done, (SUM, 4, True)]))
     leave(tmp_path, 1, TENSOR_GROUP=(everyone, [done, done]), WORLD=(everyone, [("barrier", 1, True)]))
     leave(tmp_path, 2, TENSOR_GROUP=(everyone, [done, done, (SUM, 4, True)]))
-    found = find_desync(tmp_path, everyone)
+    found = find_mismatch(tmp_path, everyone)
     assert found is not None
     assert found.rank == 1  # and not the two that have not come to the barrier
     assert found.text == (
@@ -56,7 +56,7 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
     for rank in range(3):
         second = ("all_gather", 2, True) if rank == 2 else (SUM, 4, True)
         leave(tmp_path, rank, TENSOR=([0, 1, 2], [(SUM, 8, False), second]))
-    found = find_desync(tmp_path, [0, 1, 2])
+    found = find_mismatch(tmp_path, [0, 1, 2])
     assert found is not None
     assert found.rank == 2
     assert found.text == (
@@ -64,7 +64,7 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
     )
     # Sizes are the same where all ranks give as much; parts of a gather need not be.
     leave(tmp_path, 2, TENSOR=([0, 1, 2], [(SUM, 8, False), (SUM, 5, True)]))
-    found = find_desync(tmp_path, [0, 1, 2])
+    found = find_mismatch(tmp_path, [0, 1, 2])
     assert found is not None
     assert "rank 2 calls all_reduce of [5], ranks 0, 1 call all_reduce of [4]" in found.text
 
@@ -74,7 +74,7 @@ def test_of_two_ranks_neither_is_blamed_and_both_sides_are_told(tmp_path: Path) 
     leave(tmp_path, 0, TENSOR=([0, 1], [done, (SUM, 8, True)]))
     leave(tmp_path, 1, TENSOR=([0, 1], [done]), DATA=([0, 1], [(SUM, 3, True)]))
     leave(tmp_path, 0, TENSOR=([0, 1], [done, (SUM, 8, True)]), DATA=([0, 1], []))
-    found = find_desync(tmp_path, [0, 1])
+    found = find_mismatch(tmp_path, [0, 1])
     assert found is not None
     assert found.rank is None
     assert "rank 1 has called 1 operations of group tensor" in found.text
@@ -84,12 +84,12 @@ def test_of_two_ranks_neither_is_blamed_and_both_sides_are_told(tmp_path: Path) 
 def test_ranks_at_the_same_operation_are_in_step(tmp_path: Path) -> None:
     for rank in range(2):
         leave(tmp_path, rank, TENSOR=([0, 1], [(SUM, 8, True)]), ALONE=([rank], [(SUM, 8, False)] * rank))
-    assert find_desync(tmp_path, [0, 1]) is None
+    assert find_mismatch(tmp_path, [0, 1]) is None
     # One that has left nothing, or half of it, is not held against the others.
     operations_path(tmp_path, 1).write_text("[{")
-    assert find_desync(tmp_path, [0, 1]) is None
+    assert find_mismatch(tmp_path, [0, 1]) is None
     operations_path(tmp_path, 1).unlink()
-    assert find_desync(tmp_path, [0, 1]) is None
+    assert find_mismatch(tmp_path, [0, 1]) is None
 
 
 def test_a_signal_asks_for_it_while_the_main_thread_waits(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_signal_asks_for_it_while_the_main_thread_waits(tmp_path: Path) -> Non
     context.operations = lambda: [{"group": "x"}]
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
-        watch_signals({signal.SIGUSR1: partial(leave_operations, context)}, "test")
+        watch_signals({signal.SIGUSR1: partial(write_operations, context)}, "test")
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 30
         while not operations_path(tmp_path, 0).exists() and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ def parted(run_dir: Path) -> Any:
     for number in range(3):
         if (rank, number) != (1, 2):
             torch.distributed.all_reduce(torch.ones(number + 1), group=group, async_op=number == 2)
-    leave_operations(context)
+    write_operations(context)
     if rank == 1:
         torch.distributed.all_reduce(torch.ones(3), group=group)
     torch.distributed.barrier()
@@ -128,7 +128,7 @@ def parted(run_dir: Path) -> Any:
 
 def test_what_torch_records_names_the_operation(pool: RankPool, tmp_path: Path) -> None:
     pool.run(3, parted, tmp_path)
-    found = find_desync(tmp_path, [0, 1, 2])
+    found = find_mismatch(tmp_path, [0, 1, 2])
     assert found is not None
     assert found.rank == 1
     assert found.text.startswith("rank 1 has called 2 operations of group parted, the last all_reduce of [2]")

@@ -29,10 +29,10 @@ _ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a supervisor acts
 
 
 def main() -> int:
-    """`zygote SUPERVISOR_PID EVENT_FD`, stdin as `context` says. Returns in the zygote and in every forked rank."""
+    """Run `fork_server SUPERVISOR_PID EVENT_FD` (stdin: see `context`); return in the server and in every forked rank."""
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
-    set_process_name("megatune-zygote")
+    set_process_name("megatune-fork")
     # The supervisor alone decides what a Ctrl-C or a SIGTERM to the whole tree means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -62,21 +62,21 @@ def _start_ranks(request: StartRequest, supervisor: int, events: int, terminal: 
     # A signal for a rank that has no handlers yet waits until it has.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     ranks: dict[int, int] = {}
-    zygote = os.getpid()
+    fork_server = os.getpid()
     for local_rank in range(request.world.nproc_per_node):
         env = request.world.rank_env(local_rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: fork_hazard has looked at them
             pid = os.fork()
         if pid == 0:
-            die_with_parent(zygote)
+            die_with_parent(fork_server)
             os.setpgid(0, 0)  # so that its data workers can be ended with it
             set_process_name(f"megatune-rank{env.rank}")
             os.environ.update(env.variables())
             if hazard:
                 for descriptor in terminal:
                     os.set_inheritable(descriptor, True)
-                arguments = [str(number) for number in (local_rank, zygote, *terminal)]
+                arguments = [str(number) for number in (local_rank, fork_server, *terminal)]
                 os.execv(sys.executable, [sys.executable, "-P", "-m", "megatune.launch.rank_main", *arguments])
             os.close(events)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
