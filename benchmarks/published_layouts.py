@@ -21,7 +21,7 @@ from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
 from megatune.plan.memory.stage import MEMORY_PARTS
-from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, layout_words, recompute_words
+from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, describe_layout, describe_recompute
 from megatune.plan.search import search
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import SPREADS
@@ -157,8 +157,8 @@ def table(plans: Mapping[str, Estimate]) -> str:
         case = plan.case
         batch, time = f"{case.micro_batch_size} × {case.num_micro_batches}", plan.time
         speed = f"{time.total:.2f}", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"
-        how = recompute_words(case.settings.recompute)
-        rows.append((name, layout_words(case), batch, str(case.global_batch_size), how, memory, *speed))
+        how = describe_recompute(case.settings.recompute)
+        rows.append((name, describe_layout(case), batch, str(case.global_batch_size), how, memory, *speed))
     header = ("", "layout", "batch", "rows", "recompute", "GiB", "s", "tokens/s", "MFU")
     return markdown_table(header, rows)
 
@@ -200,8 +200,8 @@ def section(example: Example) -> Iterator[str]:
     fits = "fits" if published.fits else "does not fit"
     tight = ", but not at the upper end of the uncertainty" if published.fits and published.is_tight else ""
     yield (f"\nThe published layout {fits} the {room:.1f} GiB that a process can use{tight}. "
-           + (f"{layout_words(found.case)} is {gain:.2f} times as fast:" if gain > 1.02 else "Nothing found is worth a "
-              "change."))  # fmt: skip
+           + (f"{describe_layout(found.case)} is {gain:.2f} times as fast:" if gain > 1.02 else "Nothing found is "
+              "worth a change."))  # fmt: skip
     if gain > 1.02:
         yield "\n" + "\n".join(reasons(published, found))
     yield "\n" + parts(plans)

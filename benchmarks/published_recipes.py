@@ -18,7 +18,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
-from megatune.plan.pages.words import layout_words
+from megatune.plan.pages.words import describe_layout
 from megatune.plan.search import equal_within, num_kinds, search
 from megatune.plan.uncertainty import memory_bound
 
@@ -151,7 +151,7 @@ def planned(recipe: Recipe) -> tuple[Estimate, Estimate]:
 def verdict(published: Estimate, found: Estimate) -> str:
     """How the two stand to each other."""
     gain, bound = published.time.total / found.time.total, memory_bound(found.case)
-    names = layout_words(published.case), layout_words(found.case)
+    names = describe_layout(published.case), describe_layout(found.case)
     if names[0] == names[1]:
         said = f"The layout is the recipe's, {gain:.2f} times as fast by its batch and recomputation."
     elif gain > 1 + equal_within(found.case):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatune.plan.case import Case
 from megatune.plan.memory.estimate import stage_memory
-from megatune.plan.memory.parameters import Rules, elements_of
+from megatune.plan.memory.parameters import StateConfig, elements_of
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.run.record import comparable
 from planner.predict import case_of
@@ -136,7 +136,7 @@ def by_formula(row: Row, states_only: bool) -> int:
 def _sharded(case: Case, stage: StageMemory) -> int:
     """FSDP: fp32 weights, gradients and Adam's averages in equal shares, 16 bytes an element; whole in bf16, with their
     gradients, two layers and what is no layer."""
-    elements = elements_of(Rules.of(case), stage.stage)
+    elements = elements_of(StateConfig.of(case), stage.stage)
     shares = 16 * (elements.dense / case.shard_size + elements.expert / case.expert_shard_size)
     model = case.model.architecture
     outside = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)

@@ -13,7 +13,7 @@ from megatune.config.settings import GROUPS, Settings
 from megatune.plan.case import OURS, Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.machine import Machine
-from megatune.plan.memory.parameters import Rules, elements_of
+from megatune.plan.memory.parameters import StateConfig, elements_of
 from megatune.plan.time import StepTime, step_time
 from megatune.plan.time.communication import HIDING, all_gather, data_groups
 from planner.row import Row
@@ -114,7 +114,7 @@ def _sharding(case: Case, time: StepTime) -> float:
     """
     exposed = 0.0
     for stage, chunks in enumerate(time.chunks):
-        elements = elements_of(Rules.of(case), stage)
+        elements = elements_of(StateConfig.of(case), stage)
         trained = elements.trained_dense, elements.trained_expert
         held = elements.dense, elements.expert
         seconds = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from published_recipes import PAGE, RECIPES, Recipe, planned, verdict
 
-from megatune.plan.pages.words import layout_words, recompute_words
+from megatune.plan.pages.words import describe_layout, describe_recompute
 
 # The searches of a few seconds are left to all tests.
 CASES = [
@@ -28,8 +28,8 @@ def test_the_page_names_the_winner(recipe: Recipe) -> None:
     written = {cells[0]: cells[1:] for cells in rows}
     for name, plan in (("recipe", published), ("recommended", found)):
         batch = f"{plan.case.micro_batch_size} × {plan.case.num_micro_batches}"
-        assert written[name][:2] == [layout_words(plan.case), batch]
-        assert recompute_words(plan.case.settings.recompute) in text
+        assert written[name][:2] == [describe_layout(plan.case), batch]
+        assert describe_recompute(plan.case.settings.recompute) in text
     assert recipe.source in text
     said = verdict(published, found).partition(" At the upper end")[0]
     assert said.partition(" is ")[0] in text

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from megatune.plan.case import Case
 from megatune.plan.memory.buffers import Bucket, shared_buckets
-from megatune.plan.memory.parameters import Kind, Part, Rules, sum_parts, trained_of
-from megatune.plan.memory.tensors import HeldParameter
+from megatune.plan.memory.parameters import BufferElements, BufferKind, StateConfig, sum_parts, trained_of
+from megatune.plan.memory.tensors import ParameterShard
 
 
 def rank_state(case: Case, rank: int) -> SimpleNamespace:
@@ -17,7 +17,7 @@ def rank_state(case: Case, rank: int) -> SimpleNamespace:
     Beside the attributes of `StageMemory`, `buffer_padding`: what of weights and gradients only fills up buffers;
     `host_state`: optimizer state in the host's memory.
     """
-    rules, parallel = Rules.of(case), case.settings.parallel
+    rules, parallel = StateConfig.of(case), case.settings.parallel
     stage = rank // (case.world_size // parallel.pipeline_model_parallel_size)
     expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
     # Ranks are counted along tp, cp, dp, pp; those of experts along etp, ep, expert dp, pp.
@@ -31,14 +31,14 @@ def rank_state(case: Case, rank: int) -> SimpleNamespace:
     return SimpleNamespace(**state._asdict(), buffer_padding=padding, host_state=state.host)
 
 
-def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
+def _exact_part(rules: StateConfig, stage: int, kind: BufferKind, place: int) -> BufferElements:
     """What one rank holds.
 
     Args:
         place: of the rank among those that share the buffers.
     """
     held, shards = rules.held, rules.shards[kind.is_expert]
-    updated: list[tuple[int, HeldParameter]] = []
+    updated: list[tuple[int, ParameterShard]] = []
     size = trained = buffers = 0
     for virtual_stage, chunk in enumerate(rules.contents[stage]):
         parameters = trained_of(held.of_chunk(chunk), kind)
@@ -51,7 +51,7 @@ def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
             buffers += bucket.stop - bucket.start
             updated += shard(bucket, shards, place)
     count = sum(count for count, _ in updated)
-    return Part(
+    return BufferElements(
         kind,
         size,
         trained,
@@ -62,7 +62,7 @@ def _exact_part(rules: Rules, stage: int, kind: Kind, place: int) -> Part:
     )
 
 
-def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldParameter]]:
+def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, ParameterShard]]:
     """Elements of each parameter that one of the ranks updates."""
     length = (bucket.stop - bucket.start) // shards
     first = bucket.start + rank * length
@@ -72,7 +72,7 @@ def shard(bucket: Bucket, shards: int, rank: int) -> Iterator[tuple[int, HeldPar
             yield size, parameter
 
 
-def on_host(fraction: float, updated: Sequence[tuple[int, HeldParameter]]) -> int:
+def on_host(fraction: float, updated: Sequence[tuple[int, ParameterShard]]) -> int:
     """Elements with their state on the host, as the engine's Adam.init_state chooses them: whole shards in the
     order of its groups, matrices before vectors, until the fraction is reached.
 

@@ -101,7 +101,7 @@ def test_a_layer_keeps_what_the_published_formula_says(parallel, cut, whole):
     shapes = shapes_of(make_case(MHA, layout))
     tp = layout.settings().parallel.tensor_model_parallel_size
     sbh, inner = LENGTH * MHA.hidden_size, 2 * 3 * LENGTH * MHA.ffn_hidden_size
-    statistics = 2 * 4 * shapes.part + 4 * LENGTH * MHA.num_attention_heads // tp
+    statistics = 2 * 4 * shapes.sp_tokens + 4 * LENGTH * MHA.num_attention_heads // tp
     assert layer_memory(shapes, False, ()).kept == sbh * cut // tp + sbh * whole + inner // tp + statistics
 
 
@@ -151,10 +151,10 @@ def test_stages_hold_what_the_schedule_has_in_flight(vpp):
 @pytest.mark.parametrize(
     ("generation", "performance", "kernel", "latent"),
     [
-        ("cpu", {}, "one", "padded"),
-        ("ampere", {}, "one", "padded"),
-        ("hopper", {}, "one", "padded"),
-        ("blackwell", {"attention_backend": "fused"}, "one", "one"),
+        ("cpu", {}, "fused", "padded"),
+        ("ampere", {}, "fused", "padded"),
+        ("hopper", {}, "fused", "padded"),
+        ("blackwell", {"attention_backend": "fused"}, "fused", "fused"),
         ("volta", {}, "math", "padded"),
         ("ampere", {"attention_backend": "unfused"}, "plain", "plain"),
     ],
@@ -163,7 +163,7 @@ def test_memory_is_that_of_the_kernel_which_the_engine_chooses(generation, perfo
     layout = Layout(1, performance=performance)
     assert shapes_of(make_case(DENSE, layout, generation=generation)).kernel == kernel
     assert shapes_of(make_case(LATENT, layout, generation=generation)).kernel == latent
-    packed = "plain" if kernel in ("math", "plain") else "runs"
+    packed = "plain" if kernel in ("math", "plain") else "varlen"
     assert shapes_of(make_case(LATENT, replace(layout, packed=True), generation=generation)).kernel == packed
 
 

@@ -18,7 +18,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.catalogue import find_machine
 from megatune.plan.changes import value_of
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.cost import BaseCase, against, case_of_file, default_cases, impact_of, needed
+from megatune.plan.explain.cost import BaseCase, case_of_file, compare_with, default_cases, impact_of, needed
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
 from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
 
@@ -56,7 +56,7 @@ def test_costs_are_the_planners(path: str) -> None:
     assert impact is not None
     for effect in impact.effects:
         before, after = effect.before.case, effect.after.case
-        changes = {**effect.beside, path: effect.value}
+        changes = {**effect.side_changes, path: effect.value}
         assert after.settings == with_settings(before.settings, changes)
         for case in (before, after):
             wrong = [finding.what for finding in check(case.settings, case.model.architecture, case.world_size)]
@@ -65,7 +65,7 @@ def test_costs_are_the_planners(path: str) -> None:
         assert effect.after.time == estimate(after).time
         if effect.same_rows:
             assert effect.time == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
-    assert not impact.effects or not all(effect.is_none for effect in impact.effects)
+    assert not impact.effects or not all(effect.has_no_effect for effect in impact.effects)
 
 
 def test_what_costs_and_what_does_not() -> None:
@@ -163,7 +163,7 @@ def test_file(file: str) -> None:
     assert "learning_rate: 1e-05 (line 10; default 5e-05)" in text
     assert "sgd_momentum has no effect without optimizer: sgd" in text
     assert base.case is not None
-    effect = against(base.case, "recompute.recompute_granularity", None)
+    effect = compare_with(base.case, "recompute.recompute_granularity", None)
     assert effect is not None
     assert effect.memory < 0 < effect.time
     assert f"against null: {signed_bytes(effect.memory)}" in text
@@ -190,12 +190,12 @@ def test_file_with_faults(file: str) -> None:
 def test_against_keeps_the_rows_of_a_step(file: str) -> None:
     case = case_of_file(load(file), find_machine("h100-80g"), 8).case
     assert case is not None
-    effect = against(case, "parallel.tensor_model_parallel_size", 1)
+    effect = compare_with(case, "parallel.tensor_model_parallel_size", 1)
     assert effect is not None
-    assert effect.beside == {"batch.gradient_accumulation_steps": 4, "parallel.sequence_parallel": False}
+    assert effect.side_changes == {"batch.gradient_accumulation_steps": 4, "parallel.sequence_parallel": False}
     assert effect.before.case.global_batch_size == effect.after.case.global_batch_size == case.global_batch_size
     assert value_of(effect.before.case, "parallel.tensor_model_parallel_size") == 1
-    assert against(replace(case, world_size=4), "parallel.pipeline_model_parallel_size", 3) is None
+    assert compare_with(replace(case, world_size=4), "parallel.pipeline_model_parallel_size", 3) is None
 
 
 def test_pages_name_every_setting() -> None:
@@ -262,7 +262,7 @@ def test_values_that_are_compared_are_those_that_people_try() -> None:
     assert rate.value == 0.001
     # 1.5 changes nothing, which is worth knowing beside 1.0, which does.
     factors = impact["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
-    assert [(effect.value, effect.is_none) for effect in factors] == [(1.0, False), (1.5, True)]
+    assert [(effect.value, effect.has_no_effect) for effect in factors] == [(1.0, False), (1.5, True)]
 
 
 def test_every_word_is_in_both_languages() -> None:

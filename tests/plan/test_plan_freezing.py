@@ -16,7 +16,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import read_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import model_flops, num_parameters, train_flops
-from megatune.plan.memory.parameters import Rules, elements_of
+from megatune.plan.memory.parameters import StateConfig, elements_of
 from megatune.plan.memory.tensors import held_parameters, num_trained_parameters
 from megatune.plan.time import step_time
 
@@ -61,8 +61,8 @@ def test_frozen_parts_have_weights_only(family, parts):
     whole = sum(size for name, size in sizes.items() if part_of(name) in trained)
     assert num_trained_parameters(model, trainable) == whole
     layout = Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True})
-    language = [elements_of(Rules.of(planned(model, FinetuningSettings(), layout)), stage) for stage in (0, 1)]
-    found = [elements_of(Rules.of(planned(model, trainable, layout)), stage) for stage in (0, 1)]
+    language = [elements_of(StateConfig.of(planned(model, FinetuningSettings(), layout)), stage) for stage in (0, 1)]
+    found = [elements_of(StateConfig.of(planned(model, trainable, layout)), stage) for stage in (0, 1)]
     assert [one.dense + one.expert for one in found] == [one.dense + one.expert for one in language]
     held = [one.trained_dense + one.trained_expert if "language" in parts else 0 for one in language]
     # The encoder is whole on every rank of the first stage, and nowhere else.

@@ -20,7 +20,7 @@ from megatune.engine.model import build_model
 from megatune.plan.memory.activations import attention_memory
 from megatune.plan.operators.decoder import decoder_layer
 from megatune.plan.operators.operator import memory_of
-from megatune.plan.operators.shapes import of_layer, shapes_of
+from megatune.plan.operators.shapes import layer_shapes, shapes_of
 
 LENGTH = 128
 TP2_SP = Layout(2, TP2 | SP)
@@ -81,7 +81,7 @@ def _kept(module: torch.nn.Module, hidden: torch.Tensor, **arguments: Any) -> in
 def test_kept_bytes_are_those_of_the_formula(pool, name, bf16):
     architecture, layout = CASES[name]
     one = Measured(name, replace(architecture, num_layers=1), layout, bf16=bf16, length=LENGTH)
-    shapes, moe = of_layer(shapes_of(one.case), architecture.layer_kind(0), True), architecture.moe is not None
+    shapes, moe = layer_shapes(shapes_of(one.case), architecture.layer_kind(0), True), architecture.moe is not None
     (_, *attends, _), (_, *rest, _) = decoder_layer(shapes, moe)
     predicted = attention_memory(shapes, attends, one.settings.recompute.selective_modules).kept
     # Of a sparse layer the shared experts; their gate keeps their output, and two numbers a token.

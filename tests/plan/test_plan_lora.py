@@ -20,7 +20,7 @@ from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.parameters import Rules, elements_of, stage_state
+from megatune.plan.memory.parameters import StateConfig, elements_of, stage_state
 from megatune.plan.memory.tensors import num_trained_parameters
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
@@ -96,14 +96,14 @@ def test_every_linear_layer_of_transformers_has_an_adapter(family):
 
 def test_tensor_parallelism_cuts_one_of_the_two_matrices():
     layout = Layout(2, {"tensor_model_parallel_size": 2})
-    found = elements_of(Rules.of(planned(LLAMA_3_8B, layout, LORA)), 0)
+    found = elements_of(StateConfig.of(planned(LLAMA_3_8B, layout, LORA)), 0)
     # A of q, k, v, gate and up is whole, B halved; of o and down B is whole, A halved.
     cut_outputs = 5 * 4096 + (4096 + 2 * 1024 + 2 * 14336) // 2
     cut_inputs = (4096 + 14336) // 2 + 2 * 4096
     assert found.trained_dense == 32 * 8 * (cut_outputs + cut_inputs)
     assert (
         found.dense - found.trained_dense
-        == elements_of(Rules.of(planned(LLAMA_3_8B, layout, FinetuningSettings())), 0).dense
+        == elements_of(StateConfig.of(planned(LLAMA_3_8B, layout, FinetuningSettings())), 0).dense
     )
 
 
@@ -111,7 +111,7 @@ def test_experts_have_an_adapter_each():
     config = tiny_config("qwen3_moe", num_hidden_layers=2, decoder_sparse_step=1)
     architecture = FAMILIES["qwen3_moe"].architecture(config.to_dict())
     layout = Layout(4, {"expert_model_parallel_size": 4})
-    found = elements_of(Rules.of(planned(architecture, layout, LORA)), 0)
+    found = elements_of(StateConfig.of(planned(architecture, layout, LORA)), 0)
     # Two layers of two local experts; gate, up and down of 64 by 40.
     assert found.trained_expert == 2 * 2 * 3 * 8 * (64 + 40)
     # Queries, keys, values and output of 4 heads of 24 channels and 2 key/value heads.
@@ -129,7 +129,7 @@ def test_adapters_alone_have_gradients_and_an_optimizer(world_size):
     assert {one.master_weights for one in states} == {0}
     # One scalar on each rank.
     assert sum(one.optimizer_state for one in states) == 8 * trained + 4 * world_size
-    assert max(one.optimizer_state for one in states) == stage_state(Rules.of(case), 0).optimizer_state
+    assert max(one.optimizer_state for one in states) == stage_state(StateConfig.of(case), 0).optimizer_state
 
 
 _TP2, _PP2, _SP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}

@@ -12,8 +12,8 @@ from test_plan_activation_formulas import LENGTH, make_case
 from megatune.architecture import LayerKind
 from megatune.plan.flops import num_matmul_parameters, train_flops
 from megatune.plan.operators.decoder import decoder_layer, head, mixer_branch
-from megatune.plan.operators.operator import Attention, Moved, Operator, Product
-from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
+from megatune.plan.operators.operator import Attention, MemoryOp, Operator, Product
+from megatune.plan.operators.shapes import Shapes, layer_shapes, shapes_of
 
 
 def operators_of(shapes: Shapes) -> list[Operator]:
@@ -78,7 +78,7 @@ def test_windows_cut_attention_and_are_gathered_for():
 
     def attention(length: int, kind: LayerKind, generation: str = "hopper") -> Attention:
         case = make_case(GEMMA3, ring, length=length, generation=generation)
-        shapes = of_layer(shapes_of(case), kind, True)
+        shapes = layer_shapes(shapes_of(case), kind, True)
         assert shapes.cp_comm_type == ("p2p" if kind.window is None else "all_gather")
         return attention_of(shapes)
 
@@ -92,7 +92,7 @@ def test_windows_cut_attention_and_are_gathered_for():
 
 def test_windows_and_sinks_attend_with_kernels_of_variable_lengths():
     for model, kernels in ((GEMMA3, ["packed", "rows"]), (replace(GEMMA3, attention_sinks=True), ["packed"] * 2)):
-        shapes = [of_layer(shapes_of(make_case(model)), model.layer_kind(layer), True) for layer in (0, 1)]
+        shapes = [layer_shapes(shapes_of(make_case(model)), model.layer_kind(layer), True) for layer in (0, 1)]
         assert [attention_of(each).kernel for each in shapes] == kernels
 
 
@@ -112,7 +112,7 @@ def test_weight_gradients_move_what_they_are_added_to():
     )
     moved = [
         sum(kernel.moved for operator in operators_of(shapes) for kernel in operator.weight_gradient if
-            isinstance(kernel, Moved)) for shapes in (plain, fused)
+            isinstance(kernel, MemoryOp)) for shapes in (plain, fused)
     ]  # fmt: skip
     elements = num_matmul_parameters(replace(SPARSE, moe=replace(SPARSE.moe, router_topk=SPARSE.moe.num_experts)))
     # fp32 buffers are read and written; a bf16 gradient on the way, too, of experts as of dense layers.

@@ -38,7 +38,7 @@ from megatune.families import FAMILIES
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
 from megatune.plan.machine import Device, Link, Machine
-from megatune.plan.memory.parameters import Rules, elements_of, stage_state
+from megatune.plan.memory.parameters import StateConfig, elements_of, stage_state
 from megatune.plan.memory.tensors import num_trained_parameters
 
 _LINK = Link(name="link", bandwidth=1e9, latency=1e-6)
@@ -340,7 +340,7 @@ def test_closed_form_is_that_of_the_fullest_rank(case):
     """What it gives is exact but for the optimizer's share, which no rank exceeds and the fullest almost reaches."""
     stages, optimizer = case.settings.parallel.pipeline_model_parallel_size, case.settings.optimizer
     for stage in range(stages):
-        closed, size = stage_state(Rules.of(case), stage), case.world_size // stages
+        closed, size = stage_state(StateConfig.of(case), stage), case.world_size // stages
         exact = [rank_state(case, rank) for rank in range(stage * size, (stage + 1) * size)]
         assert {(one.num_layers, one.weights, one.gradients) for one in exact} == {
             (closed.num_layers, closed.weights, closed.gradients)
@@ -359,12 +359,12 @@ def test_elements_of_all_stages_are_those_of_the_checkpoint(family):
     num_biases = sum(model.moe.layers) * model.moe.num_experts * model.moe.expert_bias if model.moe else 0
     expected = num_parameters(model) - num_biases
     case = planned(model, Layout(1).settings(), 1)
-    whole = elements_of(Rules.of(case), 0)
+    whole = elements_of(StateConfig.of(case), 0)
     assert whole.dense + whole.expert == whole.trained_dense + whole.trained_expert == whole.updated
     assert (
         whole.dense + whole.expert == expected == num_trained_parameters(case.model.architecture, FinetuningSettings())
     )
     settings = Layout(1, _PP4).settings()
-    stages = [elements_of(Rules.of(planned(model, settings, 8)), stage) for stage in range(4)]
+    stages = [elements_of(StateConfig.of(planned(model, settings, 8)), stage) for stage in range(4)]
     assert sum(one.dense + one.expert for one in stages) == expected
     assert all(one.updated == (one.dense + one.expert) / 2 for one in stages)

@@ -12,7 +12,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.pages.tables import as_text
 from megatune.plan.pages.whole import pages
-from megatune.plan.pages.words import amount, bytes_unit, columns, duration, layout_words, plain, seconds_unit
+from megatune.plan.pages.words import amount, bytes_unit, columns, describe_layout, duration, plain, seconds_unit
 from megatune.plan.results import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.schedule import timeline
 
@@ -78,13 +78,13 @@ def test_of_a_step_with_very_many_passes_the_first_are_in_the_trace() -> None:
 def test_the_frontier_names_its_layouts(found: Answer) -> None:
     figure = frontier_figure(found.result, found.own, found.recommended)
     (axes,) = figure.axes
-    recommended = f"recommended: {layout_words(found.recommended.case)}"
+    recommended = f"recommended: {describe_layout(found.recommended.case)}"
     (mark,) = (each for each in axes.lines if each.get_label() == recommended)
     seconds = seconds_unit(found.recommended.time.total)
     assert mark.get_ydata()[0] == pytest.approx(found.recommended.time.total / seconds.size)
     assert "GiB" in axes.get_xlabel()
     assert axes.get_ylabel() in ("time of a step (s)", "time of a step (ms)")
-    assert layout_words(found.result.frontier[0].case) in [text.get_text() for text in axes.texts]
+    assert describe_layout(found.result.frontier[0].case) in [text.get_text() for text in axes.texts]
     low, high = axes.get_xlim()
     unit = bytes_unit(found.result.frontier[-1].fullest.total)
     assert all(low < each.fullest.total / unit.size < high for each in found.result.frontier[-3:])

@@ -9,7 +9,7 @@ from measured_memory import measure_step
 from test_plan_activations import predicted
 from test_plan_lora import LLAMA_3_8B, LORA, planned
 
-from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.memory.parameters import StateConfig, stage_state
 
 QUANTIZED = LORA.model_copy(update={"quantization_bit": 4})
 # Of each layer: q and o, k and v, gate and up and down.
@@ -26,15 +26,15 @@ ROWS = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
     ],
 )
 def test_matrices_of_layers_take_as_many_bytes_as_they_have(keys, expected):
-    few = stage_state(Rules.of(planned(LLAMA_3_8B, Layout(1), QUANTIZED.model_copy(update=keys))), 0)
-    full = stage_state(Rules.of(planned(LLAMA_3_8B, Layout(1), LORA)), 0)
+    few = stage_state(StateConfig.of(planned(LLAMA_3_8B, Layout(1), QUANTIZED.model_copy(update=keys))), 0)
+    full = stage_state(StateConfig.of(planned(LLAMA_3_8B, Layout(1), LORA)), 0)
     assert full.weights - few.weights == 2 * MATRICES - expected
     assert few._replace(weights=full.weights) == full
 
 
 def test_tensor_parallelism_cuts_them():
     layout = Layout(2, {"tensor_model_parallel_size": 2})
-    few, full = (stage_state(Rules.of(planned(LLAMA_3_8B, layout, keys)), 0) for keys in (QUANTIZED, LORA))
+    few, full = (stage_state(StateConfig.of(planned(LLAMA_3_8B, layout, keys)), 0) for keys in (QUANTIZED, LORA))
     # Statistics are kept whole; those of the output projections and down, all rows.
     rows = (ROWS - 32 * 2 * 4096) // 2 + 32 * 2 * 4096
     expected = MATRICES // 4 + MATRICES // 128 + 4 * rows + 8 * MATRICES // (64 * 256)

@@ -11,7 +11,7 @@ from megatune.config.load import load
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import estimate
-from megatune.plan.pages.words import layout_words
+from megatune.plan.pages.words import describe_layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "vision"
 # Devices, layout, rows of a step, and tokens of the images that are planned.
@@ -41,7 +41,7 @@ def test_a_published_file_is_taken_as_it_is(name: str) -> None:
     case = Case(model=model, settings=loaded.settings, world_size=gpus, machine=find_machine("a100-80g"))
     planned = estimate(case)
     assert planned.fits
-    assert (layout_words(case), case.global_batch_size, case.picture_tokens) == (layout, rows, tokens)
+    assert (describe_layout(case), case.global_batch_size, case.picture_tokens) == (layout, rows, tokens)
 
 
 def test_the_runs_of_one_model_differ_in_their_layout_alone() -> None:

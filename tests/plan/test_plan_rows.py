@@ -63,7 +63,7 @@ def test_memory_is_that_of_the_longest_row_and_time_that_of_the_padded_mean():
     found, longest, full = case(lengths), max(LENGTHS), case()
     as_long = estimate(case(**{"data.cutoff_len": longest}))
     assert estimate(found).stages == as_long.stages
-    padded = found.in_the_mean.sequence_length
+    padded = found.with_mean_rows.sequence_length
     assert lengths.mean < longest_of(lengths, 4)[0] < padded < longest  # eight replicas wait for one of them
     same = estimate(case(**{"data.cutoff_len": padded})).time
     of_lengths = estimate(found).time
@@ -75,14 +75,14 @@ def test_memory_is_that_of_the_longest_row_and_time_that_of_the_padded_mean():
 
 def test_stages_pad_all_of_a_step_and_length_groups_hardly_anything():
     lengths = RowLengths.of(LENGTHS, "")
-    alone = case(lengths).in_the_mean.sequence_length
+    alone = case(lengths).with_mean_rows.sequence_length
     stages = {"parallel.pipeline_model_parallel_size": 2, "batch.gradient_accumulation_steps": 8}
-    assert case(lengths, **stages).in_the_mean.sequence_length > 1.3 * alone
+    assert case(lengths, **stages).with_mean_rows.sequence_length > 1.3 * alone
     # A replica's micro-batch is waited for as the longest of all replicas' is.
     assert alone == pytest.approx(longest_of(lengths, 32)[0], rel=0.1)
-    grouped = case(lengths, **{"data.group_by_length": True}).in_the_mean.sequence_length
+    grouped = case(lengths, **{"data.group_by_length": True}).with_mean_rows.sequence_length
     assert grouped == pytest.approx(lengths.mean, abs=1)
-    packed = case(RowLengths.of([2000, 2048], "", document=300.0), **{"data.packing": True}).in_the_mean
+    packed = case(RowLengths.of([2000, 2048], "", document=300.0), **{"data.packing": True}).with_mean_rows
     assert packed.sequence_length == pytest.approx(2024, abs=24)
     assert packed.document == 300.0
 
@@ -90,7 +90,7 @@ def test_stages_pad_all_of_a_step_and_length_groups_hardly_anything():
 def test_both_answers_of_a_pair_are_rows():
     lengths = RowLengths.of(LENGTHS, "")
     pairs, rows = case(lengths, **{"run.stage": "dpo"}), case(lengths)
-    assert pairs.in_the_mean.sequence_length > rows.in_the_mean.sequence_length
+    assert pairs.with_mean_rows.sequence_length > rows.with_mean_rows.sequence_length
     assert pairs.tokens == pytest.approx(2 * rows.tokens, abs=2)
 
 

@@ -32,7 +32,7 @@ from megatune.plan.layouts import (
     selective,
 )
 from megatune.plan.machine import Calibration, Machine
-from megatune.plan.search import Frontier, _Search, equal_within, num_kinds, rank_key, search
+from megatune.plan.search import Frontier, _Search, equal_within, num_kinds, search, sort_key
 from megatune.plan.uncertainty import memory_bound
 
 DENSE = Architecture(
@@ -196,13 +196,13 @@ def test_bounds_leave_out_nothing_that_is_better(memory: float) -> None:
     asked = request(world_size=4, machine=machine(memory), keep=5)
     result = search(asked)
     candidates = [candidate for candidate in every_way(Space(asked)) if candidate.fits]
-    best = min(candidates, key=rank_key)
-    assert rank_key(result.ranked[0]) <= rank_key(best)
-    smallest = min(candidates, key=lambda candidate: candidate.bytes)
-    assert result.frontier[0].fullest.total <= smallest.bytes * 1.02
+    best = min(candidates, key=sort_key)
+    assert sort_key(result.ranked[0]) <= sort_key(best)
+    smallest = min(candidates, key=lambda candidate: candidate.peak_bytes)
+    assert result.frontier[0].fullest.total <= smallest.peak_bytes * 1.02
     for candidate in candidates:
         assert any(
-            estimate.fullest.total <= candidate.bytes * 1.03 and estimate.time.total <= candidate.time.total * 1.03
+            estimate.fullest.total <= candidate.peak_bytes * 1.03 and estimate.time.total <= candidate.time.total * 1.03
             for estimate in result.frontier
         ), candidate.case.settings
 
@@ -223,7 +223,7 @@ def test_no_way_takes_less_than_the_bounds_of_its_layout_and_batch() -> None:
             point = points[layout, CandidateBatch(case.micro_batch_size, case.num_micro_batches)]
             for bounds in filter(None, (point, found.closer(point))):
                 assert bounds.shortest * (1 - 1e-9) <= candidate.time.total
-                assert bounds.smallest <= candidate.bytes
+                assert bounds.smallest <= candidate.peak_bytes
 
 
 @settings(max_examples=12, deadline=None)
@@ -249,9 +249,9 @@ def test_other_exchanges_of_context_parallelism_are_tried() -> None:
     assert len(kinds) > 1
     for found in result.ranked[:3]:
         others = Space(asked).exchanged(found.case.settings)
-        keys = [rank_key(Space(asked).estimate(other)) for other in others]
+        keys = [sort_key(Space(asked).estimate(other)) for other in others]
         assert len(keys) >= 1
-        assert rank_key(found) <= min(keys)
+        assert sort_key(found) <= min(keys)
 
 
 def test_the_fullest_stage_is_found_among_those_that_differ() -> None:
@@ -262,7 +262,7 @@ def test_the_fullest_stage_is_found_among_those_that_differ() -> None:
     stages = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|t|ttt|tL"}
     written = with_settings(space.settings, {f"parallel.{name}": value for name, value in stages.items()})
     for candidate in (space.estimate(written), *candidates):
-        assert candidate.bytes == candidate.fullest.total
+        assert candidate.peak_bytes == candidate.fullest.total
 
 
 def test_nothing_on_the_frontier_is_dominated(roomy: Any) -> None:
@@ -280,8 +280,8 @@ def test_a_frontier_keeps_what_nothing_dominates() -> None:
     frontier = Frontier()
     for candidate in candidates:
         frontier.add(candidate)
-    kept = {(candidate.bytes, candidate.time.total) for candidate in frontier.estimates}
-    points = {(candidate.bytes, candidate.time.total) for candidate in candidates}
+    kept = {(candidate.peak_bytes, candidate.time.total) for candidate in frontier.estimates}
+    points = {(candidate.peak_bytes, candidate.time.total) for candidate in candidates}
     assert kept == {
         (size, seconds)
         for size, seconds in points

@@ -14,7 +14,7 @@ from megatune.plan.case import Case
 from megatune.plan.catalogue import cpu_machine, find_machine, find_model
 from megatune.plan.flops import num_matmul_parameters
 from megatune.plan.machine import Calibration, Link
-from megatune.plan.memory.parameters import Rules, StageParameters, elements_of
+from megatune.plan.memory.parameters import StageParameters, StateConfig, elements_of
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.schedule import bubble_seconds, exchange_seconds
 from megatune.plan.time import TIME_PARTS, StepTime, communication, step_time
@@ -220,7 +220,7 @@ def test_a_ring_merges_what_its_turns_find():
 def test_ranks_that_exchange_heads_attend_with_the_faster_kernel():
     kinds = ("p2p", "all_gather", "a2a")
     cases = [_case(gpu="h100-80g", context_parallel_size=2, cp_comm_type=kind) for kind in kinds]
-    assert [shapes_of(case).in_runs for case in cases] == [True, True, False]
+    assert [shapes_of(case).varlen for case in cases] == [True, True, False]
 
 
 def test_heads_that_ranks_outnumber_are_sent_in_copies():
@@ -234,15 +234,15 @@ def test_heads_that_ranks_outnumber_are_sent_in_copies():
 
 def test_gradients_are_reduced_and_weights_gathered_over_data_parallelism():
     case = _without_latency(_case(pipeline_model_parallel_size=2))
-    exchange = reduction(case, elements_of(Rules.of(case), 1))
+    exchange = reduction(case, elements_of(StateConfig.of(case), 1))
     share = 3 / 4 * (4096 * 151936 + 18 * (2 * 4096 + 2 * 128 + 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)) + 4096)
     assert _bytes(exchange.reduce, case) == pytest.approx(4 * share)
     assert _bytes(exchange.gather, case) == pytest.approx(2 * share)
     whole = _without_latency(_case(pipeline_model_parallel_size=2, use_distributed_optimizer=False))
-    assert _bytes(reduction(whole, elements_of(Rules.of(whole), 1)).reduce, whole) == pytest.approx(2 * 4 * share)
-    assert reduction(whole, elements_of(Rules.of(whole), 1)).gather == 0
+    assert _bytes(reduction(whole, elements_of(StateConfig.of(whole), 1)).reduce, whole) == pytest.approx(2 * 4 * share)
+    assert reduction(whole, elements_of(StateConfig.of(whole), 1)).gather == 0
     narrow = _without_latency(_case(pipeline_model_parallel_size=2, accumulate_allreduce_grads_in_fp32=False))
-    assert _bytes(reduction(narrow, elements_of(Rules.of(narrow), 1)).reduce, narrow) == pytest.approx(2 * share)
+    assert _bytes(reduction(narrow, elements_of(StateConfig.of(narrow), 1)).reduce, narrow) == pytest.approx(2 * share)
 
 
 def test_overlap_hides_exchanges_of_data_parallelism():

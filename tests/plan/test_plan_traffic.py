@@ -25,8 +25,8 @@ from megatune.engine.groups import build
 from megatune.engine.layers import feed_forward, norm, rotary
 from megatune.engine.model import build_model
 from megatune.plan.operators.decoder import decoder_layer
-from megatune.plan.operators.operator import Moved, Operator
-from megatune.plan.operators.shapes import of_layer, shapes_of
+from megatune.plan.operators.operator import MemoryOp, Operator
+from megatune.plan.operators.shapes import layer_shapes, shapes_of
 
 LENGTH = 1024
 FUSED = Layout(1, performance={"bias_activation_fusion": True, "apply_rope_fusion": True})
@@ -143,7 +143,7 @@ def _traffic_of(run: Callable[[], Any]) -> tuple[Any, int]:
 
 def planned_bytes(operators: tuple[Operator, ...]) -> list[float]:
     return [
-        sum(kernel.moved for one in operators for kernel in getattr(one, way) if isinstance(kernel, Moved))
+        sum(kernel.moved for one in operators for kernel in getattr(one, way) if isinstance(kernel, MemoryOp))
         for way in ("forward", "backward")
     ]
 
@@ -157,7 +157,7 @@ def test_bytes_are_those_of_the_engines_operators(pool, name):
     one = Measured(name, architecture, FUSED, bf16=True, length=LENGTH)
     (measured,) = pool.run(1, moved_bytes, one.architecture, one.settings, limit=60.0)
     kind = one.architecture.layer_kind(0)
-    shapes = of_layer(shapes_of(replace(one.case, machine=machine("hopper"))), kind, True)
+    shapes = layer_shapes(shapes_of(replace(one.case, machine=machine("hopper"))), kind, True)
     for found, branch in zip(measured, decoder_layer(shapes, kind.sparse), strict=True):
         # Biases of attention's projections are not planned: the fewer channels, the more they weigh.
         assert list(found) == pytest.approx(planned_bytes(branch), rel=0.35 if architecture.add_qkv_bias else 0.1)

@@ -9,7 +9,7 @@ import pytest
 from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes import smaller_micro_batch, varied, written
+from megatune.plan.changes import change_case, smaller_micro_batch, written
 
 MICRO, STEPS = "batch.per_device_train_batch_size", "batch.gradient_accumulation_steps"
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -39,7 +39,7 @@ def case(**batch: int) -> Case:
 )
 def test_accumulation_follows_from_the_rows_of_a_step(changes: dict[str, Any], differs: dict[str, Any]) -> None:
     before = case()
-    found = varied(before, changes)
+    found = change_case(before, changes)
     assert found is not None
     assert found[0] == differs
     assert found[1].settings == with_settings(before.settings, differs)
@@ -57,7 +57,7 @@ def test_accumulation_follows_from_the_rows_of_a_step(changes: dict[str, Any], d
     ],
 )
 def test_what_is_no_other_valid_case_is_none(changes: dict[str, Any]) -> None:
-    assert varied(case(), changes) is None
+    assert change_case(case(), changes) is None
 
 
 def test_a_smaller_micro_batch_makes_up_the_rows() -> None:

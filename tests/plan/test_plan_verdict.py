@@ -8,7 +8,7 @@ from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import estimate
-from megatune.plan.run.record import Measured, RankMemory, RunRecord, memory_of, verdict
+from megatune.plan.run.record import Measured, RankMemory, RunRecord, compare_memory, verdict
 
 GIB = 2**30
 CASE = Case(
@@ -34,12 +34,12 @@ MEASURED = Measured(
 def test_memory_is_that_of_the_fullest_rank_for_the_longest_row_without_what_an_allocator_does_not_see() -> None:
     shorter = replace(CASE, settings=with_settings(CASE.settings, {"data.cutoff_len": 2048}))
     stages = estimate(shorter).stages
-    found = memory_of(RunRecord(case=CASE, measured=MEASURED))
+    found = compare_memory(RunRecord(case=CASE, measured=MEASURED))
     assert found == (max(stage.total - stage.framework for stage in stages), 7 * GIB)
     assert stages[0].total != stages[1].total
-    resident = memory_of(RunRecord(case=CASE, measured=replace(MEASURED, counted="resident")))
+    resident = compare_memory(RunRecord(case=CASE, measured=replace(MEASURED, counted="resident")))
     assert resident == (max(stage.total for stage in stages), 7 * GIB)
-    assert memory_of(RunRecord(case=CASE)) is None
+    assert compare_memory(RunRecord(case=CASE)) is None
 
 
 def test_the_line_says_for_which_rows() -> None:

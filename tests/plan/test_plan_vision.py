@@ -24,7 +24,7 @@ from megatune.plan.flops import model_flops
 from megatune.plan.layouts import SearchRequest
 from megatune.plan.operators.shapes import shapes_of
 from megatune.plan.operators.vision import Images, images_of
-from megatune.plan.pages.words import trained_words
+from megatune.plan.pages.words import describe_trained
 from megatune.plan.rows import RowLengths
 from megatune.plan.run.preflight import Preflight, preflight, with_rows
 from megatune.plan.run.record import Measured, RunRecord
@@ -159,12 +159,12 @@ def test_ranks_exchange_features_and_what_each_found_of_gradients():
     count = pictures(trained).num_trained
     assert count == pytest.approx(vision.num_parameters + 3 * vision.num_projector_parameters / 4, rel=1e-4)
     # fp32 gradients, once a step.
-    once = communication.sum_of_shares(trained, groups_of(trained.machine, shapes_of(trained)), pictures(trained))
+    once = communication.encoder_gradients(trained, groups_of(trained.machine, shapes_of(trained)), pictures(trained))
     assert once == pytest.approx(communication.all_reduce(group, 4 * count))
-    assert communication.sum_of_shares(frozen, groups_of(frozen.machine, shapes_of(frozen)), pictures(frozen)) == 0
+    assert communication.encoder_gradients(frozen, groups_of(frozen.machine, shapes_of(frozen)), pictures(frozen)) == 0
     # Of four images a rank sends one, 576 tokens of 4 · 4,096 numbers of two bytes, and gets three.
     shapes = shapes_of(frozen)
-    forward = communication.picture_exchange(shapes, groups_of(frozen.machine, shapes), pictures(frozen))[0]
+    forward = communication.vision_exchange(shapes, groups_of(frozen.machine, shapes), pictures(frozen))[0]
     embedding = communication.all_reduce(group, 2 * 4096 * 4096)
     assert forward - embedding == pytest.approx(3 * 2 * IMAGE * 4 * 4096 / group.bandwidth + group.latency)
 
@@ -216,7 +216,7 @@ def test_stages_without_the_encoder_hold_nothing_of_it():
     ],
 )
 def test_what_is_trained_is_named(changes, said):
-    assert trained_words(make_case(*changes)) == said
+    assert describe_trained(make_case(*changes)) == said
 
 
 # Each as long as cutoff_len allows.

@@ -41,7 +41,7 @@ class SampledLengths:
         encoded: of those, with the tokenizer; 0 where texts were counted.
         is_whole: these are all rows.
         is_exact: with the template's own tokens, too.
-        pictures, most_pictures, largest_picture: tokens of pictures of the mean row, of the row with most of them, and
+        pictures, image_tokens, largest_picture: tokens of pictures of the mean row, of the row with most of them, and
             of the largest picture.
     """
 
@@ -51,7 +51,7 @@ class SampledLengths:
     is_whole: bool = True
     is_exact: bool = False
     pictures: float = 0.0
-    most_pictures: int = 0
+    image_tokens: int = 0
     largest_picture: int = 0
 
     @property
@@ -161,7 +161,7 @@ def _encode(
         rows += 1
         pictures = [picture.num_tokens for document in encoded.documents for picture in document.pictures]
         found.pictures += sum(pictures)
-        found.most_pictures = max(found.most_pictures, sum(pictures))
+        found.image_tokens = max(found.image_tokens, sum(pictures))
         found.largest_picture = max(found.largest_picture, *pictures, 0)
         for document in encoded.documents:
             found.documents += _pieces(len(document.input_ids), cutoff, is_text)

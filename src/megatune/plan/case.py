@@ -97,12 +97,12 @@ class Case:
     engine: Engine = OURS
 
     @property
-    def in_the_mean(self) -> Case:
+    def with_mean_rows(self) -> Case:
         """The same with its mean rows."""
         return self if self.lengths is None else replace(self, of_mean=True)
 
     @property
-    def tokens_of_picture(self) -> int:
+    def tokens_per_image(self) -> int:
         """Tokens of one picture at most, one for each square of merged patches; 0 for a language model."""
         if (vision := self.model.architecture.vision) is None:
             return 0
@@ -121,7 +121,7 @@ class Case:
         if self.model.architecture.vision is None:
             return 0
         per_row = self.sequences_per_row
-        asked = per_row * self.tokens_of_picture if self.image_tokens is None else self.image_tokens
+        asked = per_row * self.tokens_per_image if self.image_tokens is None else self.image_tokens
         if self.of_mean and self.lengths is not None and self.lengths.pictures is not None:
             asked = min(asked, math.ceil(self.lengths.pictures))
         return min(asked, per_row * self.settings.data.cutoff_len)

@@ -54,7 +54,7 @@ _TIME, _MEMORY = 0.05, 0.01  # a warning is worth this share of a step's time, o
 _BUBBLE, _STATE = 0.15, 0.1  # of a step; of the device's memory
 
 
-def varied(
+def change_case(
     case: Case, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False
 ) -> tuple[dict[str, Any], Case] | None:
     """Change settings of a case, by "group.name", and keep the rows of a step: gradient_accumulation_steps follows.

@@ -12,7 +12,7 @@ from megatune.plan.answer import Question
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.tables import Item, Page, Table
-from megatune.plan.pages.words import amount, bytes_unit, duration, layout_words, seconds
+from megatune.plan.pages.words import amount, bytes_unit, describe_layout, duration, seconds
 from megatune.plan.search import search
 
 ANY = "any"
@@ -145,7 +145,7 @@ def _table(found: Sequence[Offer]) -> Iterator[Item]:
         held = unit.of(best.fullest.total) + "!" * best.is_tight
         took = "" if hours is None else duration(3600 * hours)
         speed = [seconds(best.time.total), f"{best.time.tokens_per_second:,.0f}", took]
-        rows.append([offer.kind, layout_words(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
+        rows.append([offer.kind, describe_layout(best.case), held, *speed, "" if cost is None else f"{cost:,.2f}"])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     yield Table(rows, (0, 1))
@@ -159,7 +159,7 @@ def document(found: Sequence[Offer]) -> str:
         {
             "gpu": offer.kind,
             "fits": offer.found is not None,
-            "layout": None if offer.found is None else layout_words(offer.found.case),
+            "layout": None if offer.found is None else describe_layout(offer.found.case),
             "fullest_bytes": None if offer.found is None else offer.found.fullest.total,
             "seconds": None if offer.found is None else offer.found.time.total,
             "tokens_per_second": None if offer.found is None else offer.found.time.tokens_per_second,

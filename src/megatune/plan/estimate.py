@@ -20,7 +20,7 @@ class Estimate:
     case: Case
     _plain: Estimate | None = None  # of the same case with nothing recomputed, which knows what both share
 
-    def recomputing(self, how: RecomputeSettings) -> Estimate:
+    def with_recompute(self, how: RecomputeSettings) -> Estimate:
         """Return the same case with other activations recomputed."""
         settings = self.case.settings.model_copy(update={"recompute": how})
         return Estimate(replace(self.case, settings=settings), self._plain or self)
@@ -51,24 +51,24 @@ class Estimate:
         return max(self.stages, key=lambda stage: stage.total)
 
     @cached_property
-    def bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """The total of `fullest`, without the parts."""
         return fullest_bytes(self.case, self.fixed_memory)
 
     @property
     def fits(self) -> bool:
         """Whether every rank's bytes are there."""
-        return self.bytes <= self.case.machine.device.memory
+        return self.peak_bytes <= self.case.machine.device.memory
 
     @cached_property
     def is_tight(self) -> bool:
         """Whether the fullest rank does not fit at the upper end of what is known of its class of models."""
-        return self.bytes > safe_bytes(self.case)
+        return self.peak_bytes > safe_bytes(self.case)
 
     @cached_property
-    def rank(self) -> tuple[bool, float, int]:
+    def sort_key(self) -> tuple[bool, float, int]:
         """What layouts are ranked by: whether it is tight; seconds of a step to four digits; bytes."""
-        return self.is_tight, float(f"{self.time.total:.4g}"), self.bytes
+        return self.is_tight, float(f"{self.time.total:.4g}"), self.peak_bytes
 
 
 def estimate(case: Case) -> Estimate:

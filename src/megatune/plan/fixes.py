@@ -17,10 +17,10 @@ from megatune.plan.changes import (
     CHANGES_NUMBERS,
     Advice,
     Changes,
+    change_case,
     changes_of,
     differences,
     named,
-    varied,
 )
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
@@ -69,7 +69,7 @@ class Fix:
         return max(changes, key=lambda change: abs(change[1]))
 
     @property
-    def is_none(self) -> bool:
+    def has_no_effect(self) -> bool:
         """Whether the planner says the same."""
         return self.before.stages == self.after.stages and self.before.time == self.after.time
 
@@ -99,7 +99,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
 
-    asked = [(each, fix(before, each)) for each in _tried(before.case, "memory")]
+    asked = [(each, try_change(before, each)) for each in _tried(before.case, "memory")]
     least = _LEAST_SAVING * before.fullest.total
     useful = [(each, found) for each, found in asked if found is not None and found.saving >= least]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
@@ -107,7 +107,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
         # A pair of which one half is enough offers nothing new.
         halves = [each for each, found in useful if not fits(found)]
         pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
-        both = filter(None, (fix(before, each) for each in pairs))
+        both = filter(None, (try_change(before, each) for each in pairs))
         enough += _distinct(sorted(filter(fits, both), key=_cost))
     if not enough:
         enough = _distinct(sorted((found for _, found in useful), key=lambda found: -found.saving))
@@ -116,7 +116,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
     """Find the changes that gain most time and still fit."""
-    asked = filter(None, (fix(before, each) for each in _tried(before.case, "time")))
+    asked = filter(None, (try_change(before, each) for each in _tried(before.case, "time")))
     found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
 
@@ -143,7 +143,7 @@ def warning(row: Advice, planned: Estimate) -> str:
     if not (why := row.why(planned)):
         return ""
     memory = planned.case.machine.device.memory
-    made = [found for changes in row.changes(planned.case) if (found := fix(planned, changes)) is not None]
+    made = [found for changes in row.changes(planned.case) if (found := try_change(planned, changes)) is not None]
     worth = [each for each in made if each.gain >= row.gain or each.saving >= row.saving * memory]
     roomy = [each for each in worth if each.after.fullest.total <= TIGHT * memory]
     if (best := max(roomy, key=lambda each: each.gain, default=None)) is not None:
@@ -156,14 +156,14 @@ def warning(row: Advice, planned: Estimate) -> str:
 def _more_rows(planned: Estimate, why: str, gain: float) -> str:
     """Offer more rows in a step: they change what is trained, so that nothing is said of the whole."""
     case, stages = planned.case, planned.case.settings.parallel.pipeline_model_parallel_size
-    more = fix(planned, {ACCUMULATION: max(4 * stages, 2 * case.num_micro_batches)})
+    more = try_change(planned, {ACCUMULATION: max(4 * stages, 2 * case.num_micro_batches)})
     if more is None or more.gain < gain:
         return ""
     rows = f"{more.after.case.global_batch_size} rows in a step instead of {case.global_batch_size}"
     return f"{why}; {named(more.changes)} trains {percent(1 / (1 - more.gain) - 1)} more tokens a second, with {rows}"
 
 
-def searched(before: Estimate) -> Fix | None:
+def fastest_layout(before: Estimate) -> Fix | None:
     """Search for the fastest layout of the same devices and rows that fits; None where none does."""
     case = before.case
     found = search(SearchRequest(case=case, global_batch_size=case.global_batch_size, keep=1, free=False)).best
@@ -181,9 +181,11 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
     return list(first.values())
 
 
-def fix(before: Estimate, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False) -> Fix | None:
-    """Judge one change, see `varied`; None where it cannot be made."""
-    found = varied(before.case, changes, rules=rules, repair=repair)
+def try_change(
+    before: Estimate, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False
+) -> Fix | None:
+    """Judge one change, see `change_case`; None where it cannot be made."""
+    found = change_case(before.case, changes, rules=rules, repair=repair)
     return None if found is None else Fix(found[0], before, estimate(found[1]))
 
 

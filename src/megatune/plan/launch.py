@@ -20,7 +20,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
 from megatune.plan.changes import FREE
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.words import fullest, layout_words, percent, seconds
+from megatune.plan.pages.words import describe_layout, fullest, percent, seconds
 
 GRACE_SECONDS = 900  # for the step that a run is at, and a checkpoint
 # What takes each kind of file. Slurm requeues a run that saved before its time was over, unless somebody stopped it;
@@ -168,7 +168,7 @@ def planned_lines(estimate: Estimate) -> str:
     """Return comments on the machines and the numbers that are predicted on them."""
     case, time = estimate.case, estimate.time
     return (
-        f"# Planned for {case.world_size} × {case.machine.device.name}: {layout_words(case)}\n"
+        f"# Planned for {case.world_size} × {case.machine.device.name}: {describe_layout(case)}\n"
         f"# Predicted: {fullest(estimate)}; {seconds(time.total)} a step ±{percent(time.uncertainty)}\n"
     )
 

@@ -183,7 +183,7 @@ class Space:
         key = layout, batch, virtual
         if key not in self._plain:
             self._plain[key] = self.estimate(self.settings_of(*key, NO_RECOMPUTE))
-        return self._plain[key] if how is NO_RECOMPUTE else self._plain[key].recomputing(how)
+        return self._plain[key] if how is NO_RECOMPUTE else self._plain[key].with_recompute(how)
 
     def estimate(self, settings: Settings) -> Estimate:
         """Return the estimate of the request's case with these settings."""

@@ -130,13 +130,13 @@ class PlannedRows:
 
     Attributes:
         lengths: None where each is taken to be cutoff_len long.
-        most_pictures, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
+        image_tokens, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
         tokens: of all rows, once; None where not all were seen.
         note: what was assumed.
     """
 
     lengths: RowLengths | None = None
-    most_pictures: int | None = None
+    image_tokens: int | None = None
     largest_picture: int | None = None
     tokens: float | None = None
     note: str = ""
@@ -374,7 +374,7 @@ class QuestionReader(PlanReader):
     def _images(self, model: PlannedModel, rows: PlannedRows) -> int | None:
         tokens = self.options.image_tokens
         if tokens is None:
-            return rows.most_pictures
+            return rows.image_tokens
         if tokens and model.architecture.vision is None:
             self.notes.append(f"{model.name} reads no images: --image_tokens has no effect")
         return tokens

@@ -15,7 +15,14 @@ from megatune.plan.estimate import Estimate
 from megatune.plan.launch import JOB_FILES, job_file, torchrun_lines, winner_yaml
 from megatune.plan.options import PlanOptions
 from megatune.plan.pages.tables import spread, worth_seeing
-from megatune.plan.pages.words import bytes_unit, layout_words, machine_words, recompute_words, row_words, seconds_unit
+from megatune.plan.pages.words import (
+    bytes_unit,
+    describe_layout,
+    describe_machine,
+    describe_recompute,
+    describe_row_length,
+    seconds_unit,
+)
 from megatune.plan.schedule import timeline
 from megatune.plan.search import SearchResult
 from megatune.plan.uncertainty import memory_bound, safe_bytes
@@ -119,8 +126,8 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None, recommend
 
     figure = new_figure(11, 6)
     axes = figure.subplots()
-    rows = f"a global batch of {counted(case.global_batch_size, 'row')} of {row_words(case)}"
-    axes.set_title(f"{case.model.name} on {machine_words(case.machine, case.world_size)}, {rows}", fontsize=10)
+    rows = f"a global batch of {counted(case.global_batch_size, 'row')} of {describe_row_length(case)}"
+    axes.set_title(f"{case.model.name} on {describe_machine(case.machine, case.world_size)}, {rows}", fontsize=10)
 
     def dots(estimates: Sequence[Estimate], label: str, **how: Any) -> None:
         places = [(each.fullest.total / memory.size, each.time.total / time.size) for each in estimates]
@@ -133,13 +140,13 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None, recommend
     dots(near, "too large", color=_GREY, marker="x")
     dots(mine, "your settings", color="black" if own and own.fits else _RED, marker="*", markersize=14)
     if recommended is not None:
-        label = f"recommended: {layout_words(recommended.case)}"
+        label = f"recommended: {describe_layout(recommended.case)}"
         dots([recommended], label, color=_PURPLE, marker="D", markersize=13, markerfacecolor="none")
     line = {"linestyle": "-", "drawstyle": "steps-post", "markerfacecolor": "none", "color": "black"}
     dots(frontier, "no other is faster and smaller", **line)
     for each in spread(frontier, _MOST_NAMED):
         place = (each.fullest.total / memory.size, each.time.total / time.size)
-        axes.annotate(layout_words(each.case), place, (4, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(describe_layout(each.case), place, (4, 4), textcoords="offset points", fontsize=8)
     if 3 * largest > limit:
         sure, most = safe_bytes(case) / memory.size, limit / memory.size
         more = f"runs hold up to {memory_bound(case):.0%} more than planned"
@@ -156,7 +163,7 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None, recommend
 
 
 def _recomputed(estimate: Estimate) -> str:
-    words = recompute_words(estimate.case.settings.recompute)
+    words = describe_recompute(estimate.case.settings.recompute)
     return "nothing" if words == "none" else "whole layers" if words.startswith(("full", "block")) else "some"
 
 
@@ -179,5 +186,5 @@ def schedule_trace(planned: Estimate) -> dict[str, Any]:
                 yield {"ph": "X", "name": f"{kind} {work.micro_batch + 1}", "cat": kind, "pid": stage, "tid": 0,
                        "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": said}  # fmt: skip
 
-    about = {"layout": layout_words(planned.case), "micro_batches": count, "simulated_micro_batches": drawn}
+    about = {"layout": describe_layout(planned.case), "micro_batches": count, "simulated_micro_batches": drawn}
     return {"traceEvents": list(events()), "displayTimeUnit": "ms", "otherData": about}

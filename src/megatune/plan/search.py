@@ -30,11 +30,11 @@ from megatune.plan.layouts import (
     with_free,
 )
 from megatune.plan.memory.estimate import library_bytes, workspace_bytes
-from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.memory.parameters import StateConfig, stage_state
 from megatune.plan.schedule import bubble_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
-rank_key = attrgetter("rank")
+sort_key = attrgetter("sort_key")
 _NUM_TOO_LARGE = 10
 _NEARLY = 0.98  # of interpolated seconds, no fewer are to be expected
 _ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
@@ -83,7 +83,7 @@ class SearchResult:
             return best
         slowest = (1 + _WORTH_ROOM) * min(each.time.total for each in self.ranked)
         near = (each for each in (*self.ranked, *self.frontier) if each.time.total <= slowest)
-        return min(near, key=lambda each: each.bytes, default=best)
+        return min(near, key=lambda each: each.peak_bytes, default=best)
 
 
 def equal_within(case: Case) -> float:
@@ -114,7 +114,7 @@ def search(request: SearchRequest) -> SearchResult:
         if not found.may_be_better(point):
             continue
         if point.is_close:
-            found.judge(point)
+            found.evaluate(point)
         elif (closer := found.closer(point)) is not None:
             heappush(waiting, (closer.shortest, number, closer))
     for variants in (space.exchanged, space.dispatched, space.reshaped):
@@ -145,15 +145,15 @@ class Frontier:
 
     def beats(self, memory: float, seconds: float) -> bool:
         """Return whether one is as small and as fast as this."""
-        before = bisect_right(self.estimates, memory, key=lambda each: each.bytes)
+        before = bisect_right(self.estimates, memory, key=lambda each: each.peak_bytes)
         return before > 0 and self.estimates[before - 1].time.total <= seconds
 
     def add(self, found: Estimate) -> None:
         """Add an estimate that none dominates, and remove what it dominates."""
         seconds = found.time.total
-        if self.beats(found.bytes, seconds):
+        if self.beats(found.peak_bytes, seconds):
             return
-        start = stop = bisect_left(self.estimates, found.bytes, key=lambda each: each.bytes)
+        start = stop = bisect_left(self.estimates, found.peak_bytes, key=lambda each: each.peak_bytes)
         while stop < len(self.estimates) and self.estimates[stop].time.total >= seconds:
             stop += 1
         self.estimates[start:stop] = [found]
@@ -162,7 +162,7 @@ class Frontier:
         """Leave out those that another one misses by less than 2 %."""
         kept: list[Estimate] = []
         for found in reversed(self.estimates):  # the fastest first
-            if not kept or found.bytes * _TOLERANCE < kept[-1].bytes:
+            if not kept or found.peak_bytes * _TOLERANCE < kept[-1].peak_bytes:
                 kept.append(found)
         return kept[::-1]
 
@@ -187,7 +187,7 @@ class _Search:
         self.num_considered = 0
         self._without_room: list[tuple[int, CandidateLayout, CandidateBatch]] = []
         self._misses: dict[CandidateLayout, Estimate] = {}
-        self._made: dict[tuple[CandidateLayout, CandidateBatch, int | None], tuple[Estimate, Estimate]] = {}
+        self._extremes: dict[tuple[CandidateLayout, CandidateBatch, int | None], tuple[Estimate, Estimate]] = {}
 
     def points(self) -> Iterator[_Point]:
         """Yield layouts and batches whose weights, gradients and optimizer fit."""
@@ -217,7 +217,7 @@ class _Search:
         """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and those of
         the device's context and libraries."""
         case = self.space.candidate(layout, batch, None).case
-        rules = Rules.of(case)
+        rules = StateConfig.of(case)
         state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
         return state, workspace_bytes(case, 0).framework + library_bytes(case)
 
@@ -240,7 +240,7 @@ class _Search:
         if seconds >= self.request.below:
             return False
         key, keep = (smallest > self._safe, seconds), self.request.keep
-        if len(self.ranked) < keep or key < rank_key(self.ranked[keep - 1])[:2]:
+        if len(self.ranked) < keep or key < sort_key(self.ranked[keep - 1])[:2]:
             return True
         first = self.ranked[0]
         within = (1 + equal_within(first.case)) * first.time.total
@@ -259,20 +259,20 @@ class _Search:
             return None
         return point
 
-    def judge(self, point: _Point) -> None:
+    def evaluate(self, point: _Point) -> None:
         """Estimate what the bounds do not rule out."""
         kept, least = self._ends(point, None)
-        if self._may_be_ranked(min(kept.bytes, least.bytes), point.shortest):
+        if self._may_be_ranked(min(kept.peak_bytes, least.peak_bytes), point.shortest):
             self._rank(point)
-        if self._may_be_on_frontier(least.bytes, point.shortest):
+        if self._may_be_on_frontier(least.peak_bytes, point.shortest):
             self._save_memory(point)
 
     def _ends(self, point: _Point, virtual: int | None) -> tuple[Estimate, Estimate]:
         """Return a point with nothing, and with everything, recomputed; the same estimates every time."""
         key = point.layout, point.batch, virtual
-        if key not in self._made:
-            self._made[key] = self.space.candidate(*key), self.space.candidate(*key, FULL_RECOMPUTE)
-        return self._made[key]
+        if key not in self._extremes:
+            self._extremes[key] = self.space.candidate(*key), self.space.candidate(*key, FULL_RECOMPUTE)
+        return self._extremes[key]
 
     def _rank(self, point: _Point) -> None:
         """Rank a point with its best number of virtual stages and way to recompute, by the bound of each."""
@@ -291,17 +291,17 @@ class _Search:
                 continue
             kept, least = self._ends(point, virtual)
             seconds = kept.time.total
-            if not may_help(point.smallest, seconds) or not may_help(min(kept.bytes, least.bytes), seconds):
+            if not may_help(point.smallest, seconds) or not may_help(min(kept.peak_bytes, least.peak_bytes), seconds):
                 continue
             other = self._best_way(point, virtual)
-            if other is not None and (best is None or rank_key(other) < rank_key(best)):
+            if other is not None and (best is None or sort_key(other) < sort_key(best)):
                 best = other
         if best is None:
             return
         if plain is not None and plain.is_tight == best.is_tight:
             best = plain if plain.time.total <= (1 + CLEARLY) * best.time.total else best
         if best.time.total < self.request.below:
-            insort(self.ranked, best, key=rank_key)
+            insort(self.ranked, best, key=sort_key)
 
     def _virtual_bounds(self, point: _Point) -> list[tuple[float, int]]:
         """Return numbers of virtual stages with the least seconds of each: with even stages, and without exchanges
@@ -317,10 +317,10 @@ class _Search:
         """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""
         found, shortest = self._fitting(point, virtual), self._ends(point, virtual)[0].time.total
         for each in found:
-            if not self.frontier.beats(each.bytes, shortest):
+            if not self.frontier.beats(each.peak_bytes, shortest):
                 self.frontier.add(each)
         sure = [each for each in found if not each.is_tight]
-        return min(sure or found, key=rank_key, default=None)
+        return min(sure or found, key=sort_key, default=None)
 
     def _fitting(self, point: _Point, virtual: int | None) -> list[Estimate]:
         """Return the ways to recompute that fit, and of which one may be the fastest that does: at the upper end of
@@ -331,9 +331,9 @@ class _Search:
         found = [each for each in (kept, least) if each.fits]
         enough: list[frozenset[str]] = []
         *others, widest = self.space.selective  # which recomputes what any of the others does
-        smallest = kept.recomputing(widest)
-        useful = smallest.fits and self._may_help(virtual, smallest.bytes, kept.time.total)
-        for each in (*map(kept.recomputing, others), smallest) if useful else ():
+        smallest = kept.with_recompute(widest)
+        useful = smallest.fits and self._may_help(virtual, smallest.peak_bytes, kept.time.total)
+        for each in (*map(kept.with_recompute, others), smallest) if useful else ():
             modules = frozenset(each.case.settings.recompute.recompute_modules)
             if any(smaller <= modules for smaller in enough):  # recomputes more than it must
                 continue
@@ -341,9 +341,11 @@ class _Search:
             enough += [] if each.is_tight else [modules]
         memory = kept.case.machine.device.memory
         for room in (safe_bytes(kept.case), memory):
-            if not least.bytes <= room < kept.bytes:
+            if not least.peak_bytes <= room < kept.peak_bytes:
                 continue
-            share = (kept.bytes - room) / (kept.bytes - least.bytes)  # of the layers, that must be recomputed
+            share = (kept.peak_bytes - room) / (
+                kept.peak_bytes - least.peak_bytes
+            )  # of the layers, that must be recomputed
             seconds = kept.time.total + share * (least.time.total - kept.time.total)
             useful = self._may_help(virtual, room, _NEARLY * seconds)
             if useful and (room < memory or least.is_tight or self._may_be_on_frontier(room, seconds)):
@@ -364,10 +366,10 @@ class _Search:
         low, high = 0, max(chunk.num_layers for chunk in chunks)
         best: list[Estimate] = []
         while high - low > 1:
-            share = (more.bytes - room) / max(more.bytes - less.bytes, 1)
+            share = (more.peak_bytes - room) / max(more.peak_bytes - less.peak_bytes, 1)
             number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
-            found = more.recomputing(block(number))
-            if found.bytes <= room:
+            found = more.with_recompute(block(number))
+            if found.peak_bytes <= room:
                 high, less, best = number, found, [found]
             else:
                 low, more = number, found
@@ -378,7 +380,7 @@ class _Search:
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
             kept, least = self._ends(point, virtual)
             for each in (kept, least):
-                if each.fits and not self.frontier.beats(each.bytes, kept.time.total):
+                if each.fits and not self.frontier.beats(each.peak_bytes, kept.time.total):
                     self.frontier.add(each)
 
     def fill_frontier(self) -> None:
@@ -388,20 +390,20 @@ class _Search:
             stages = found.case.settings.parallel.pipeline_model_parallel_size
             layers = self.request.case.model.architecture.num_layers // stages
             blocks = [block(number) for number in (layers // 2, 3 * layers // 4) if number]
-            kept = found.recomputing(NO_RECOMPUTE)
-            for other in (kept, *map(found.recomputing, (*self.space.selective, *blocks))):
-                if other.fits and not self.frontier.dominates(other.bytes, kept.time.total):
+            kept = found.with_recompute(NO_RECOMPUTE)
+            for other in (kept, *map(found.with_recompute, (*self.space.selective, *blocks))):
+                if other.fits and not self.frontier.dominates(other.peak_bytes, kept.time.total):
                     self.frontier.add(other)
 
     def reshape(self, variants: Callable[[Settings], Iterable[Settings]]) -> None:
         """Replace the first few, and the simplest, by the first in rank of their variants."""
         for found in dict.fromkeys((*self.ranked[:NUM_RESHAPED], *self._simplest())):
             fitting = (each for each in map(self.space.estimate, variants(found.case.settings)) if each.fits)
-            better = min(fitting, key=rank_key, default=found)
-            if rank_key(better) < rank_key(found):
+            better = min(fitting, key=sort_key, default=found)
+            if sort_key(better) < sort_key(found):
                 self.frontier.add(better)
                 self.ranked.remove(found)
-                insort(self.ranked, better, key=rank_key)
+                insort(self.ranked, better, key=sort_key)
 
     def _is_equal(self, found: Estimate) -> bool:
         """Return whether it is as surely in memory as the fastest, and as fast as far as is known."""
@@ -419,11 +421,11 @@ class _Search:
     def in_order(self) -> tuple[list[Estimate], int]:
         """Return what is ranked, and how many of the first are equal: the simplest of these first."""
         ranked = list(dict.fromkeys((*self.ranked[: self.request.keep], *self._simplest())))
-        equal = sorted(filter(self._is_equal, ranked), key=lambda each: (num_kinds(each.case), rank_key(each)))
+        equal = sorted(filter(self._is_equal, ranked), key=lambda each: (num_kinds(each.case), sort_key(each)))
         return [*equal, *(each for each in ranked if not self._is_equal(each))], len(equal)
 
     def nearest_misses(self) -> list[Estimate]:
         """Return of layouts that nothing makes fit those that miss by least."""
         nearest = sorted(self._without_room, key=lambda miss: miss[0])[:_NUM_TOO_LARGE]
         misses = [self.space.candidate(layout, batch, None, FULL_RECOMPUTE) for _, layout, batch in nearest]
-        return sorted([*misses, *self._misses.values()], key=lambda each: each.bytes)[:_NUM_TOO_LARGE]
+        return sorted([*misses, *self._misses.values()], key=lambda each: each.peak_bytes)[:_NUM_TOO_LARGE]

@@ -80,7 +80,7 @@ def _on_device(case: Case, known: float, measured: Sequence[str]) -> float:
     return known if case.machine.device.generation in measured else known + _UNMEASURED
 
 
-def least_and_most(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]:
+def memory_range(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]:
     """Return bytes that the fullest rank holds at least and at most, within the bound.
 
     Weights, gradients and optimizer state are exact: a rank never holds less than these.

@@ -17,7 +17,7 @@ from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding
 from megatune.rehearse.outcome import Outcome, failed, left, passed
 from megatune.rehearse.ranks import Ended, run_alone
-from megatune.rehearse.settings import layout_words, other_layout
+from megatune.rehearse.settings import describe_layout, other_layout
 from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 
 # Of the losses of a step in two layouts: sums in another order, after steps of weights that they moved.
@@ -138,7 +138,7 @@ def resume_elsewhere(scene: Scene) -> Outcome:
     output, whole = scene.output(_OTHER), scene.output(WHOLE)
     shutil.rmtree(output, ignore_errors=True)
     own = {"run.output_dir": str(output), "run.resume_from_checkpoint": str(scene.saved)}
-    words = layout_words(settings.parallel, world)
+    words = describe_layout(settings.parallel, world)
     if wrong := _not_done(_start(scene, with_settings(settings, own), _OTHER, world)):
         return failed(OTHER, *wrong)
     resumed = steps_of(output)

@@ -23,7 +23,7 @@ from megatune.plan.pages.words import fullest, seconds
 from megatune.plan.run.preflight import Preflight, preflight
 from megatune.rehearse.model import RealModel
 from megatune.rehearse.outcome import Outcome, failed, left, passed, refused
-from megatune.rehearse.settings import layout_words
+from megatune.rehearse.settings import describe_layout
 from megatune.training.storage.files import read_json_lines
 
 SETTINGS, TEMPLATE, DATA, DISK = "1 settings, plan", "1 template", "1 data", "1 folders, disk"
@@ -46,7 +46,7 @@ def look_at_settings(
         checked = preflight(loaded, world_size, (), machine, model_dir=lambda name: folder)
     except MegatuneError as error:
         return refused(SETTINGS, error), None
-    words = layout_words(checked.settings.parallel, world_size)
+    words = describe_layout(checked.settings.parallel, world_size)
     found = f"valid for {counted(world_size, 'GPU')}: {words}"
     if checked.planned is None:
         return passed(SETTINGS, f"{found}; memory was not planned (--gpu KIND plans it)"), checked

@@ -37,7 +37,7 @@ from megatune.rehearse.before import (
 from megatune.rehearse.model import RealModel, SmallModel, find_real_model, shrink, write_model
 from megatune.rehearse.outcome import Change, Outcome, as_json, exit_code, failed, left, refused, table
 from megatune.rehearse.ranks import Interrupted
-from megatune.rehearse.settings import MOST_PROCESSES, layout_words, rehearsed_world, smaller
+from megatune.rehearse.settings import MOST_PROCESSES, describe_layout, rehearsed_world, smaller
 
 PROCESS_BYTES = 450 * 2**20  # of one rank, without its part of the model
 _BYTES_A_PARAMETER = 24  # weights, gradients, optimizer, and what a save and a comparison hold of them
@@ -157,12 +157,12 @@ class Rehearsal:
             return f"one copy takes {world} processes, and a rehearsal starts {MOST_PROCESSES} at most"
         if (needed := world * PROCESS_BYTES) > (free := int(_SHARE * free_memory())):
             return f"{world} processes need about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-        words = layout_words(settings.parallel, world)
+        words = describe_layout(settings.parallel, world)
         if world < self.world_size:
             why = "two data-parallel copies show what more do"
             if world == settings.parallel.model_parallel_size:
                 why = f"{MOST_PROCESSES} processes at most: data-parallel copies are not rehearsed"
-            before = layout_words(settings.parallel, self.world_size)
+            before = describe_layout(settings.parallel, self.world_size)
             self.changes.append(Change("layout", before, words, why))
         architecture = load_architecture(self._model_dir, *settings.task)
         own = str(self._model_dir), str(self.folder / acts.WHOLE)

@@ -115,7 +115,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
         return PlannedRows(lengths=lengths, tokens=tokens)
     return PlannedRows(
         lengths=lengths,
-        most_pictures=found.most_pictures,
+        image_tokens=found.image_tokens,
         largest_picture=found.largest_picture or None,
         tokens=tokens,
     )
@@ -163,7 +163,7 @@ def _prepared(settings: Settings) -> PlannedRows | None:
     if not same or case.lengths is None or case.settings.run.stage != settings.run.stage:
         return None
     lengths = replace(case.lengths, origin=f"of all rows, as {output} has them")
-    return PlannedRows(lengths=lengths, most_pictures=case.image_tokens, largest_picture=case.largest_picture)
+    return PlannedRows(lengths=lengths, image_tokens=case.image_tokens, largest_picture=case.largest_picture)
 
 
 def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:

@@ -20,9 +20,9 @@ from megatune.config.settings import Settings, all_settings, plain, with_setting
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.changes import value_of, varied
+from megatune.plan.changes import change_case, value_of
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.fixes import Fix, fix
+from megatune.plan.fixes import Fix, try_change
 from megatune.plan.machine import Machine
 
 DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
@@ -203,7 +203,7 @@ class Effect(Fix):
         return self.before.time.tokens_per_second / self.after.time.tokens_per_second - 1
 
     @property
-    def beside(self) -> dict[str, Any]:
+    def side_changes(self) -> dict[str, Any]:
         """What else had to change, by "group.name"."""
         return {path: value for path, value in self.changes.items() if path != self.path}
 
@@ -233,13 +233,13 @@ def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | N
             continue
         has_needs = needed(info, base.case)
         for companions in ({}, *({**has_needs, **overlay} for overlay in _OVERLAYS)):
-            changed = varied(base.case, companions, rules=PLANNED_RULES, repair=True)
+            changed = change_case(base.case, companions, rules=PLANNED_RULES, repair=True)
             case = base.case if changed is None else changed[1]
             if companions and (info.path in companions or changed is None):
                 continue
             effects, why = _effects(info, case)
             now = value_of(case, info.path)
-            if not all(effect.is_none for effect in effects):
+            if not all(effect.has_no_effect for effect in effects):
                 return SettingImpact(base, companions, now, tuple(effects))
             compared = compared or bool(effects)
             if not companions and (found is None or info.group == "experts"):
@@ -263,15 +263,18 @@ def needed(info: SettingInfo, case: Case) -> dict[str, Any]:
     return changes
 
 
-def against(case: Case, path: str, value: Any) -> Effect | None:
-    """Compare the case as it is with the same with `value`, whose `Effect.beside` is; None where that cannot be."""
+def compare_with(case: Case, path: str, value: Any) -> Effect | None:
+    """Compare the case with the same case with another value; None if that value is not valid.
+
+    `Effect.side_changes` are those of the case with the other value.
+    """
     found = _effect(path, case, value)
     return found and replace(found, before=found.after, after=found.before)
 
 
 def _effect(path: str, case: Case, value: Any) -> Effect | None:
     """Return what another value changes; None where it cannot be."""
-    found = fix(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
+    found = try_change(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
     return None if found is None else Effect(found.changes, found.before, found.after, path)
 
 
@@ -338,4 +341,4 @@ def _unread(info: SettingInfo, case: Case | None) -> bool:
         other = estimate(replace(case, settings=with_settings(case.settings, {info.path: sample})))
     except ValueError:
         return False
-    return Fix({}, estimate(case), other).is_none
+    return Fix({}, estimate(case), other).has_no_effect

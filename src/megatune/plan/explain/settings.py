@@ -23,14 +23,14 @@ from megatune.config.values import shown
 from megatune.errors import NO_LINE, ExitCode, Finding, MegatuneError, line_of, nearest_names
 from megatune.plan.catalogue import find_machine
 from megatune.plan.estimate import estimate
-from megatune.plan.explain.cost import DEFAULT_GPU, BaseCase, against, case_of_file, default_cases, impact_of
+from megatune.plan.explain.cost import DEFAULT_GPU, BaseCase, case_of_file, compare_with, default_cases, impact_of
 from megatune.plan.explain.words import (
     Language,
     Words,
-    against_words,
     all_needs,
     case_line,
     cost_lines,
+    describe_comparison,
     fullest,
     needs_text,
     phrase_of,
@@ -179,9 +179,9 @@ def _written(info: SettingInfo, loaded: Loaded, base: BaseCase, language: Langua
     yield from written(key, value, info.default, where, texts, words)
     if base.case is None or value == info.default:
         return
-    effect = against(base.case, info.path, info.default)
-    if effect is not None and not effect.is_none:
-        yield wrapped(words.cost + words.colon + against_words(effect, info.default, words), indent="    ")
+    effect = compare_with(base.case, info.path, info.default)
+    if effect is not None and not effect.has_no_effect:
+        yield wrapped(words.cost + words.colon + describe_comparison(effect, info.default, words), indent="    ")
 
 
 def _place(origin: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from megatune.config.values import shown
 from megatune.plan.changes import written as written_changes
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.explain.cost import BaseCase, Effect, SettingImpact
-from megatune.plan.pages.words import bytes_unit, layout_words, percent, row_length, seconds, size
+from megatune.plan.pages.words import bytes_unit, describe_layout, percent, row_length, seconds, size
 
 Language: TypeAlias = Literal["en", "zh"]
 _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
@@ -169,7 +169,7 @@ def case_line(base: BaseCase, words: Words) -> str:
     assert base.case is not None
     case = base.case
     text = words.ground.format(
-        model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=layout_words(case)
+        model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=describe_layout(case)
     )
     text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=row_length(case))
     return text + (words.parentheses.format(words.assumed[base.assumed]) if base.assumed else "")
@@ -199,20 +199,20 @@ def cost_lines(
     value = shown(impact.now) if impact.effects else case.model.name
     yield words.now.format(value=value, memory=fullest(before, words), seconds=seconds(before.time.total))
     for effect in impact.effects:
-        yield shown(effect.value) + words.colon + effect_words(effect, words, effect.beside)
+        yield shown(effect.value) + words.colon + describe_effect(effect, words, effect.side_changes)
     yield words.uncertainty.format(percent=percent(before.time.uncertainty))
 
 
-def against_words(effect: Effect, value: Any, words: Words) -> str:
+def describe_comparison(effect: Effect, value: Any, words: Words) -> str:
     """Put an effect against what else the setting could be."""
     other = shown(value)
-    if effect.beside:
-        other += words.parentheses.format(words.beside.format(changes=written_changes(effect.beside)))
-    text = words.against.format(value=other, effect=effect_words(effect, words, beside={}))
+    if effect.side_changes:
+        other += words.parentheses.format(words.beside.format(changes=written_changes(effect.side_changes)))
+    text = words.against.format(value=other, effect=describe_effect(effect, words, beside={}))
     return text.replace("） ", "）")
 
 
-def effect_words(effect: Effect, words: Words, beside: Mapping[str, Any]) -> str:
+def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> str:
     """Put an effect in a line: memory, time, what else had to change, and whether it fits."""
     memory = words.no_memory
     if abs(effect.memory) >= _HARDLY_BYTES:

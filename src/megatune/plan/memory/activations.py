@@ -16,16 +16,24 @@ from megatune.plan.operators.decoder import (
     Recompute,
     decoder_layer,
     embedding,
-    further_tokens,
     head,
     inputs,
+    mtp_inputs,
     recompute_of,
 )
 from megatune.plan.operators.experts import saves_input_twice
 from megatune.plan.operators.linear import layer_norm
 from megatune.plan.operators.operator import Memory, Operator, chain, memory_of, recomputed, repeat
-from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of
-from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, images_of, mergers, passing, placing
+from megatune.plan.operators.shapes import Shapes, layer_shapes, shapes_of
+from megatune.plan.operators.vision import (
+    Images,
+    encoder_inputs,
+    encoder_layer,
+    frozen_layer_bytes,
+    images_of,
+    media_embedding,
+    mergers,
+)
 from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
@@ -64,7 +72,7 @@ class Activations:
     def parts(self, stage: int) -> StageMemory:
         """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
         peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
-        even = self._shapes if self._shapes.imbalance == 1.0 else self._shapes.but(imbalance=1.0)
+        even = self._shapes if self._shapes.imbalance == 1.0 else self._shapes.replace(imbalance=1.0)
         bare, loss = self._peak(even, stage)
         activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
         return StageMemory(
@@ -111,15 +119,15 @@ def _pass(
     if chunk.loss:
         norm, *rest = (operator.memory for operator in head(shapes))
         end = [norm, *(rest if with_loss else [Memory(0, shapes.hidden, shapes.hidden)])]
-        memories += [*end, *_further(shapes, chunk, recompute), *end] if chunk.predicts_further else end
+        memories += [*end, *_mtp(shapes, chunk, recompute), *end] if chunk.has_mtp else end
     whole = chain(memories)
     return whole._replace(forward=whole.forward + added) if added else whole
 
 
-def _further(shapes: Shapes, chunk: ChunkContent, recompute: Recompute) -> list[Memory]:
+def _mtp(shapes: Shapes, chunk: ChunkContent, recompute: Recompute) -> list[Memory]:
     """Return the layer that predicts a further token, which is recomputed where one more layer of the chunk would be,
     and what is before it."""
-    looked_up, *before = (operator.memory for operator in further_tokens(shapes))
+    looked_up, *before = (operator.memory for operator in mtp_inputs(shapes))
     inner = chain((*before, _layer(shapes, chunk.layers[-1], recompute.modules)))
     if recompute.num_layers >= len(chunk.layers):
         inner = recomputed(inner, 2 * shapes.hidden, shapes.hidden)
@@ -142,7 +150,7 @@ def _runs(shapes: Shapes, runs: Iterable[tuple[LayerContent, int]], modules: tup
 
 @lru_cache(16384)
 def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
-    memory = layer_memory(of_layer(shapes, layer.kind, layer.gradient == "weights"), layer.kind.sparse, modules)
+    memory = layer_memory(layer_shapes(shapes, layer.kind, layer.gradient == "weights"), layer.kind.sparse, modules)
     # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
     return memory if layer.gradient != "none" else Memory(0, memory.kept + memory.forward)
 
@@ -151,7 +159,7 @@ def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Mem
 def _groups(chunk: ChunkContent, recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
     """Return groups of layers of the decoder that are recomputed together, equal ones counted, and those that are
     not."""
-    layers = chunk.layers[: len(chunk.layers) - chunk.predicts_further]
+    layers = chunk.layers[: len(chunk.layers) - chunk.has_mtp]
     last = min(recompute.num_layers, len(layers))
     size = recompute.group_size
     groups = [layers[first : min(first + size, last)] for first in range(0, last, size)]
@@ -180,14 +188,14 @@ def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memo
 
 def _picture_memory(shapes: Shapes, images: Images) -> _Pictures:
     added = images.tower.num_deepstack_mergers * shapes.hidden
-    return _Pictures(chain((vision_memory(shapes, images), placing(shapes, images).memory)), added)
+    return _Pictures(chain((vision_memory(shapes, images), media_embedding(shapes, images).memory)), added)
 
 
 def vision_memory(shapes: Shapes, images: Images) -> Memory:
     """Fold the encoder and its mergers, all but the last of which are before its last layers."""
-    layer, at_once = memory_of(encoder_layer(shapes, images)), passing(shapes, images)
+    layer, at_once = memory_of(encoder_layer(shapes, images)), frozen_layer_bytes(shapes, images)
     if images.recomputed:
-        hidden = images.patches * images.tower.hidden_size * shapes.size
+        hidden = images.patches * images.tower.hidden_size * shapes.itemsize
         layer = recomputed(layer, hidden, hidden)._replace(forward=at_once - hidden)
     elif not images.tower_trained:
         layer = Memory(0, at_once, 0)

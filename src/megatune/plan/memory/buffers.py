@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatune.plan.memory.tensors import HeldParameter
+from megatune.plan.memory.tensors import ParameterShard
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
@@ -26,7 +26,7 @@ class Bucket:
 
     start: int
     stop: int
-    parameters: tuple[tuple[int, HeldParameter], ...]
+    parameters: tuple[tuple[int, ParameterShard], ...]
 
 
 def pad(number: int, multiple: int) -> int:
@@ -39,7 +39,7 @@ def full_bucket(dp_size: int) -> int:
     return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
 
 
-def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int | None) -> list[Bucket]:
+def shared_buckets(parameters: Sequence[ParameterShard], shards: int, size: int | None) -> list[Bucket]:
     """Return the buckets of a buffer under the distributed optimizer.
 
     Args:
@@ -49,7 +49,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     """
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
     buckets: list[Bucket] = []
-    held: list[tuple[int, HeldParameter]] = []
+    held: list[tuple[int, ParameterShard]] = []
     start = end = 0
 
     def close(end: int) -> int:
@@ -70,7 +70,7 @@ def shared_buckets(parameters: Sequence[HeldParameter], shards: int, size: int |
     return buckets
 
 
-def padded_size(parts: Iterable[tuple[Sequence[HeldParameter], int]], shards: int) -> int:
+def padded_size(parts: Iterable[tuple[Sequence[ParameterShard], int]], shards: int) -> int:
     """Return elements of a buffer of one bucket, padding included.
 
     Args:

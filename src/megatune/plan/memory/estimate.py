@@ -15,8 +15,8 @@ from megatune.families.weights import Role, hf_shapes
 from megatune.plan.case import Case
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.activations import Activations, Contents
-from megatune.plan.memory.parameters import Rules, elements_of, stage_state
-from megatune.plan.memory.stage import StageMemory, added
+from megatune.plan.memory.parameters import StateConfig, elements_of, stage_state
+from megatune.plan.memory.stage import StageMemory, sum_memory
 from megatune.plan.memory.tensors import ChunkContent
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
@@ -35,9 +35,9 @@ _FILE_BYTES = 5 * 10**9
 
 def stage_memory(case: Case) -> tuple[StageMemory, ...]:
     """Return the memory of each pipeline stage, the first stage first."""
-    rules, kept = Rules.of(case), Activations(case)
+    rules, kept = StateConfig.of(case), Activations(case)
     return tuple(
-        added(stage_state(rules, stage), kept.parts(stage), workspace_bytes(case, stage))
+        sum_memory(stage_state(rules, stage), kept.parts(stage), workspace_bytes(case, stage))
         for stage in range(case.settings.parallel.pipeline_model_parallel_size)
     )
 
@@ -52,7 +52,7 @@ class FixedMemory(NamedTuple):
 
 def fixed_memory(case: Case) -> FixedMemory:
     """Return it for each stage that holds anything which the one before does not hold for as many micro-batches."""
-    rules = Rules.of(case)
+    rules = StateConfig.of(case)
     contents = rules.contents
     held = [stage for stage, chunks in enumerate(contents) if not stage or not _are_within(chunks, contents[stage - 1])]
     fixed = {stage: stage_state(rules, stage).total + workspace_bytes(case, stage).total for stage in held}
@@ -103,7 +103,7 @@ def _copies(case: Case, stage: int) -> int:
     device's: of both kinds of files the first, and an even share of the others."""
     if not case.settings.checkpoint.async_save:
         return 0
-    held, parallel = elements_of(Rules.of(case), stage), case.settings.parallel
+    held, parallel = elements_of(StateConfig.of(case), stage), case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size * parallel.expert_tensor_size
     trained = tp * held.trained_dense + experts * held.trained_expert
     is_lora = case.settings.finetuning.finetuning_type == "lora"

@@ -19,9 +19,9 @@ from megatune.plan.memory.buffers import full_bucket, largest_share, padded_size
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import (
     ChunkContent,
-    HeldParameter,
-    HeldParameters,
-    Place,
+    ModelPart,
+    ParameterShard,
+    RankParameters,
     held_parameters,
     stage_chunks,
     whole_model,
@@ -31,12 +31,12 @@ _BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4  # bytes of an element
 
 
-class OptimizerRules(NamedTuple):
+class OptimizerStateConfig(NamedTuple):
     """An optimizer's state.
 
     Attributes:
         element_bytes: state of one element, without its master weight.
-        matrix_bytes: state of one element of a matrix, see `HeldParameter.is_matrix`.
+        matrix_bytes: state of one element of a matrix, see `ParameterShard.is_matrix`.
         host_fraction: share of the elements whose state, master weights among it, is on the host.
         dtype: that the model computes in.
     """
@@ -55,7 +55,7 @@ class OptimizerRules(NamedTuple):
         return 4 * (num_parts * of_part + (4 if self.dtype == "float16" else 0))
 
 
-def optimizer_rules(settings: Settings) -> OptimizerRules:
+def optimizer_state_config(settings: Settings) -> OptimizerStateConfig:
     """Read them from the settings of a run."""
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd":
@@ -65,7 +65,7 @@ def optimizer_rules(settings: Settings) -> OptimizerRules:
     of_matrix = _FP32 if optimizer.optimizer == "muon" else size
     offloads = optimizer.optimizer == "adam" and optimizer.optimizer_cpu_offload
     fraction = optimizer.optimizer_offload_fraction if offloads else 0.0
-    return OptimizerRules(size, of_matrix, fraction, settings.precision.params_dtype)
+    return OptimizerStateConfig(size, of_matrix, fraction, settings.precision.params_dtype)
 
 
 class StageParameters(NamedTuple):
@@ -76,7 +76,7 @@ class StageParameters(NamedTuple):
         expert: of its experts, adapters included.
         trained_dense, trained_expert: what of `dense` and `expert` is trained: has gradients that are reduced.
         updated: elements that the rank with most of them updates: its share, or all that are trained.
-        orthogonal_flops: see `HeldParameter`; of all matrices that are trained.
+        orthogonal_flops: see `ParameterShard`; of all matrices that are trained.
     """
 
     dense: int
@@ -87,7 +87,7 @@ class StageParameters(NamedTuple):
     orthogonal_flops: int
 
 
-class Kind(NamedTuple):
+class BufferKind(NamedTuple):
     """Parameters that share buffers.
 
     Attributes:
@@ -98,12 +98,12 @@ class Kind(NamedTuple):
     is_expert: bool
     is_adapter: bool | None
 
-    def has(self, one: HeldParameter) -> bool:
+    def has(self, one: ParameterShard) -> bool:
         return one.is_expert == self.is_expert and self.is_adapter in (None, one.is_adapter)
 
 
 @dataclass(frozen=True, eq=False)  # a key of caches, made once: known by identity
-class Rules:
+class StateConfig:
     """All that decides about state.
 
     Attributes:
@@ -117,13 +117,13 @@ class Rules:
     shards: tuple[int, int]
     parameter_bytes: int
     gradient_bytes: int
-    optimizer: OptimizerRules
+    optimizer: OptimizerStateConfig
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def of(case: Case) -> Rules:
+    def of(case: Case) -> StateConfig:
         settings, shards = case.settings, (case.shard_size, case.expert_shard_size)
-        sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_rules(settings)
+        sizes, optimizer = (case.itemsize, case.gradient_itemsize), optimizer_state_config(settings)
         return _rules(case.model, settings.finetuning, settings.parallel, shards, *sizes, optimizer)
 
     @cached_property
@@ -135,16 +135,18 @@ class Rules:
         return shards or self.optimizer.host_fraction > 0
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[BufferKind, ...]:
         """Dense weights, and experts where the model has any; each in a 16-bit model without its adapters, and then
         these."""
         apart = self.parameter_bytes < _FP32 and self.trainable.finetuning_type == "lora"
         experts = (False, True) if self.model.architecture.moe is not None else (False,)
         return tuple(
-            Kind(is_expert, is_adapter) for is_expert in experts for is_adapter in ((False, True) if apart else (None,))
+            BufferKind(is_expert, is_adapter)
+            for is_expert in experts
+            for is_adapter in ((False, True) if apart else (None,))
         )
 
-    def bytes_of(self, kind: Kind) -> tuple[int, int]:
+    def bytes_of(self, kind: BufferKind) -> tuple[int, int]:
         """Return bytes of an element, and of its gradient."""
         return (_FP32, _FP32) if kind.is_adapter else (self.parameter_bytes, self.gradient_bytes)
 
@@ -155,7 +157,7 @@ class Rules:
         return 1 + any(one.is_expert and one.trained for layer, _ in layers for one in self.held.at[layer])
 
     @cached_property
-    def held(self) -> HeldParameters:
+    def held(self) -> RankParameters:
         parallel = self.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
@@ -173,10 +175,10 @@ class Rules:
         return full_bucket(self.shards[0] // self.parallel.context_parallel_size) if first else None
 
 
-_rules = lru_cache(maxsize=65536)(Rules)
+_rules = lru_cache(maxsize=65536)(StateConfig)
 
 
-class Part(NamedTuple):
+class BufferElements(NamedTuple):
     """Elements of a rank, of parameters that share buffers.
 
     Attributes:
@@ -187,10 +189,10 @@ class Part(NamedTuple):
         updated: of those, what this rank updates.
         matrices: of `updated`, what is of matrices.
         on_host: of `updated`, what has its state on the host.
-        orthogonal_flops: as of `HeldParameter`, of all matrices that are trained.
+        orthogonal_flops: as of `ParameterShard`, of all matrices that are trained.
     """
 
-    kind: Kind
+    kind: BufferKind
     size: int
     trained: int
     buffers: int
@@ -205,7 +207,7 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def stage_state(rules: Rules, stage: int) -> StageMemory:
+def stage_state(rules: StateConfig, stage: int) -> StageMemory:
     """Return the state of a stage's fullest rank.
 
     All ranks of a stage hold the same weights and gradients. Under the distributed optimizer the fullest is taken to
@@ -217,7 +219,7 @@ def stage_state(rules: Rules, stage: int) -> StageMemory:
 
 
 @lru_cache(maxsize=65536)
-def elements_of(rules: Rules, stage: int) -> StageParameters:
+def elements_of(rules: StateConfig, stage: int) -> StageParameters:
     """Return elements that each rank of a stage holds."""
     parts = _parts(rules, stage)
     dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
@@ -234,7 +236,7 @@ def elements_of(rules: Rules, stage: int) -> StageParameters:
     )
 
 
-def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageMemory:
+def sum_parts(rules: StateConfig, stage: int, parts: Sequence[BufferElements]) -> StageMemory:
     """Return bytes of a rank that holds these parts."""
     chunks, optimizer = rules.contents[stage], rules.optimizer
     sparse = sum([count for chunk in chunks for layer, count in chunk.counts if layer.kind.sparse])
@@ -255,12 +257,14 @@ def sum_parts(rules: Rules, stage: int, parts: Sequence[Part]) -> StageMemory:
     return StageMemory(stage, num_layers, weights, gradients, master_weights, state, host=host)
 
 
-def _parts(rules: Rules, stage: int) -> tuple[Part, ...]:
+def _parts(rules: StateConfig, stage: int) -> tuple[BufferElements, ...]:
     return _closed_parts(rules, rules.contents[stage], rules.bucket_size(stage, 0))
 
 
 @lru_cache(maxsize=65536)  # stages of the same layers share it
-def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | None) -> tuple[Part, ...]:
+def _closed_parts(
+    rules: StateConfig, chunks: tuple[ChunkContent, ...], first: int | None
+) -> tuple[BufferElements, ...]:
     """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
     little of `on_host`.
 
@@ -287,14 +291,14 @@ def _closed_parts(rules: Rules, chunks: tuple[ChunkContent, ...], first: int | N
             )
             others = largest_share(buckets, shards)
         on_host = int(optimizer.host_fraction * updated)
-        parts.append(Part(kind, size, trained, buffers, updated, max(updated - others, 0), on_host, flops))
+        parts.append(BufferElements(kind, size, trained, buffers, updated, max(updated - others, 0), on_host, flops))
     return tuple(parts)
 
 
 @lru_cache(maxsize=4096)
-def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[Place, int]]:
+def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[ModelPart, int]]:
     """Return the places of what chunks hold, of one in the engine's order, and how often they hold it."""
-    counts: Counter[Place] = Counter()
+    counts: Counter[ModelPart] = Counter()
     for chunk in chunks:
         counts["first"] += chunk.embedding
         counts["copy"] += chunk.copies_embedding
@@ -304,20 +308,20 @@ def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[Place, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(held: HeldParameters, place: Place, kind: Kind) -> tuple[int, int, int, int]:
-    """Return elements of all, of those that are trained, and of these without matrices; and FLOP, see `Part`."""
+def _sizes(held: RankParameters, place: ModelPart, kind: BufferKind) -> tuple[int, int, int, int]:
+    """Return elements of all, of trained and of trained non-matrix parameters; and FLOP, see `BufferElements`."""
     size, trained = sum(one.numel for one in held.at[place] if kind.has(one)), _trained_at(held, place, kind)
     others = sum(one.numel for one in trained if not one.is_matrix)
     return size, sum(one.numel for one in trained), others, sum(one.orthogonal_flops for one in trained)
 
 
 @lru_cache(maxsize=4096)
-def _trained_at(held: HeldParameters, place: Place, kind: Kind) -> list[HeldParameter]:
+def _trained_at(held: RankParameters, place: ModelPart, kind: BufferKind) -> list[ParameterShard]:
     return trained_of(held.at[place], kind)
 
 
 @lru_cache(maxsize=16384)
-def _buffer_size(held: HeldParameters, chunk: ChunkContent, full: int | None, kind: Kind, shards: int) -> int:
+def _buffer_size(held: RankParameters, chunk: ChunkContent, full: int | None, kind: BufferKind, shards: int) -> int:
     """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
     if full is None:
         return padded_size(((_trained_at(held, place, kind), count) for place, count in _places((chunk,))), shards)
@@ -325,7 +329,7 @@ def _buffer_size(held: HeldParameters, chunk: ChunkContent, full: int | None, ki
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 
 
-def saved_bytes(held: HeldParameters, chunks: tuple[ChunkContent, ...], itemsize: int) -> int:
+def saved_bytes(held: RankParameters, chunks: tuple[ChunkContent, ...], itemsize: int) -> int:
     """Return bytes that quantized matrices take less than they would with every element in `itemsize` bytes."""
     if not held.is_quantized:
         return 0
@@ -335,5 +339,5 @@ def saved_bytes(held: HeldParameters, chunks: tuple[ChunkContent, ...], itemsize
     )
 
 
-def trained_of(parameters: Iterable[HeldParameter], kind: Kind) -> list[HeldParameter]:
+def trained_of(parameters: Iterable[ParameterShard], kind: BufferKind) -> list[ParameterShard]:
     return [one for one in parameters if one.trained and kind.has(one)]

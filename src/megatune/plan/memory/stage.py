@@ -50,6 +50,6 @@ class StageMemory(NamedTuple):
 MEMORY_PARTS = StageMemory._fields[2:-1]  # neither its number and layers, nor what the host has
 
 
-def added(*shares: StageMemory) -> StageMemory:
+def sum_memory(*shares: StageMemory) -> StageMemory:
     """Return what a stage holds of which each of these counts some parts; one of them has its number."""
     return StageMemory(*map(sum, zip(*shares, strict=True)))

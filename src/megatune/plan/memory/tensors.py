@@ -85,7 +85,7 @@ _BUFFER_BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}  # of quantize
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameter:
+class ParameterShard:
     """What a rank holds of one parameter.
 
     Attributes:
@@ -125,7 +125,7 @@ class LayerContent(NamedTuple):
 
 
 # Of parameters: a layer of a kind, the ends of the model, or a copy of the word embedding.
-Place = LayerContent | Literal["first", "copy", "last"]
+ModelPart = LayerContent | Literal["first", "copy", "last"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of many caches, which `chunk_content` makes once
@@ -138,17 +138,17 @@ class ChunkContent:
     counts: tuple[tuple[LayerContent, int], ...]  # of layers, each kind where it comes first
 
     @property
-    def predicts_further(self) -> bool:
+    def has_mtp(self) -> bool:
         """Whether a layer behind the decoder is in it, with what is around that."""
         return bool(self.layers) and self.layers[-1].kind.mtp
 
     @property
     def copies_embedding(self) -> bool:
         """Whether it has a copy of the word embedding for that layer."""
-        return self.predicts_further and not self.embedding
+        return self.has_mtp and not self.embedding
 
     @property
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ModelPart]:
         """Yield where its parameters are, in the engine's order."""
         if self.embedding:
             yield "first"
@@ -166,7 +166,7 @@ def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
-class HeldParameters:
+class RankParameters:
     """Parameters of a rank.
 
     Attributes:
@@ -177,11 +177,11 @@ class HeldParameters:
         is_quantized: some of them have few bits (QLoRA, arXiv:2305.14314).
     """
 
-    at: Mapping[Place, tuple[HeldParameter, ...]]
+    at: Mapping[ModelPart, tuple[ParameterShard, ...]]
     sparse_buffer_bytes: int
     is_quantized: bool
 
-    def of_chunk(self, chunk: ChunkContent) -> Iterator[HeldParameter]:
+    def of_chunk(self, chunk: ChunkContent) -> Iterator[ParameterShard]:
         """Yield the parameters of a chunk in the engine's order."""
         return chain.from_iterable(self.at[place] for place in chunk.places)
 
@@ -232,7 +232,7 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
 @lru_cache(maxsize=4096)
 def held_parameters(
     model: PlannedModel, trainable: FinetuningSettings, tp: int, etp: int, ep: int, pipelined: bool
-) -> HeldParameters:
+) -> RankParameters:
     """Return the parameters of a rank.
 
     Args:
@@ -243,10 +243,10 @@ def held_parameters(
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
     contents = layer_contents(architecture, trainable)
 
-    def held(weight: Weight, layer: int = 0) -> HeldParameter:
+    def held(weight: Weight, layer: int = 0) -> ParameterShard:
         return _held(weight, layer, architecture, trainable, expert if weight.per_expert else whole)
 
-    def layer(content: LayerContent) -> tuple[HeldParameter, ...]:
+    def layer(content: LayerContent) -> tuple[ParameterShard, ...]:
         ours = [weight for weight in weights if is_in_layer(weight, content.kind)]
         index = contents.index(content)  # equal ones train the same weights
         inside = tuple(held(weight, index) for weight in _with_adapters(ours, architecture, trainable))
@@ -257,13 +257,13 @@ def held_parameters(
     tied, further = architecture.tie_word_embeddings, architecture.mtp_num_layers > 0
     embedding = replace(held(EMBEDDING), is_shared_embedding=(tied or further) and pipelined)
     output = embedding if tied else held(output_weight(architecture))
-    at: dict[Place, tuple[HeldParameter, ...]] = {content: layer(content) for content in dict.fromkeys(contents)}
+    at: dict[ModelPart, tuple[ParameterShard, ...]] = {content: layer(content) for content in dict.fromkeys(contents)}
     at["first"] = *(held(weight, index) for weight, index in _of_vision(architecture, trainable)), embedding
     at["copy"] = (embedding,)
     at["last"] = (held(FINAL_NORM),) if tied and not pipelined else (held(FINAL_NORM), output)
     if further:
         at["last"] = () if tied else (output,)
-    return HeldParameters(
+    return RankParameters(
         at,
         # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
         # both fp32.
@@ -275,11 +275,11 @@ def held_parameters(
 @lru_cache(maxsize=16384)  # dense weights are the same however experts are shared out
 def _held(
     weight: Weight, layer: int, architecture: Architecture, trainable: FinetuningSettings, part: Slice
-) -> HeldParameter:
+) -> ParameterShard:
     """Return what a rank with this slice holds of a weight."""
     shape = engine_shape(weight, architecture, part)
     is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
-    return HeldParameter(
+    return ParameterShard(
         prod(shape),
         is_expert=weight.per_expert,
         is_vector=is_vector,

@@ -15,7 +15,7 @@ from typing import Literal
 from megatune.architecture import Architecture
 from megatune.config.kernels import PLAIN_BACKENDS
 from megatune.plan.operators.linear import elementwise, linear, norm_memory, norm_work
-from megatune.plan.operators.operator import Attention, Memory, Moved, Operator
+from megatune.plan.operators.operator import Attention, Memory, MemoryOp, Operator
 from megatune.plan.operators.shapes import Shapes
 
 
@@ -42,7 +42,7 @@ class Heads:
     @property
     def padded(self) -> int:
         """Bytes of the output, where a flash kernel fills values up to as many channels as queries have."""
-        flash = self.shapes.kernel in ("padded", "runs")
+        flash = self.shapes.kernel in ("padded", "varlen")
         return self.query if flash and self.channels != self.value_channels else self.context
 
     @property
@@ -78,7 +78,7 @@ def self_attention(shapes: Shapes) -> Iterator[Operator]:
 
 def heads_of(shapes: Shapes) -> Heads:
     """Return the heads of this rank."""
-    architecture, mla, row = shapes.architecture, shapes.architecture.mla, shapes.tokens * shapes.size
+    architecture, mla, row = shapes.architecture, shapes.architecture.mla, shapes.tokens * shapes.itemsize
     n = groups = architecture.num_attention_heads // shapes.tp
     if mla is not None:
         d, d_v = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim
@@ -96,7 +96,7 @@ def _grouped_query(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
     projections = 1 if global_heads is not None and global_heads.keys_are_values else 2
     mixed = (architecture.gated_query_size + projections * architecture.key_value_size) // shapes.tp
     # With fewer key/value heads than ranks, each rank gathers all projections and takes its part of them.
-    source = mixed * (shapes.tp if architecture.num_query_groups < shapes.tp else 1) * tokens * shapes.size
+    source = mixed * (shapes.tp if architecture.num_query_groups < shapes.tp else 1) * tokens * shapes.itemsize
     yield linear(
         shapes, "self_attention.linear_qkv", "qkv", architecture.hidden_size, mixed, gathers=shapes.sequence_parallel
     )
@@ -123,14 +123,14 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
 
     Of the narrow projections' norms and adapters the time is left out.
     """
-    architecture, mla, part = shapes.architecture, shapes.architecture.mla, shapes.part
+    architecture, mla, part = shapes.architecture, shapes.architecture.mla, shapes.sp_tokens
     assert mla is not None
     hidden, spread, name = architecture.hidden_size, shapes.sequence_parallel, "self_attention.linear"
     saves_input = {f"{name}_q_proj", f"{name}_q_down_proj", f"{name}_kv_down_proj"} & shapes.keeps
     into_queries, into_others = heads.queries * heads.channels, heads.queries * (mla.qk_head_dim + mla.v_head_dim)
 
     def normed(rank: int, saved_rank: int) -> Operator:
-        return Operator("qkv", norm_memory(shapes, part, rank, part * saved_rank * shapes.size))
+        return Operator("qkv", norm_memory(shapes, part, rank, part * saved_rank * shapes.itemsize))
 
     # The input, which both projections save.
     yield Operator("qkv", Memory(shapes.hidden if saves_input else 0, shapes.hidden))
@@ -143,7 +143,7 @@ def _latent(shapes: Shapes, heads: Heads) -> Iterator[Operator]:
         yield linear(shapes, f"{name}_q_proj", "qkv", hidden, into_queries, gathers=spread, saved=0)
     else:
         yield linear(shapes, f"{name}_q_up_proj", "mla_up_proj", mla.q_lora_rank, into_queries, gathers=spread)
-    query, others = shapes.tokens * into_queries * shapes.size, shapes.tokens * into_others * shapes.size
+    query, others = shapes.tokens * into_queries * shapes.itemsize, shapes.tokens * into_others * shapes.itemsize
     yield Operator("rope", Memory(0, 2 * query, 3 * query))
     yield linear(shapes, f"{name}_kv_up_proj", "mla_up_proj", mla.kv_lora_rank, into_others, gathers=spread)
     # Rotary embedding of a part of the channels, and queries and keys concatenated from their parts.
@@ -161,7 +161,7 @@ def core_attention(heads: Heads) -> Iterator[Operator]:
         # Outputs are weighed in fp32; backward the sinks' gradients are of their product with the outputs' gradients.
         numbers = shapes.tokens * heads.queries * heads.value_channels
         yield Operator(
-            "core_attn", Memory(0), *elementwise(shapes, numbers, *((6, 14, 6) if shapes.wide else (2, 3, 5)))
+            "core_attn", Memory(0), *elementwise(shapes, numbers, *((6, 14, 6) if shapes.fp32_itemsize else (2, 3, 5)))
         )
     if shapes.cp > 1 and shapes.cp_comm_type == "p2p":
         yield _merging(shapes)
@@ -176,14 +176,17 @@ def _attention(heads: Heads, memory: Memory) -> Operator:
     tokens, count = shapes.tokens, architecture.num_attention_heads / shapes.tp
     channels = (architecture.query_size + architecture.attention_size) / shapes.tp
     if shapes.performance.attention_backend not in PLAIN_BACKENDS:
-        in_runs = shapes.in_runs or architecture.merges_attention or shapes.kind.window is not None
+        in_runs = shapes.varlen or architecture.merges_attention or shapes.kind.window is not None
         attended = shapes.document if shapes.on_cpu else shapes.attended
         name: Literal["rows", "packed"] = "packed" if in_runs and not shapes.engine.runs else "rows"
         kernel = (Attention(tokens, attended, count, channels, name),)
         return Operator("core_attn", memory, kernel, kernel, 3)
     scores = tokens * shapes.document * count
-    product, moved = Attention(tokens, shapes.document, count, channels, "plain"), scores * (4 * shapes.size + 6 * 4)
-    return Operator("core_attn", memory, (product, Moved(moved)), (product, Moved(2 * moved)), 12)
+    product, moved = (
+        Attention(tokens, shapes.document, count, channels, "plain"),
+        scores * (4 * shapes.itemsize + 6 * 4),
+    )
+    return Operator("core_attn", memory, (product, MemoryOp(moved)), (product, MemoryOp(2 * moved)), 12)
 
 
 def _merging(shapes: Shapes) -> Operator:
@@ -197,7 +200,7 @@ def _merging(shapes: Shapes) -> Operator:
     forward = (26 * later + 12) * architecture.attention_size
     backward = (10 * later + 14) * architecture.query_size + 16 * (later + 1) * keys_values
     forward, backward = (shapes.tokens / shapes.tp * data for data in (forward, backward))
-    return Operator("core_attn", Memory(0), (Moved(forward),), (Moved(backward),), 20 * (shapes.cp - 1))
+    return Operator("core_attn", Memory(0), (MemoryOp(forward),), (MemoryOp(backward),), 20 * (shapes.cp - 1))
 
 
 def keys_values_size(architecture: Architecture) -> int:
@@ -218,7 +221,7 @@ def _whole_rows(heads: Heads) -> tuple[Memory, int]:
             # It keeps the values that were filled up, not those it was given.
             kept = heads.query + heads.key * 2 + heads.padded + heads.sums
             return Memory(kept, heads.value, heads.gradients + heads.query), heads.context_copy
-        case "runs":
+        case "varlen":
             # Runs are computed apart and joined.
             return Memory(kept, heads.padded, heads.gradients + heads.query + 2 * heads.key), heads.context_copy
     return Memory(kept, 0, heads.gradients), 0
@@ -229,7 +232,7 @@ def _plain(heads: Heads, kept: int) -> Memory:
     shapes, document = heads.shapes, heads.shapes.document_tokens
     rows = shapes.rows if document == shapes.length else 1
     scores = 4 * rows * heads.queries * document**2
-    copies = (heads.gradients * 4 // shapes.size) if shapes.wide else 0
+    copies = (heads.gradients * 4 // shapes.itemsize) if shapes.fp32_itemsize else 0
     return Memory(kept, 3 * scores + copies, heads.gradients + heads.context + copies + 5 * scores)
 
 
@@ -248,8 +251,8 @@ def _all_gather(heads: Heads) -> tuple[Memory, int]:
     shapes = heads.shapes
     mine = heads.key + heads.value
     whole = mine * (2 * shapes.cp + 1) // 2
-    masked = shapes.on_cpu and shapes.kernel == "runs"
-    mask = shapes.size * shapes.document_tokens**2 // (2 * shapes.cp) if masked else 0
+    masked = shapes.on_cpu and shapes.kernel == "varlen"
+    mask = shapes.itemsize * shapes.document_tokens**2 // (2 * shapes.cp) if masked else 0
     kept = heads.query + whole + heads.padded + heads.sums
     backward = heads.context + heads.query + 2 * whole + mine * shapes.cp + mask
     return Memory(kept, mine * shapes.cp + mask, backward), heads.context_copy
@@ -258,9 +261,9 @@ def _all_gather(heads: Heads) -> tuple[Memory, int]:
 def _ring(heads: Heads) -> tuple[Memory, int]:
     """Return two pairs of keys and values in messages, and in the backward pass their gradients in fp32, too."""
     moving = heads.key + heads.value
-    wide = moving * 4 // heads.shapes.size
+    wide = moving * 4 // heads.shapes.itemsize
     # 16-bit outputs are merged in fp32, and rounded into memory of their own.
-    output, copy = (heads.context, 0) if heads.shapes.wide else (heads.padded, heads.context_copy)
+    output, copy = (heads.context, 0) if heads.shapes.fp32_itemsize else (heads.padded, heads.context_copy)
     kept = heads.query + heads.key + heads.value + output + heads.sums
     return Memory(kept, 2 * (moving + heads.context), heads.gradients + 2 * moving + 3 * wide), copy
 

@@ -18,7 +18,7 @@ from megatune.families.weights import padded_vocab_size
 from megatune.plan.operators.attention import self_attention
 from megatune.plan.operators.experts import before_experts, routed_experts
 from megatune.plan.operators.linear import elementwise, feed_forward, layer_norm, linear, linear_work
-from megatune.plan.operators.operator import Memory, Moved, Operator, Product
+from megatune.plan.operators.operator import Memory, MemoryOp, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
 
 # As the engine has them: tokens of a chunk, and tokens that are in memory at once with all that is computed of them.
@@ -65,7 +65,7 @@ def experts(shapes: Shapes) -> tuple[Operator, ...]:
 
 
 def _branch(shapes: Shapes, inner: Iterable[Operator]) -> Branch:
-    norm, numbers = layer_norm(shapes), shapes.part * shapes.architecture.hidden_size
+    norm, numbers = layer_norm(shapes), shapes.sp_tokens * shapes.architecture.hidden_size
     before, behind = ((norm,) * has for has in (shapes.architecture.pre_norms, shapes.architecture.post_norms))
     return *before, *inner, *behind, Operator("residual", Memory(0), *elementwise(shapes, numbers, 3, 2, 2))
 
@@ -102,19 +102,19 @@ def inputs(shapes: Shapes) -> Memory:
     copied, rows = 0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens, 1
     if shapes.architecture.mrope is not None:  # the rows of a micro-batch have positions of their own, three a token
         rows, copied = shapes.rows, copied + (24 * shapes.tokens if copied else 0)
-    return Memory(2 * rows * shapes.length * shapes.architecture.num_turned * shapes.size + copied)
+    return Memory(2 * rows * shapes.length * shapes.architecture.num_turned * shapes.itemsize + copied)
 
 
 @lru_cache(maxsize=4096)
 def embedding(shapes: Shapes) -> Operator:
     """Return the look-up; backward the scattered sum into a gradient of the weight's size, added to its buffer."""
-    row, trained = shapes.architecture.hidden_size * shapes.size, shapes.embedding_trained
+    row, trained = shapes.architecture.hidden_size * shapes.itemsize, shapes.embedding_trained
     table = shapes.architecture.vocab_size * shapes.architecture.hidden_size / shapes.tp
     weight = _padded_vocabulary(shapes) * row if trained else 0
     memory = Memory(8 * shapes.tokens if shapes.tp > 1 else 0, shapes.whole_hidden, shapes.whole_hidden + weight)
     read = 2 * shapes.tokens * row
-    written = read + table * (2 * shapes.size + 2 * shapes.gradient_size) if trained else 0.0
-    return Operator("embedding", memory, (Moved(read),), (Moved(written),), 4)
+    written = read + table * (2 * shapes.itemsize + 2 * shapes.gradient_itemsize) if trained else 0.0
+    return Operator("embedding", memory, (MemoryOp(read),), (MemoryOp(written),), 4)
 
 
 @lru_cache(maxsize=4096)
@@ -126,9 +126,9 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
     """
     if shapes.architecture.num_labels:
         return layer_norm(shapes), *_score(shapes)
-    size, hidden = shapes.size, shapes.architecture.hidden_size
+    size, hidden = shapes.itemsize, shapes.architecture.hidden_size
     keeps = shapes.keeps | {"output_layer"} if shapes.output_trained else shapes.keeps - {"output_layer"}
-    shapes = shapes.but(weights_trained=shapes.output_trained, keeps=keeps)
+    shapes = shapes.replace(weights_trained=shapes.output_trained, keeps=keeps)
     columns = shapes.architecture.vocab_size / shapes.tp
     forward, backward, launches, weight = linear_work(shapes, shapes.tokens, columns, hidden)
     if shapes.performance.cross_entropy_loss_fusion:
@@ -147,24 +147,24 @@ def head(shapes: Shapes) -> tuple[Operator, Operator, Operator]:
 
 
 @lru_cache(maxsize=4096)
-def further_tokens(shapes: Shapes) -> tuple[Operator, ...]:
+def mtp_inputs(shapes: Shapes) -> tuple[Operator, ...]:
     """Return what is before a layer that predicts a further token: the look-up of next tokens, two norms, and the
     projection of both side by side."""
     hidden, norm = shapes.architecture.hidden_size, layer_norm(shapes)
-    projection = linear(shapes, PROJECTION, "mtp", 2 * hidden, hidden, vectors=shapes.part)
+    projection = linear(shapes, PROJECTION, "mtp", 2 * hidden, hidden, vectors=shapes.sp_tokens)
     return embedding(shapes), norm, norm, projection
 
 
 def _score(shapes: Shapes) -> tuple[Operator, Operator]:
     """Scores and the loss of documents: fp32 hidden states are kept, and a few numbers a token and score."""
     hidden, count = shapes.architecture.hidden_size, shapes.architecture.num_labels
-    numbers, scores = shapes.part * hidden, shapes.tokens * count
+    numbers, scores = shapes.sp_tokens * hidden, shapes.tokens * count
     # What fp32 hidden states and weights are made of, and their gradients.
-    narrow, weight = (shapes.hidden, 4 * count * hidden) if shapes.wide else (0, 0)
+    narrow, weight = (shapes.hidden, 4 * count * hidden) if shapes.fp32_itemsize else (0, 0)
     memory = Memory(4 * numbers + 16 * shapes.tokens + weight, narrow, 4 * numbers + narrow + weight)
     moved = float(8 * numbers + narrow)
-    forward, backward, launches, _ = linear_work(shapes.but(weights_trained=True), shapes.part, count, hidden)
-    output = Operator("output", memory, (*forward, Moved(moved)), (*backward, Moved(2 * moved)), launches + 2)
+    forward, backward, launches, _ = linear_work(shapes.replace(weights_trained=True), shapes.sp_tokens, count, hidden)
+    output = Operator("output", memory, (*forward, MemoryOp(moved)), (*backward, MemoryOp(2 * moved)), launches + 2)
     loss = Operator("loss", Memory(0, 8 * scores, 8 * scores), *elementwise(shapes, scores, 12, 12, 20))
     return output, loss
 
@@ -173,14 +173,20 @@ def _in_chunks(shapes: Shapes) -> Memory:
     """Kept are the hidden states and five numbers a token. Each pass holds the logits of a chunk of tokens, which is at
     most LOSS_CHUNK_BYTES in fp32; on a CPU operator by operator, with an fp32 copy of 16-bit logits."""
     rows = min(_padded_vocabulary(shapes), shapes.architecture.vocab_size)
-    tokens, size = shapes.tokens, shapes.size
+    tokens, size = shapes.tokens, shapes.itemsize
     count = -(-tokens * rows * 4 // (LOSS_CHUNK_BYTES_ON_CPU if shapes.on_cpu else LOSS_CHUNK_BYTES))
     some = -(-tokens // count)
     chunk, taken = some * rows, some * shapes.architecture.hidden_size * size
-    forward = chunk * (size + (shapes.wide if shapes.on_cpu else 0))
-    softmax = chunk * (2 * size + shapes.wide if shapes.on_cpu and shapes.wide else size if shapes.on_cpu else 2 * size)
+    forward = chunk * (size + (shapes.fp32_itemsize if shapes.on_cpu else 0))
+    softmax = chunk * (
+        2 * size + shapes.fp32_itemsize
+        if shapes.on_cpu and shapes.fp32_itemsize
+        else size
+        if shapes.on_cpu
+        else 2 * size
+    )
     adding = chunk * size
-    if shapes.on_cpu and shapes.wide and shapes.gradient_size == 4:
+    if shapes.on_cpu and shapes.fp32_itemsize and shapes.gradient_itemsize == 4:
         adding += 4 * (chunk + some * shapes.architecture.hidden_size)
     backward = shapes.whole_hidden + taken + max(softmax, adding, chunk * size + taken)
     if shapes.sequence_parallel:
@@ -191,12 +197,12 @@ def _in_chunks(shapes: Shapes) -> Memory:
 def _whole(shapes: Shapes) -> tuple[Memory, Memory]:
     """Logits of all tokens, and their softmax in fp32, which is kept."""
     padded, tokens = _padded_vocabulary(shapes), shapes.tokens
-    logits = tokens * padded * shapes.size
+    logits = tokens * padded * shapes.itemsize
     is_padded = shapes.architecture.vocab_size % (padded * shapes.tp) != 0
     hidden = shapes.architecture.hidden_size
     product = linear(shapes, "output_layer", "output", hidden, padded, gathers=shapes.sequence_parallel)
     # fp32 logits become the softmax in place; 16-bit ones are still there, and a copy where padding was masked.
-    held = (logits if shapes.wide else 0) + (logits if is_padded else 0)
+    held = (logits if shapes.fp32_itemsize else 0) + (logits if is_padded else 0)
     return product.memory, Memory(4 * tokens * padded, held + 32 * tokens, held)
 
 
@@ -214,21 +220,21 @@ def delta_net(shapes: Shapes) -> Iterator[Operator]:
     """Yield the operators from the normalized hidden states to what is added to the residual stream."""
     architecture, delta, tokens = shapes.architecture, shapes.architecture.delta, shapes.tokens
     assert delta is not None
-    hidden, size, spread = architecture.hidden_size, shapes.size, shapes.sequence_parallel
+    hidden, size, spread = architecture.hidden_size, shapes.itemsize, shapes.sequence_parallel
     rows, mixed = (delta.qkvz_size + delta.ba_size) // shapes.tp, delta.conv_size // shapes.tp
     values, heads = delta.value_size // shapes.tp, delta.num_value_heads // shapes.tp
     yield linear(shapes, f"{_NAME}.in_proj", "qkv", hidden, rows, gathers=spread)
     # What the projection gives is kept whole: the convolution and the norm's gate save parts of it.
     kept, wide = tokens * rows * size, 4 * tokens * mixed
     memory = Memory(kept, 3 * wide + tokens * mixed * size, 6 * wide)
-    yield Operator("conv", memory, (Moved(88 * tokens * mixed),), (Moved(234 * tokens * mixed),), 16)
+    yield Operator("conv", memory, (MemoryOp(88 * tokens * mixed),), (MemoryOp(234 * tokens * mixed),), 16)
     # Three numbers of each head in fp32: what decays, its softplus and its argument; and one of the dtype.
     small = tokens * heads * (12 + size)
     yield Operator("decay", Memory(small, 4 * tokens * heads, 8 * tokens * heads), launches=8)
     yield _rule(shapes, delta, heads, mixed)
     # Its input, the rule's output; fp32 copies are made on the way.
     memory = Memory(tokens * values * size, 12 * tokens * values, 24 * tokens * values)
-    yield Operator("norm", memory, (Moved(66 * tokens * values),), (Moved(217 * tokens * values),), 14)
+    yield Operator("norm", memory, (MemoryOp(66 * tokens * values),), (MemoryOp(217 * tokens * values),), 14)
     yield linear(shapes, f"{_NAME}.out_proj", "proj", values, hidden, scatters=spread, shares_gradient=True)
 
 
@@ -243,14 +249,14 @@ def _rule(shapes: Shapes, delta: DeltaNet, heads: int, mixed: int) -> Operator:
     # Of a token and head: corrections, readings, what is solved for, queries and keys of the state; rows of chunks.
     inside = 4 * at_once * heads * (4 * e + 6 * d + 4 * CHUNK) + 4 * at_once * heads * d * e // CHUNK
     output = 4 * tokens * heads * e
-    memory = Memory(tokens * mixed * shapes.size + states, 2 * output + inside, 2 * output + 3 * inside)
+    memory = Memory(tokens * mixed * shapes.itemsize + states, 2 * output + inside, 2 * output + 3 * inside)
     # Products of a token and head: with keys and queries of the chunk, of the triangular system, with the state.
     columns = 3 * e + 2 * CHUNK + (CHUNK * (d + e) / 2 + CHUNK * e) / d
     forward = Product(tokens * heads, columns, d, 4)
     # Numbers of keys, of these for each value head, of values, of a chunk's scores and of its states, with their bytes.
     numbers = mixed - heads * e, 2 * heads * d, 2 * heads * e, 2 * heads * CHUNK, 2 * heads * d * e / CHUNK
     moved, moved_back = (
-        Moved(tokens / 2 * sum(number * bytes_ for number, bytes_ in zip(numbers, each, strict=True)))
+        MemoryOp(tokens / 2 * sum(number * bytes_ for number, bytes_ in zip(numbers, each, strict=True)))
         for each in ((90, 18, 69, 48, 23), (316, 112, 77, 236, 62))
     )
     launches = 40 * int(parts + 1) + 4 * whole // CHUNK

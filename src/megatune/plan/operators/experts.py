@@ -13,14 +13,14 @@ from megatune.architecture import MixtureOfExperts
 from megatune.plan.case import LOOPED
 from megatune.plan.operators.linear import (
     adapter_memory,
+    dequantize,
     elementwise,
     feed_forward,
     grouped_work,
     linear_work,
-    made,
     swiglu_work,
 )
-from megatune.plan.operators.operator import Memory, Moved, Operator, Product, Wait
+from megatune.plan.operators.operator import HostSync, Memory, MemoryOp, Operator, Product
 from megatune.plan.operators.shapes import Shapes
 
 # Kernels that the host has yet to launch when it has read how many rows go where: until then the device has no work.
@@ -36,7 +36,7 @@ def before_experts(shapes: Shapes) -> Iterator[Operator]:
     yield from _shared(shapes, moe)
     yield _router(shapes, moe)
     # Softmax, choice and counts over all experts' scores, in fp32: some ten passes.
-    yield Operator("moe", Memory(0), *elementwise(shapes, shapes.part * moe.num_experts, 20, 20, 25))
+    yield Operator("moe", Memory(0), *elementwise(shapes, shapes.sp_tokens * moe.num_experts, 20, 20, 25))
 
 
 def expert_rows(shapes: Shapes) -> int:
@@ -44,9 +44,9 @@ def expert_rows(shapes: Shapes) -> int:
     by all rows of the ranks that share the experts."""
     moe = shapes.architecture.moe
     assert moe is not None
-    even, factor = shapes.part * moe.router_topk * shapes.etp, shapes.experts.moe_expert_capacity_factor
+    even, factor = shapes.sp_tokens * moe.router_topk * shapes.etp, shapes.experts.moe_expert_capacity_factor
     if factor is not None:
-        capacity = min(shapes.part, math.ceil(shapes.part * moe.router_topk / moe.num_experts * factor))
+        capacity = min(shapes.sp_tokens, math.ceil(shapes.sp_tokens * moe.router_topk / moe.num_experts * factor))
         most = capacity * shapes.etp * moe.num_experts
         if shapes.experts.moe_pad_expert_input_to_capacity:
             return most
@@ -67,9 +67,13 @@ def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
     channels = moe.shared_expert_intermediate_size // shapes.tp
     overlaps = shapes.experts.moe_shared_expert_overlap
     operators = [*feed_forward(shapes, "shared_experts", channels, overlapped=overlaps)]
-    gated, numbers = moe.shared_expert_gate, shapes.part * shapes.architecture.hidden_size
+    gated, numbers = moe.shared_expert_gate, shapes.sp_tokens * shapes.architecture.hidden_size
     # The sum with the routed experts' output, and backward of the input's gradients; what a gate says multiplies it.
-    gate = Memory(shapes.hidden + 2 * shapes.part * shapes.size, shapes.hidden, shapes.hidden) if gated else Memory(0)
+    gate = (
+        Memory(shapes.hidden + 2 * shapes.sp_tokens * shapes.itemsize, shapes.hidden, shapes.hidden)
+        if gated
+        else Memory(0)
+    )
     operators.append(
         Operator("shared_experts", gate, *elementwise(shapes, numbers, *(6, 12, 4) if gated else (3, 3, 1)))
     )
@@ -80,8 +84,8 @@ def _shared(shapes: Shapes, moe: MixtureOfExperts) -> Iterator[Operator]:
 
 def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     """It saves its input, unless shared experts save the same, scores in fp32, and choices in int64."""
-    scores, choices = 4 * shapes.part * moe.num_experts, 8 * shapes.part * moe.router_topk
-    input_copy = shapes.part * shapes.architecture.hidden_size * (shapes.router_size - shapes.size)
+    scores, choices = 4 * shapes.sp_tokens * moe.num_experts, 8 * shapes.sp_tokens * moe.router_topk
+    input_copy = shapes.sp_tokens * shapes.architecture.hidden_size * (shapes.router_itemsize - shapes.itemsize)
     shares = (
         moe.shared_expert_intermediate_size
         and "mlp.shared_experts.linear_fc1" in shapes.keeps
@@ -90,12 +94,12 @@ def _router(shapes: Shapes, moe: MixtureOfExperts) -> Operator:
     kept, added = (0 if shares else shapes.hidden) + scores + 5 * choices, 2 * scores + input_copy + shapes.hidden
     memory = Memory(kept, added, added + shapes.hidden)
     # Transformer Engine multiplies 16-bit numbers and adds them up in fp32; without it both are fp32.
-    is_wide = shapes.router_size > shapes.size and shapes.engine.products != "streams"
-    of_router, copied = (shapes.but(size=shapes.router_size), 3 * shapes.hidden) if is_wide else (shapes, 0)
+    is_wide = shapes.router_itemsize > shapes.itemsize and shapes.engine.products != "streams"
+    of_router, copied = (shapes.replace(itemsize=shapes.router_itemsize), 3 * shapes.hidden) if is_wide else (shapes, 0)
     hidden_size = shapes.architecture.hidden_size
-    ahead, back, launches, weight = linear_work(of_router, shapes.part, moe.num_experts, hidden_size)
+    ahead, back, launches, weight = linear_work(of_router, shapes.sp_tokens, moe.num_experts, hidden_size)
     # The gradient of its input is added to that of the experts' input.
-    ahead, back = (*ahead, Moved(copied)), (*back, Moved(2 * copied + 3 * shapes.hidden))
+    ahead, back = (*ahead, MemoryOp(copied)), (*back, MemoryOp(2 * copied + 3 * shapes.hidden))
     return Operator("moe", memory, ahead, back, launches, weight)
 
 
@@ -103,15 +107,15 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
     """Yield dispatch, both products, and the combination."""
     moe = shapes.architecture.moe
     assert moe is not None
-    size, hidden, rows = shapes.size, shapes.architecture.hidden_size, expert_rows(shapes)
+    size, hidden, rows = shapes.itemsize, shapes.architecture.hidden_size, expert_rows(shapes)
     channels, local = moe.moe_ffn_hidden_size // shapes.etp, moe.num_experts // shapes.ep
     tokens_in_rows, numbers = rows * hidden * size, rows * channels
-    mean_rows = shapes.part * moe.router_topk * shapes.etp * shapes.imbalance
+    mean_rows = shapes.sp_tokens * moe.router_topk * shapes.etp * shapes.imbalance
     # Gradients of weights that are added to their buffer, expert by expert, take no tensor.
     makes_gradients = shapes.weights_trained and not shapes.performance.gradient_accumulation_fusion
     weight = local * channels * hidden * size if makes_gradients else 0
     sent, combined = _exchanged(shapes, moe, rows)
-    places = 8 * (4 * rows + 2 * shapes.part * moe.router_topk + (6 * rows if shapes.ep * shapes.etp > 1 else 0))
+    places = 8 * (4 * rows + 2 * shapes.sp_tokens * moe.router_topk + (6 * rows if shapes.ep * shapes.etp > 1 else 0))
     # Rows are copied into the experts' order and back; between ranks once more on either side.
     copies = 2 if shapes.ep == 1 or shapes.engine.dispatch != "ranks" else 4
     looped = LOOPED * local if shapes.engine.products == "loop" else 0
@@ -122,12 +126,12 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
         *elementwise(shapes, mean_rows * hidden, passes, passes, 10 * copies + looped),
     )  # fmt: skip
     if shapes.ep > 1:
-        yield Operator("moe", Memory(0), (Wait(_AFTER_COUNTS),))
+        yield Operator("moe", Memory(0), (HostSync(_AFTER_COUNTS),))
     gate_up = 2 * numbers * size
     fc1 = Memory(_kept_input(shapes, _FC1, tokens_in_rows), gate_up, gate_up + tokens_in_rows + 2 * weight)
     fc1 = _with_adapters(shapes, _FC1, fc1, rows, hidden, 2 * channels, local)
     up = Operator("moe", fc1, *grouped_work(shapes, mean_rows, 2 * channels, hidden, local, _FC1))
-    yield made(shapes, _biased(shapes, up, mean_rows, 2 * channels, local), 2 * local * channels * hidden)
+    yield dequantize(shapes, _biased(shapes, up, mean_rows, 2 * channels, local), 2 * local * channels * hidden)
     work = swiglu_work(shapes, mean_rows * channels)
     if moe.swiglu_limit is not None and not shapes.performance.bias_activation_fusion:
         work = elementwise(shapes, mean_rows * channels, 22, 62, 9)
@@ -136,7 +140,7 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
     fc2 = Memory(kept, tokens_in_rows, tokens_in_rows + numbers * size + weight)
     fc2 = _with_adapters(shapes, _FC2, fc2, rows, channels, hidden, local)
     down = Operator("moe", fc2, *grouped_work(shapes, mean_rows, hidden, channels, local, _FC2))
-    yield made(shapes, _biased(shapes, down, mean_rows, hidden, local, weighed=True), local * channels * hidden)
+    yield dequantize(shapes, _biased(shapes, down, mean_rows, hidden, local, weighed=True), local * channels * hidden)
     around = tokens_in_rows + combined + shapes.hidden
     yield Operator("moe", Memory(0, around, around))
 
@@ -151,10 +155,10 @@ def _biased(
     """
     if not shapes.architecture.add_bias_linear or shapes.engine.products == "streams":  # or in the product's kernel
         return operator
-    ahead, back = Product(rows, columns, experts, shapes.size), Product(rows, experts, columns, shapes.size)
-    weight = (Product(experts, columns, rows, shapes.size),) if shapes.weights_trained else ()
+    ahead, back = Product(rows, columns, experts, shapes.itemsize), Product(rows, experts, columns, shapes.itemsize)
+    weight = (Product(experts, columns, rows, shapes.itemsize),) if shapes.weights_trained else ()
     return operator._replace(
-        forward=(*operator.forward, ahead, Moved(3 * rows * columns * shapes.size)),
+        forward=(*operator.forward, ahead, MemoryOp(3 * rows * columns * shapes.itemsize)),
         backward=(*operator.backward, *([back] if weighed else [])),
         weight_gradient=(*operator.weight_gradient, *weight),
         launches=operator.launches + 6,
@@ -163,16 +167,16 @@ def _biased(
 
 def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, int]:
     """Return bytes of what dispatch sends and receives, and of what the combination of R rows holds."""
-    row = shapes.architecture.hidden_size * shapes.size
+    row = shapes.architecture.hidden_size * shapes.itemsize
     if shapes.ep * shapes.etp == 1:
         return 0, rows * row
     if shapes.experts.moe_token_dispatcher_type == "allgather":
         # The allgather dispatcher holds the tokens of all its ranks. It sums into as many, for some tokens at a time:
         # as many choices of them as there are rows (engine.layers.moe.dispatcher).
-        gathered = shapes.part * shapes.ep * shapes.etp
+        gathered = shapes.sp_tokens * shapes.ep * shapes.etp
         summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
         return gathered * row, (rows + gathered + summed) * row
-    return 2 * shapes.part * moe.router_topk * row, rows * row
+    return 2 * shapes.sp_tokens * moe.router_topk * row, rows * row
 
 
 def _kept_input(shapes: Shapes, name: str, size: int) -> int:
@@ -184,17 +188,17 @@ def _with_adapters(
     shapes: Shapes, name: str, memory: Memory, rows: int, inputs: int, outputs: int, experts: int
 ) -> Memory:
     """Add what the adapters of a rank's experts take, if they have any."""
-    if (adapter := shapes.adapted(name)) is None:
+    if (adapter := shapes.adapter_of(name)) is None:
         return memory
-    more = adapter_memory(shapes, adapter, rows * inputs * shapes.size, rows, inputs, outputs, matrices=experts)
+    more = adapter_memory(shapes, adapter, rows * inputs * shapes.itemsize, rows, inputs, outputs, matrices=experts)
     return Memory(*(own + of_adapter for own, of_adapter in zip(memory, more, strict=True)))
 
 
 def _activation(shapes: Shapes, numbers: int) -> Memory:
     """silu(gate) · up · probability of R · f numbers; fused it keeps gate and up only."""
-    size = shapes.size
+    size = shapes.itemsize
     if shapes.performance.bias_activation_fusion:
         return Memory(2 * numbers * size, numbers * size, (5 if shapes.on_cpu else 3) * numbers * size)
     # 16-bit numbers times fp32 probabilities are fp32.
-    backward = numbers * (3 * shapes.wide if shapes.wide else 4 * size)
-    return Memory(4 * numbers * size, numbers * (size + shapes.wide), backward)
+    backward = numbers * (3 * shapes.fp32_itemsize if shapes.fp32_itemsize else 4 * size)
+    return Memory(4 * numbers * size, numbers * (size + shapes.fp32_itemsize), backward)

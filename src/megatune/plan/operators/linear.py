@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.plan.case import OF_A_STREAM
-from megatune.plan.operators.operator import Kernel, Memory, Moved, Operator, Product, Work
-from megatune.plan.operators.shapes import OUTPUT, Adapted, Shapes
+from megatune.plan.operators.operator import Kernel, Memory, MemoryOp, Operator, Product, Work
+from megatune.plan.operators.shapes import OUTPUT, LinearAdapter, Shapes
 
 # As engine.layers.quantized has it: elements of a matrix that are made at a time.
-_MADE_AT_A_TIME = 1 << 24
-_MADE_LAUNCHES = 10  # most of them for scales
+_DEQUANTIZED_AT_ONCE = 1 << 24
+_DEQUANTIZE_LAUNCHES = 10  # most of them for scales
 _FP8_LAUNCHES = 4  # of both factors, the largest value and the rounding
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
     """Return kernels that pass `forward` times over `numbers` activations, and `backward` times backward."""
-    data = numbers * shapes.size
-    return (Moved(data * forward),), (Moved(data * backward),), launches, ()
+    data = numbers * shapes.itemsize
+    return (MemoryOp(data * forward),), (MemoryOp(data * backward),), launches, ()
 
 
 def layer_norm(shapes: Shapes) -> Operator:
     """Return the norm of the hidden states."""
-    numbers = shapes.part * shapes.architecture.hidden_size
-    memory = norm_memory(shapes, shapes.part, shapes.architecture.hidden_size, shapes.hidden)
+    numbers = shapes.sp_tokens * shapes.architecture.hidden_size
+    memory = norm_memory(shapes, shapes.sp_tokens, shapes.architecture.hidden_size, shapes.hidden)
     return Operator("layernorm", memory, *norm_work(shapes, numbers))
 
 
@@ -35,7 +35,7 @@ def norm_work(shapes: Shapes, numbers: float, *, has_kernel: bool = True) -> Wor
     """Return the kernels of RMSNorm over `numbers` activations; operator by operator in fp32, see `norm_memory`."""
     if shapes.performance.rms_norm_fusion and has_kernel:
         return elementwise(shapes, numbers, 2, 4, 1)
-    return elementwise(shapes, numbers, *((20, 48, 9) if shapes.wide else (9, 21, 7)))
+    return elementwise(shapes, numbers, *((20, 48, 9) if shapes.fp32_itemsize else (9, 21, 7)))
 
 
 def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int, *, has_kernel: bool = True) -> Memory:
@@ -49,13 +49,17 @@ def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int, *, has_ker
         has_kernel: it is fused where norms are.
     """
     numbers = vectors * width
-    output, statistics = numbers * shapes.size, 4 * vectors
+    output, statistics = numbers * shapes.itemsize, 4 * vectors
     if not (shapes.performance.rms_norm_fusion and has_kernel):
-        kept = 4 * numbers + (4 * numbers if shapes.wide else saved) + statistics
+        kept = 4 * numbers + (4 * numbers if shapes.fp32_itemsize else saved) + statistics
         return Memory(kept, output + 4 * numbers, output + 16 * numbers)
     if not shapes.on_cpu:
         return Memory(saved + statistics, output, 2 * output)
-    return Memory(saved + statistics, output + 2 * shapes.wide * numbers, output + 16 * numbers + shapes.wide * numbers)
+    return Memory(
+        saved + statistics,
+        output + 2 * shapes.fp32_itemsize * numbers,
+        output + 16 * numbers + shapes.fp32_itemsize * numbers,
+    )
 
 
 def linear(
@@ -83,7 +87,7 @@ def linear(
         shares_gradient: the gradient of its output is one that is counted elsewhere.
     """
     tokens = shapes.tokens if vectors is None else vectors
-    size, needed = shapes.size, name in shapes.keeps
+    size, needed = shapes.itemsize, name in shapes.keeps
     into, out = tokens * inputs * size, tokens * outputs * size
     of_rank = into // shapes.tp
     mine = (of_rank if gathers else into) if saved is None else saved
@@ -91,11 +95,15 @@ def linear(
     weight = inputs * outputs * size if shapes.weights_trained else 0
     if weight and shapes.performance.gradient_accumulation_fusion and vectors is None:
         # A CPU has no product of 16-bit numbers that adds to fp32 ones.
-        weight = 4 * tokens * (inputs + outputs) if shapes.on_cpu and shapes.wide and shapes.gradient_size == 4 else 0
+        weight = (
+            4 * tokens * (inputs + outputs)
+            if shapes.on_cpu and shapes.fp32_itemsize and shapes.gradient_itemsize == 4
+            else 0
+        )
     forward = out + (out // shapes.tp if scatters else 0) + (0 if needed else mine)
     backward = (0 if shares_gradient and not scatters else out) + into + (of_rank if gathers else 0) + weight
     memory = Memory(kept, forward, backward)
-    if (adapter := shapes.adapted(name)) is not None:
+    if (adapter := shapes.adapter_of(name)) is not None:
         after = tokens // shapes.tp if scatters else tokens
         more = adapter_memory(
             shapes, adapter, (of_rank if gathers else into), after, inputs, outputs, shared=saved == 0
@@ -108,7 +116,7 @@ def linear(
         return operator
     if shapes.fp8:
         return in_fp8(shapes, operator, tokens, outputs, inputs)
-    return made(shapes, operator, inputs * outputs)
+    return dequantize(shapes, operator, inputs * outputs)
 
 
 def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: int) -> Operator:
@@ -119,9 +127,9 @@ def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: i
     """
     weight, wide = columns * depth, 8 if shapes.on_cpu else 0
 
-    def quantized(numbers: int, copies: int) -> tuple[int, Moved]:
+    def quantized(numbers: int, copies: int) -> tuple[int, MemoryOp]:
         held = numbers + copies * weight + wide * max(numbers, weight)
-        return held, Moved((2 * shapes.size + 1) * (numbers + weight) + 2 * (copies - 1) * weight)
+        return held, MemoryOp((2 * shapes.itemsize + 1) * (numbers + weight) + 2 * (copies - 1) * weight)
 
     held, moved = quantized(rows * depth, 1)
     held_back, moved_back = quantized(rows * columns, 2)
@@ -138,23 +146,23 @@ def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: i
     )
 
 
-def made(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
+def dequantize(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
     """Add to an operator what it takes to make its matrices of so many numbers from few bits, in each pass.
 
     On a GPU that is one kernel for some rows of theirs; on a CPU it is operators, which write wider numbers on the way.
     """
     if not shapes.quantized_bits:
         return operator
-    some, moved = min(numbers, _MADE_AT_A_TIME), numbers * (shapes.quantized_bits / 8 + shapes.size)
+    some, moved = min(numbers, _DEQUANTIZED_AT_ONCE), numbers * (shapes.quantized_bits / 8 + shapes.itemsize)
     # Two fp32 numbers.
-    beside = 8 if shapes.on_cpu else shapes.size
-    added = numbers * shapes.size + some * beside
+    beside = 8 if shapes.on_cpu else shapes.itemsize
+    added = numbers * shapes.itemsize + some * beside
     kept, forward, backward = operator.memory
     return operator._replace(
         memory=Memory(kept, forward + added, backward + added),
-        forward=(*operator.forward, Moved(moved)),
-        backward=(*operator.backward, Moved(moved)),
-        launches=operator.launches + _MADE_LAUNCHES,
+        forward=(*operator.forward, MemoryOp(moved)),
+        backward=(*operator.backward, MemoryOp(moved)),
+        launches=operator.launches + _DEQUANTIZE_LAUNCHES,
     )
 
 
@@ -166,18 +174,18 @@ def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name:
     Args:
         name: of the layer, as `Shapes.keeps` has it; "" where it has no adapter.
     """
-    size = shapes.size
+    size = shapes.itemsize
     weight: tuple[Kernel, ...] = ()
     if shapes.weights_trained:
         added = accumulation(shapes, count * columns * depth, fused=shapes.performance.gradient_accumulation_fusion)
         weight = (Product(columns, depth, rows, size, count), added)
     forward, inputs = Product(rows, columns, depth, size, count), Product(rows, depth, columns, size, count)
-    return adapted(shapes, ((forward,), (inputs,), 2 * count, weight), rows, columns, depth, name, count)
+    return with_adapter(shapes, ((forward,), (inputs,), 2 * count, weight), rows, columns, depth, name, count)
 
 
-def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> Moved:
+def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> MemoryOp:
     """Add a weight's gradient to its buffer; unless fused, it is written and read once more on the way."""
-    return Moved(numbers * (2 * shapes.gradient_size + (0 if fused else 2 * shapes.size)))
+    return MemoryOp(numbers * (2 * shapes.gradient_itemsize + (0 if fused else 2 * shapes.itemsize)))
 
 
 def grouped_work(
@@ -188,7 +196,7 @@ def grouped_work(
     each, streams = rows / experts, shapes.engine.products == "streams"
     if shapes.engine.products == "loop" or not shapes.experts.moe_grouped_gemm:
         return *linear_work(shapes, each, columns, depth, name, count=experts), 0
-    size, fused = shapes.size, shapes.performance.gradient_accumulation_fusion
+    size, fused = shapes.itemsize, shapes.performance.gradient_accumulation_fusion
     weight: tuple[Kernel, ...] = ()
     if shapes.weights_trained:
         # Grouped kernels write gradients of their own; what adds to a buffer is a product for each expert.
@@ -197,7 +205,7 @@ def grouped_work(
     forward = Product(each, columns, depth, size, experts, "streams" if streams else "rows")
     inputs = Product(each, depth, columns, size, experts, "streams" if streams else "rows")
     launches = 3 + round(experts * OF_A_STREAM) if streams else 3
-    work = adapted(shapes, ((forward,), (inputs,), launches, weight), rows, columns, depth, name)
+    work = with_adapter(shapes, ((forward,), (inputs,), launches, weight), rows, columns, depth, name)
     return *work, experts if weight and fused and not streams else 0
 
 
@@ -209,7 +217,7 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
         overlapped: of shared experts that compute while tokens are dispatched: they keep their input gathered.
     """
     hidden, spread = shapes.architecture.hidden_size, shapes.sequence_parallel
-    numbers, data = shapes.tokens * channels, shapes.tokens * channels * shapes.size
+    numbers, data = shapes.tokens * channels, shapes.tokens * channels * shapes.itemsize
     # It keeps gate and up, and the activation of the gate where it is not fused. Operator by operator, as on a CPU,
     # gradients of gate and up are made apart, then joined.
     swiglu = Memory(3 * data, data, 3 * data)
@@ -236,7 +244,7 @@ def _activation_is_fused(shapes: Shapes) -> bool:
 
 def adapter_memory(
     shapes: Shapes,
-    adapter: Adapted,
+    adapter: LinearAdapter,
     saved: int,
     vectors: int,
     inputs: int,
@@ -257,8 +265,8 @@ def adapter_memory(
         matrices: [outputs, inputs], one of each of a rank's experts.
         shared: another operator saves the input, too.
     """
-    size, out = shapes.size, vectors * outputs * shapes.size
-    columns = outputs + inputs if shapes.wide else outputs if adapter.masked else 0
+    size, out = shapes.itemsize, vectors * outputs * shapes.itemsize
+    columns = outputs + inputs if shapes.fp32_itemsize else outputs if adapter.masked else 0
     kept = (vectors + matrices * columns) * adapter.width * size
     if shapes.drops:
         # A CPU multiplies by numbers, a GPU keeps a byte for each.
@@ -266,21 +274,23 @@ def adapter_memory(
     return Memory(kept + out, 2 * out, saved + out) if shapes.decomposed else Memory(kept, out, saved)
 
 
-def adapted(shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1) -> Work:
+def with_adapter(
+    shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1
+) -> Work:
     """Add the adapter beside `count` linear layers, where they have one.
 
     Forward two narrow products, the second of which adds to the outputs; backward two of each, and a sum of what both
     ways say of the inputs. Lengths of rows multiply the outputs, and are computed with a product of the weight.
     """
-    if (beside := shapes.adapted(name)) is None:
+    if (beside := shapes.adapter_of(name)) is None:
         return work
     forward, backward, launches, weight = work
-    width, size = beside.width, shapes.size
+    width, size = beside.width, shapes.itemsize
     inputs, outputs = count * rows * depth * size, count * rows * columns * size
     down, up = Product(rows, width, depth, size, count), Product(rows, columns, width, size, count)
-    ahead: tuple[Kernel, ...] = (down, up, Moved(outputs))
-    back: tuple[Kernel, ...] = (down, up, Moved(3 * inputs), Product(rows, width, columns, size, count), down)
+    ahead: tuple[Kernel, ...] = (down, up, MemoryOp(outputs))
+    back: tuple[Kernel, ...] = (down, up, MemoryOp(3 * inputs), Product(rows, width, columns, size, count), down)
     if shapes.decomposed:
-        ahead += (Product(columns, width, depth, size, count), Moved(5 * outputs))
-        back += (Moved(6 * outputs),)
+        ahead += (Product(columns, width, depth, size, count), MemoryOp(5 * outputs))
+        back += (MemoryOp(6 * outputs),)
     return forward + ahead, backward + back, launches + (12 if shapes.decomposed else 5) * count, weight

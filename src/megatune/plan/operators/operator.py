@@ -74,19 +74,19 @@ class Attention(NamedTuple):
         return self.tokens * self.document * self.channels * (1 if self.kernel in ("rows", "packed") else 2)
 
 
-class Moved(NamedTuple):
+class MemoryOp(NamedTuple):
     """An elementwise operator or a reduction: bytes that it reads and writes."""
 
     moved: float
 
 
-class Wait(NamedTuple):
+class HostSync(NamedTuple):
     """The device waits until the host has launched this many kernels."""
 
     launches: int
 
 
-Kernel = Product | Attention | Moved | Wait
+Kernel = Product | Attention | MemoryOp | HostSync
 # Kernels of an operator: forward, backward, launches, weight gradient.
 Work = tuple[tuple[Kernel, ...], tuple[Kernel, ...], int, tuple[Kernel, ...]]
 

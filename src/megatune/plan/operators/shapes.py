@@ -37,10 +37,10 @@ OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
 BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
 _OUTSIDE = LayerKind()  # of no layer
-Kernel = Literal["one", "padded", "runs", "plain", "math"]
+Kernel = Literal["fused", "padded", "varlen", "plain", "math"]
 
 
-class Adapted(NamedTuple):
+class LinearAdapter(NamedTuple):
     """The adapter beside a linear layer of the decoder.
 
     Attributes:
@@ -61,7 +61,7 @@ class Shapes:
     Attributes:
         on_cpu: operators are those that the engine has without a GPU.
         size: bytes of a number of the model's dtype.
-        gradient_size: bytes of an element of the buffers that gradients are accumulated in.
+        gradient_itemsize: bytes of an element of the buffers that gradients are accumulated in.
         rows: of a micro-batch inside the model; one where documents share it.
         length: tokens of a row on this rank, s / cp.
         document: tokens of a document, on average weighted by tokens.
@@ -87,13 +87,13 @@ class Shapes:
 
     architecture: Architecture
     on_cpu: bool
-    size: int
-    gradient_size: int
+    itemsize: int
+    gradient_itemsize: int
     rows: int
     length: int
     document: float
     packing: bool
-    in_runs: bool
+    varlen: bool
     kernel: Kernel
     tp: int
     cp: int
@@ -107,21 +107,21 @@ class Shapes:
     weights_trained: bool
     embedding_trained: bool
     output_trained: bool
-    adapters: tuple[Adapted, ...]
+    adapters: tuple[LinearAdapter, ...]
     decomposed: bool
     drops: bool
     quantized_bits: int
     fp8: bool
-    router_size: int
+    router_itemsize: int
     imbalance: float
     engine: Engine = OURS
     kind: LayerKind = _OUTSIDE
 
-    def but(self, **changes: Any) -> Shapes:
+    def replace(self, **changes: Any) -> Shapes:
         """Return the one object with other values."""
         return _shapes(**{name: getattr(self, name) for name in self.__slots__} | changes)
 
-    def adapted(self, name: str) -> Adapted | None:
+    def adapter_of(self, name: str) -> LinearAdapter | None:
         """Return the adapter beside a linear layer."""
         return next((one for one in self.adapters if one.name == name), None)
 
@@ -143,24 +143,24 @@ class Shapes:
         return document if window is None or window >= document else window * (2 - window / document)
 
     @property
-    def part(self) -> int:
+    def sp_tokens(self) -> int:
         """P: those of them that this rank normalizes: T / tp with sequence parallelism."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
     def hidden(self) -> int:
         """Bytes of this rank's hidden states, P · h."""
-        return self.part * self.architecture.hidden_size * self.size
+        return self.sp_tokens * self.architecture.hidden_size * self.itemsize
 
     @property
     def whole_hidden(self) -> int:
         """Bytes of hidden states where linear layers take them, T · h."""
-        return self.tokens * self.architecture.hidden_size * self.size
+        return self.tokens * self.architecture.hidden_size * self.itemsize
 
     @property
-    def wide(self) -> int:
+    def fp32_itemsize(self) -> int:
         """Bytes of a number's fp32 copy; 0 where the number itself is fp32."""
-        return 0 if self.size == 4 else 4
+        return 0 if self.itemsize == 4 else 4
 
 
 _shapes = lru_cache(maxsize=8192)(Shapes)
@@ -179,13 +179,13 @@ def shapes_of(case: Case) -> Shapes:
     return _shapes(
         architecture=architecture,
         on_cpu=case.machine.device.on_cpu,
-        size=size,
-        gradient_size=case.gradient_itemsize,
+        itemsize=size,
+        gradient_itemsize=case.gradient_itemsize,
         rows=1 if settings.packing else rows,
         length=(rows * length if settings.packing else length) // cp,
         document=case.document,
         packing=settings.packing,
-        in_runs=attends_in_runs(settings),
+        varlen=attends_in_runs(settings),
         kernel=_kernel(case),
         tp=parallel.tensor_model_parallel_size,
         cp=cp,
@@ -204,7 +204,7 @@ def shapes_of(case: Case) -> Shapes:
         drops=trainable.lora_dropout > 0,
         quantized_bits=form.bits if (form := form_of(trainable)) is not None else 0,
         fp8=settings.precision.fp8 is not None,
-        router_size={"fp32": 4, "fp64": 8}[router] if router else size,
+        router_itemsize={"fp32": 4, "fp64": 8}[router] if router else size,
         imbalance=expert_imbalance(settings, moe) if moe else 1.0,
         engine=case.engine,
     )
@@ -231,11 +231,11 @@ def _trained_ends(architecture: Architecture, trainable: FinetuningSettings) -> 
 
 
 @lru_cache(maxsize=256)
-def _adapters(architecture: Architecture, trainable: FinetuningSettings) -> tuple[Adapted, ...]:
+def _adapters(architecture: Architecture, trainable: FinetuningSettings) -> tuple[LinearAdapter, ...]:
     """Return the adapters of the decoder's layers."""
     beside = adapters(architecture, trainable)
     return tuple(
-        Adapted(_name(weight), sum(int(one.shape[0]) for one in its.a.hf), len(weight.hf) > 1)
+        LinearAdapter(_name(weight), sum(int(one.shape[0]) for one in its.a.hf), len(weight.hf) > 1)
         for weight in _of_layers(architecture)
         if (its := beside.get(weight.engine)) is not None
     )
@@ -252,27 +252,27 @@ def _name(weight: Weight) -> str:
 
 
 @lru_cache(maxsize=4096)
-def of_layer(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
+def layer_shapes(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
     """Return the shapes of a layer of a kind, of which weights are trained or nothing is."""
     if shapes.kind != kind:
         exchange = shapes.cp_comm_type
         if exchange == "p2p" and kind.window is not None:  # a ring would pass on keys that no query sees
             exchange = "all_gather"
         architecture = shapes.architecture.of_heads(kind.has_global_heads)
-        shapes = shapes.but(kind=kind, architecture=architecture, cp_comm_type=exchange)
+        shapes = shapes.replace(kind=kind, architecture=architecture, cp_comm_type=exchange)
     return shapes if trained else frozen(shapes)
 
 
 @lru_cache(maxsize=8192)
 def without_experts(shapes: Shapes) -> Shapes:
     """Return what decides about all but experts: one object for all the ways to share them out."""
-    return shapes.but(ep=1, etp=1, imbalance=1.0)
+    return shapes.replace(ep=1, etp=1, imbalance=1.0)
 
 
 @lru_cache(maxsize=4096)
 def frozen(shapes: Shapes) -> Shapes:
     """Return the shapes of a layer of which nothing is trained."""
-    return shapes.but(keeps=frozenset(), weights_trained=False, adapters=())
+    return shapes.replace(keeps=frozenset(), weights_trained=False, adapters=())
 
 
 def _kernel(case: Case) -> Kernel:
@@ -293,11 +293,9 @@ def _kernel(case: Case) -> Kernel:
     match best:
         case "plain" | "math":
             return best
-        case "varlen":
-            return "runs"
         case "flash" if queries != values:
             return "padded"
-    return "one"
+    return "varlen" if best == "varlen" else "fused"
 
 
 def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:

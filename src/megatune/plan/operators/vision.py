@@ -23,7 +23,7 @@ from megatune.families.weights import WHOLE, Stack, engine_shape
 from megatune.plan.case import Case
 from megatune.plan.operators.decoder import embedding
 from megatune.plan.operators.linear import elementwise, linear_work
-from megatune.plan.operators.operator import Attention, Memory, Moved, Operator
+from megatune.plan.operators.operator import Attention, Memory, MemoryOp, Operator
 from megatune.plan.operators.shapes import Shapes
 
 _LAUNCHES = 30  # of a layer, besides its products
@@ -61,7 +61,7 @@ class Images:
 
     def features(self, shapes: Shapes) -> int:
         """Return bytes of the features of all pictures, deepstack's among them."""
-        return self.tokens * self.tower.num_mergers * shapes.architecture.hidden_size * shapes.size
+        return self.tokens * self.tower.num_mergers * shapes.architecture.hidden_size * shapes.itemsize
 
 
 def images_of(case: Case) -> Images | None:
@@ -71,7 +71,7 @@ def images_of(case: Case) -> Images | None:
     if tower is None or not tokens:
         return None
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    of_image, of_row = min(tokens, case.tokens_of_picture), -(-tokens // case.tokens_of_picture)
+    of_image, of_row = min(tokens, case.tokens_per_image), -(-tokens // case.tokens_per_image)
     whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
     of_picture = of_image * tower.spatial_merge_size**2
     of_tile = of_picture if tower.square is None else (tower.square // tower.patch_size) ** 2
@@ -112,14 +112,14 @@ def attended_patches(images: Images) -> float:
 
 def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
     """Return the projection of patches, and what all layers take."""
-    tower, size, patches = images.tower, shapes.size, images.patches
-    shapes = shapes.but(weights_trained=images.tower_trained and images.weights_trained)
+    tower, size, patches = images.tower, shapes.itemsize, images.patches
+    shapes = shapes.replace(weights_trained=images.tower_trained and images.weights_trained)
     channels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     # Neighbours in the table of positions, and how much each weighs.
     positions = 48 * patches if tower.num_position_embeddings else 0
     hidden = patches * tower.hidden_size * size
     # Pixels are fp32; where they are not copied, they are not the encoder's.
-    pixels = patches * channels * size if shapes.wide or not shapes.on_cpu else 0
+    pixels = patches * channels * size if shapes.fp32_itemsize or not shapes.on_cpu else 0
     kept = _tables(images) + positions + pixels
     memory = Memory(kept, 0 if shapes.on_cpu else 4 * patches * channels, hidden)
     if not images.tower_trained:
@@ -131,8 +131,8 @@ def encoder_inputs(shapes: Shapes, images: Images) -> Operator:
 
 def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     """Return one layer of a trained encoder; of a frozen one without what only training does."""
-    shapes = shapes.but(weights_trained=images.tower_trained and images.weights_trained)
-    tower, size, patches = images.tower, shapes.size, images.patches
+    shapes = shapes.replace(weights_trained=images.tower_trained and images.weights_trained)
+    tower, size, patches = images.tower, shapes.itemsize, images.patches
     width, ffn = tower.hidden_size, tower.intermediate_size
     up = 2 * ffn if tower.gated else ffn
     hidden, inner = patches * width * size, patches * ffn * size
@@ -161,10 +161,10 @@ def encoder_layer(shapes: Shapes, images: Images) -> tuple[Operator, ...]:
     return operators if images.tower_trained else tuple(operator._replace(backward=()) for operator in operators)
 
 
-def passing(shapes: Shapes, images: Images) -> int:
+def frozen_layer_bytes(shapes: Shapes, images: Images) -> int:
     """Return bytes that a layer holds at most while it computes and keeps nothing."""
-    tower, hidden = images.tower, images.patches * images.tower.hidden_size * shapes.size
-    inner = images.patches * tower.intermediate_size * shapes.size
+    tower, hidden = images.tower, images.patches * images.tower.hidden_size * shapes.itemsize
+    inner = images.patches * tower.intermediate_size * shapes.itemsize
     # Queries, keys and values, rotated or not, the context, which a CPU joins of several, and the projection's output.
     attending = (8 if shapes.on_cpu else 7) * hidden + 4 * images.patches * tower.num_heads
     activating = (3 if tower.hidden_act in ("silu", "quick_gelu") else 2) * inner + hidden
@@ -184,7 +184,7 @@ def _tables(images: Images) -> int:
 def _rotating(shapes: Shapes, images: Images) -> int:
     """Return bytes of queries, keys and values while keys are rotated in fp32, after queries."""
     numbers = images.patches * images.tower.hidden_size
-    return 3 * numbers * shapes.size + (6 if shapes.wide else 4) * 4 * numbers
+    return 3 * numbers * shapes.itemsize + (6 if shapes.fp32_itemsize else 4) * 4 * numbers
 
 
 def _activations(tower: Vision) -> int:
@@ -196,13 +196,13 @@ def _norm(shapes: Shapes, images: Images) -> Memory:
     """LayerNorm keeps its input and two numbers a vector; RMSNorm, operator by operator, its input in fp32 and what it
     normalized."""
     patches, numbers = images.patches, images.patches * images.tower.hidden_size
-    hidden, wide = numbers * shapes.size, 4 * numbers
+    hidden, wide = numbers * shapes.itemsize, 4 * numbers
     if images.tower.gated:
         return Memory(wide + hidden + 4 * patches, hidden + wide, 3 * wide)
-    return Memory(hidden + 2 * shapes.size * patches, hidden, 2 * hidden)
+    return Memory(hidden + 2 * shapes.itemsize * patches, hidden, 2 * hidden)
 
 
-def placing(shapes: Shapes, images: Images) -> Operator:
+def media_embedding(shapes: Shapes, images: Images) -> Operator:
     """Return the embedding of a row that holds pictures, whole on every tensor-parallel rank until features have taken
     their places; what deepstack adds to the first layers is as wide as hidden states, once for each of its mergers."""
     looked_up, parts, features = embedding(shapes), images.tower.num_mergers, images.features(shapes)
@@ -214,14 +214,14 @@ def placing(shapes: Shapes, images: Images) -> Operator:
     forward = features + max(gathered, placed)
     returned = parts * shapes.whole_hidden + (features if images.num_trained else 0)
     memory = Memory(kept, forward, looked_up.memory.backward + returned)
-    moved = (Moved(4.0 * features + 2 * placed),)
+    moved = (MemoryOp(4.0 * features + 2 * placed),)
     return looked_up._replace(memory=memory, forward=looked_up.forward + moved, launches=looked_up.launches + 10)
 
 
 def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     """Yield deepstack's mergers and the last layer's: norm, linear, GELU, linear on patches side by side, of which a
     merger makes one token."""
-    tower, size = images.tower, shapes.size
+    tower, size = images.tower, shapes.itemsize
     columns = tower.num_projector_parameters / tower.num_mergers
     averages = tower.layers is not None and tower.layers.projector == "average"
     merged = tower.hidden_size if averages else tower.merged_size
@@ -229,7 +229,7 @@ def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     for place in range(tower.num_mergers):
         is_deepstack = place < tower.num_deepstack_mergers
         trained = images.deepstack_trained if is_deepstack else images.projector_trained
-        of_merger = shapes.but(weights_trained=trained and images.weights_trained)
+        of_merger = shapes.replace(weights_trained=trained and images.weights_trained)
         work = linear_work(of_merger, images.share, columns / merged, merged)
         # The norm's input, which the encoder's next layer keeps, too, of RMSNorm what it normalized, and its output;
         # before and behind GELU.

@@ -22,15 +22,15 @@ from megatune.plan.pages.words import (
     SHORT_MEMORY_WORDS,
     TIME_WORDS,
     Unit,
-    answer_words,
     bytes_unit,
     columns,
+    describe_generation,
+    describe_layout,
+    describe_recompute,
+    describe_reference_passes,
     duration,
     largest_part,
-    layout_words,
     plain,
-    recompute_words,
-    reference_words,
     seconds_unit,
 )
 from megatune.plan.search import SearchResult
@@ -168,9 +168,9 @@ def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> It
     yield time_table((part for part in parts if part[1]), time.total, factor)
     rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
-    if reference := reference_words(estimate):
+    if reference := describe_reference_passes(estimate):
         yield reference
-    if written := answer_words(estimate):
+    if written := describe_generation(estimate):
         yield written
     if whole is not None:
         seconds, what = whole
@@ -192,14 +192,14 @@ def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset
     `equal` are ids of estimates to be marked by =."""
     if not estimates:
         return
-    memory = bytes_unit(max(estimate.bytes for estimate in estimates))
+    memory = bytes_unit(max(estimate.peak_bytes for estimate in estimates))
     seconds = seconds_unit(min(estimate.time.total for estimate in estimates))
     rows = [["", "layout", "batch", "recompute", memory.name, f"step {seconds.name}", "tokens/s", "MFU"]]
     for number, estimate in enumerate(estimates, first):
         case, time = estimate.case, estimate.time
-        layout, recompute = layout_words(case), recompute_words(case.settings.recompute)
+        layout, recompute = describe_layout(case), describe_recompute(case.settings.recompute)
         batch = f"{case.micro_batch_size}×{case.num_micro_batches}"
-        held = memory.of(estimate.bytes) + ("!" if estimate.fits and estimate.is_tight else "")
+        held = memory.of(estimate.peak_bytes) + ("!" if estimate.fits and estimate.is_tight else "")
         speed = [seconds.of(time.total), f"{time.tokens_per_second:,.0f}", f"{time.mfu:.1%}"]
         mark = "=" if id(estimate) in equal else ""
         rows.append([f"{number}{mark}" if first else "", layout, batch, recompute, held, *speed])

@@ -42,18 +42,18 @@ from megatune.plan.pages.tables import (
 )
 from megatune.plan.pages.words import (
     amount,
-    host_words,
-    layout_words,
-    length_words,
-    machine_words,
+    describe_host_memory,
+    describe_layout,
+    describe_lengths,
+    describe_machine,
+    describe_media,
+    describe_recompute,
+    describe_row_length,
+    describe_trained,
+    describe_waiting,
     percent,
-    picture_words,
-    recompute_words,
-    row_words,
     size,
     slow_precision,
-    trained_words,
-    waiting_words,
 )
 from megatune.plan.schedule import bubble_shares
 from megatune.plan.search import equal_within
@@ -88,7 +88,7 @@ def pages(found: Answer, top: int) -> Iterator[Page]:
         yield Page("", _searched(found, top))
         if (best := found.best) is not None:
             yield Page("", [_recommended(found, best)])
-            yield from _plan(best, question, f"{layout_words(best.case)}. ")
+            yield from _plan(best, question, f"{describe_layout(best.case)}. ")
     yield Page("", _lossy(found))
     yield Page("", frontier_lines(result))
     if result.best is None:
@@ -104,33 +104,33 @@ def pages(found: Answer, top: int) -> Iterator[Page]:
 
 def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Page]:
     yield Page("", memory_lines(estimate, lead))
-    if host := host_words(estimate):
+    if host := describe_host_memory(estimate):
         yield Page("", [f"{host}."])
     yield Page("", time_lines(estimate, question.run_seconds(estimate)))
     if len(estimate.stages) > 1:
-        yield Page("", [waiting_words(estimate)])
+        yield Page("", [describe_waiting(estimate)])
 
 
 def _head(found: Answer) -> Iterator[Item]:
     """Say what is planned."""
     question, model = found.question, found.question.case.model
     yield f"model    {model.name}, {amount(num_parameters(model.architecture))} parameters"
-    yield Entry("trained", trained_words(question.case))
+    yield Entry("trained", describe_trained(question.case))
     yield Entry("", slow_precision(question.case))
-    yield Entry("devices", machine_words(question.case.machine, question.case.world_size))
+    yield Entry("devices", describe_machine(question.case.machine, question.case.world_size))
     rows = f"{counted(question.global_batch_size, 'row')} a step"
     if found.own is not None:
         case, parallel = found.own.case, found.own.case.settings.parallel
-        layout = layout_words(case) + (", sequence parallel" if parallel.sequence_parallel else "")
+        layout = describe_layout(case) + (", sequence parallel" if parallel.sequence_parallel else "")
         layout += ", gradient reduction overlapped" if parallel.overlap_grad_reduce else ""
-        yield Entry("layout", f"{layout}; recompute {recompute_words(case.settings.recompute)}")
+        yield Entry("layout", f"{layout}; recompute {describe_recompute(case.settings.recompute)}")
         rows = f"{counted(case.global_batch_size, 'row')} a step = {case.micro_batch_size} a micro-batch × "
         rows += f"{case.num_micro_batches} accumulated × {case.dp_size} data-parallel"
     if question.case.lengths is not None:
         yield Entry("batch", rows)
-        yield Entry("lengths", length_words(question.case if found.own is None else found.own.case))
+        yield Entry("lengths", describe_lengths(question.case if found.own is None else found.own.case))
         return
-    yield Entry("batch", f"{rows}, {row_words(question.case)} a row")
+    yield Entry("batch", f"{rows}, {describe_row_length(question.case)} a row")
 
 
 def _searched(found: Answer, top: int) -> Iterator[Item]:
@@ -154,7 +154,7 @@ def _searched(found: Answer, top: int) -> Iterator[Item]:
 
 def _recommended(found: Answer, best: Estimate) -> str:
     """Say what is recommended, and why."""
-    result, layout = found.result, layout_words(best.case)
+    result, layout = found.result, describe_layout(best.case)
     if best.is_tight:
         sure = size(safe_bytes(best.case))
         why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
@@ -182,12 +182,12 @@ def _enough(found: Answer) -> Iterator[Item]:
     """Say what would do: more devices, or less to train."""
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
-        layout = f"as {layout_words(case)}, recompute {recompute_words(case.settings.recompute)}, {held} each"
+        layout = f"as {describe_layout(case)}, recompute {describe_recompute(case.settings.recompute)}, {held} each"
         layout += " (tight)" if enough.is_tight else ""
         yield f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
     for changes, best in found.less:
         does = "fits, and is tight" if best.is_tight else "fits"
-        yield f"  {written(changes)} {does}: {layout_words(best.case)}, {size(best.fullest.total)}"
+        yield f"  {written(changes)} {does}: {describe_layout(best.case)}, {size(best.fullest.total)}"
     if found.enough is None and not found.less:
         yield "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
 
@@ -204,13 +204,13 @@ def _better(found: Answer, own: Estimate) -> Iterator[Item]:
         yield f"None that is worth a change{nearly}; {judged}."
         return
     faster = f"{gain - 1:.0%} faster" if gain < 2 else f"{gain:.1f} times as fast"
-    does, uncertainty = f"Yes: {layout_words(best.case)} is {faster}", best.time.uncertainty
+    does, uncertainty = f"Yes: {describe_layout(best.case)} is {faster}", best.time.uncertainty
     if not own.fits:
-        does = f"Yes: {layout_words(best.case)} fits, and is the fastest that does"
+        does = f"Yes: {describe_layout(best.case)} fits, and is the fastest that does"
     elif gain - 1 < uncertainty:
         does = (
-            f"Perhaps: {layout_words(best.case)} is predicted to be {faster}, which is less than the uncertainty of a "
-            f"plan, ±{percent(uncertainty)}: measure a few steps of both"
+            f"Perhaps: {describe_layout(best.case)} is predicted to be {faster}, which is less than the uncertainty of "
+            f"a plan, ±{percent(uncertainty)}: measure a few steps of both"
         )
     rows = counted(found.question.global_batch_size, "row")
     yield f"{does}; {judged}. A step has {rows} as before. What to write:"
@@ -239,7 +239,7 @@ def standing_notes(case: Case) -> Iterator[str]:
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     if machine.calibration.framework or not device.on_cpu:
         yield _beyond_words(case)
-    if pictures := picture_words(case):
+    if pictures := describe_media(case):
         yield f"{pictures} (--image_tokens)"
     if (moe := case.model.architecture.moe) is not None:
         # By an example: of the settings' own expert-parallel ranks, or of eight.
@@ -284,7 +284,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
         for name, value in getattr(case.settings, group)
     }
     return {
-        "layout": layout_words(case),
+        "layout": describe_layout(case),
         "settings": settings,
         "world_size": case.world_size,
         "data_parallel_size": case.dp_size,

@@ -169,13 +169,13 @@ _MODULES = {
 }
 
 
-def layout_words(case: Case) -> str:
+def describe_layout(case: Case) -> str:
     """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
     has_experts = case.model.architecture.moe is not None
     return case.settings.parallel.words(case.world_size, has_experts=has_experts) or "one device"
 
 
-def recompute_words(recompute: RecomputeSettings) -> str:
+def describe_recompute(recompute: RecomputeSettings) -> str:
     """Write none, full, block 8, or the modules of selective recomputation."""
     if recompute.recompute_granularity == "full":
         if recompute.recompute_method == "block":
@@ -185,7 +185,7 @@ def recompute_words(recompute: RecomputeSettings) -> str:
     return "+".join(_MODULES.get(module, module) for module in recompute.selective_modules) or "none"
 
 
-def machine_words(machine: Machine, world_size: int) -> str:
+def describe_machine(machine: Machine, world_size: int) -> str:
     """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
     if device.on_cpu:
@@ -215,27 +215,27 @@ def row_length(case: Case) -> str:
     return f"{case.sequence_length:,}" if per_row == 1 else f"{per_row} × {case.sequence_length:,}"
 
 
-def row_words(case: Case) -> str:
+def describe_row_length(case: Case) -> str:
     """Return `row_length` with its unit."""
     return f"{row_length(case)} token{'s' * (case.row_tokens != 1)}"
 
 
-def length_words(case: Case) -> str:
+def describe_lengths(case: Case) -> str:
     """Say how long rows are, and what micro-batches of them are padded to."""
     if (lengths := case.lengths) is None:
-        return f"rows of {row_words(case)}"
+        return f"rows of {describe_row_length(case)}"
     kind = "packed rows" if case.settings.packing else "answers" if case.sequences_per_row > 1 else "rows"
     text = f"{kind} of {lengths.mean:,.0f} tokens on average, {lengths.longest:,} the longest"
     if round(lengths.mean) == lengths.longest:
         text = f"{kind} of {lengths.longest:,} tokens each"
     text += f" ({lengths.origin})" if lengths.origin else ""
-    padded = case.in_the_mean.sequence_length
+    padded = case.with_mean_rows.sequence_length
     if case.settings.packing or padded < 1.02 * lengths.mean:
         return text
     return f"{text}; micro-batches are padded to {padded:,}"
 
 
-def reference_words(planned: Estimate) -> str:
+def describe_reference_passes(planned: Estimate) -> str:
     """Say what comes before the first step of preference training; "" where nothing does."""
     if not (passes := num_reference_passes(planned.case.settings)):
         return ""
@@ -244,7 +244,7 @@ def reference_words(planned: Estimate) -> str:
     return f"before the first step the reference computes all rows {times}, without gradients: about {rows}"
 
 
-def answer_words(planned: Estimate) -> str:
+def describe_generation(planned: Estimate) -> str:
     """Say what answers take that are written during training; "" where none are."""
     if (written := answers(planned.case)) is None:
         return ""
@@ -259,14 +259,14 @@ def answer_words(planned: Estimate) -> str:
     return f"{text}: every {written.every:,.0f} steps, {share:.1%} of the time of training"
 
 
-def waiting_words(planned: Estimate) -> str:
+def describe_waiting(planned: Estimate) -> str:
     """Say how much of a step the stages of a pipeline wait for each other."""
     of_all, of_slowest = bubble_shares(planned.time.chunks, planned.case.num_micro_batches)
     waits = f"stages wait {of_all:.1%} of a step, the busiest of them {of_slowest:.1%}"
     return f"Pipeline: {waits}. --figures DIR writes the schedule as a trace."
 
 
-def host_words(planned: Estimate) -> str:
+def describe_host_memory(planned: Estimate) -> str:
     """Say how much of the host's memory the optimizer takes; "" where it takes none."""
     each = max(stage.host for stage in planned.stages)
     if not each:
@@ -277,9 +277,9 @@ def host_words(planned: Estimate) -> str:
     return f"in the host's memory {size(each)} of optimizer state a process{whole}"
 
 
-def picture_words(case: Case) -> str:
+def describe_media(case: Case) -> str:
     """Say which pictures rows are taken to hold; "" for a language model."""
-    tokens, image = case.picture_tokens, case.tokens_of_picture
+    tokens, image = case.picture_tokens, case.tokens_per_image
     if case.model.architecture.vision is None:
         return ""
     if not tokens:
@@ -296,7 +296,7 @@ def picture_words(case: Case) -> str:
     return f"each row is assumed to have {counted(tokens, 'token')} of images of {pixels}, {image:,} each"
 
 
-def trained_words(case: Case) -> str:
+def describe_trained(case: Case) -> str:
     """Say what is trained, and in which precision."""
     trainable = case.settings.finetuning
     architecture = case.model.architecture

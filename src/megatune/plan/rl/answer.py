@@ -26,16 +26,16 @@ from megatune.plan.rl.roles import (
     TRAIN_CRITIC,
     VALUES,
     EngineMemory,
-    Held,
-    RoleShares,
+    RoleDevices,
+    RoleMemory,
     cache_shards,
     engine_of,
     forward_case,
     key_value_bytes,
+    memory_of_roles,
     num_updates,
     phases,
     shared_devices,
-    shares,
     sync_bytes,
     training_case,
 )
@@ -79,7 +79,7 @@ class DeviceGroup:
     """
 
     devices: tuple[int, ...]
-    held: tuple[Held, ...]
+    held: tuple[RoleMemory, ...]
 
     def total(self, phase: str) -> int:
         """Return bytes of a device in a phase."""
@@ -146,7 +146,7 @@ class RLAnswer:
     """
 
     question: RLQuestion
-    roles: tuple[RoleShares, ...]
+    roles: tuple[RoleDevices, ...]
     engine: EngineMemory
     seconds: StepSeconds
 
@@ -204,7 +204,7 @@ def plan_rl(question: RLQuestion) -> RLAnswer:
     Raises:
         MegatuneError: INPUT, where nothing is known of the device's generation, or of its speed in a role's dtype.
     """
-    held, engine = shares(question), engine_of(question, question.settings.actor_infer)
+    held, engine = memory_of_roles(question), engine_of(question, question.settings.actor_infer)
     rollout = _rollout(question, engine)
     found = {phase: _seconds(question, phase, rollout) for phase in phases(question)}
     if shared_devices(question):
@@ -256,7 +256,7 @@ def _sync_seconds(question: RLQuestion) -> float:
     return sync_bytes(question) / min(rates) + _BUCKET_SECONDS * (1 + buckets)
 
 
-def _moves(question: RLQuestion, held: list[RoleShares]) -> float:
+def _moves(question: RLQuestion, held: list[RoleDevices]) -> float:
     """Return seconds in which what takes turns on the busiest device leaves it, and comes back."""
     of_device = (
         sum(role.on(device).offloaded for role in held if device in role.devices) for device in shared_devices(question)

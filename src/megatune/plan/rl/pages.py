@@ -22,10 +22,10 @@ from megatune.plan.pages.words import (
     amount,
     bytes_unit,
     change,
+    describe_layout,
+    describe_machine,
+    describe_recompute,
     duration,
-    layout_words,
-    machine_words,
-    recompute_words,
     seconds,
     seconds_unit,
     size,
@@ -73,7 +73,7 @@ def pages(found: RLAnswer) -> Iterator[Page]:
 def _head(found: RLAnswer) -> Iterator[Item]:
     question, settings, lengths = found.question, found.question.settings, found.question.lengths
     yield Entry("models", _models(question))
-    yield Entry("devices", machine_words(question.machine, question.world_size))
+    yield Entry("devices", describe_machine(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
     yield Entry("samples", f"{counted(prompts, 'prompt')} × {counted(group, 'response')} a step")
     longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
@@ -113,10 +113,10 @@ def _layout(question: RLQuestion, role: ModelRole) -> tuple[str, str]:
 
     if not role.training:
         case = forward_case(question, role, longest=False)
-        return layout_words(case), batch(case)
+        return describe_layout(case), batch(case)
     case, updates = training_case(question, role, longest=False), num_updates(question, role)
-    again = recompute_words(case.settings.recompute)
-    layout = f"{layout_words(case)}{f', recompute {again}' if again != 'none' else ''}"
+    again = describe_recompute(case.settings.recompute)
+    layout = f"{describe_layout(case)}{f', recompute {again}' if again != 'none' else ''}"
     return layout, f"{batch(case)}, {updates:g} update{'s' * (updates != 1)}"
 
 

@@ -28,12 +28,12 @@ from megatune.plan.memory.estimate import (
     stage_memory,
     workspace_bytes,
 )
-from megatune.plan.memory.parameters import Rules, stage_state
+from megatune.plan.memory.parameters import StateConfig, stage_state
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import ChunkContent, stage_chunks
 from megatune.plan.operators.decoder import embedding, head, inputs
 from megatune.plan.operators.operator import chain
-from megatune.plan.operators.shapes import Shapes, frozen, of_layer, shapes_of
+from megatune.plan.operators.shapes import Shapes, frozen, layer_shapes, shapes_of
 from megatune.plan.rl.question import (
     ACTOR,
     CRITIC,
@@ -146,9 +146,9 @@ def forward_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkContent, ...]) -> StageMemory:
-    state, work = stage_state(Rules.of(case), stage), workspace_bytes(case, stage)
+    state, work = stage_state(StateConfig.of(case), stage), workspace_bytes(case, stage)
     kinds = {layer.kind for chunk in chunks for layer in chunk.layers}
-    passes = [layer_memory(of_layer(shapes, kind, False), kind.sparse, ()) for kind in kinds]
+    passes = [layer_memory(layer_shapes(shapes, kind, False), kind.sparse, ()) for kind in kinds]
     if any(chunk.embedding for chunk in chunks):
         passes.append(embedding(shapes).memory)
     # A layer counts with all that it saves for a backward pass, of which some is freed on the way.
@@ -290,7 +290,7 @@ def _prefill_bytes(architecture: Architecture, tokens: int, size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RoleMemory:
     """Bytes of one role on one of its devices.
 
     Attributes:
@@ -307,20 +307,20 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleShares:
+class RoleDevices:
     """A role's devices.
 
     Attributes:
-        of_place: by pipeline stage; all devices of a stage hold as much. Others than trainers have one.
+        by_stage: by pipeline stage; all devices of a stage hold as much. Others than trainers have one.
     """
 
     role: str
     devices: tuple[int, ...]
-    of_place: tuple[Held, ...]
+    by_stage: tuple[RoleMemory, ...]
 
-    def on(self, device: int) -> Held:
+    def on(self, device: int) -> RoleMemory:
         """Return what is on one of `devices`: stages are whole runs of ranks."""
-        return self.of_place[self.devices.index(device) * len(self.of_place) // len(self.devices)]
+        return self.by_stage[self.devices.index(device) * len(self.by_stage) // len(self.devices)]
 
 
 def phases(question: RLQuestion) -> tuple[str, ...]:
@@ -335,7 +335,7 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
     return (*found, TRAIN)
 
 
-def shares(question: RLQuestion) -> list[RoleShares]:
+def memory_of_roles(question: RLQuestion) -> list[RoleDevices]:
     """Return what every role holds."""
     engines = (role for role in infer_roles(question.settings) if role.name in question.models)
     trainers = (_of_trainer(question, role) for role in model_roles(question.settings))
@@ -365,8 +365,8 @@ def _bucket_bytes(question: RLQuestion) -> int:
     return min(question.settings.run.model_update_buffer_size_mb * 2**20, sync_bytes(question))
 
 
-def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
-    takes_turns, on_cpu = not shared_devices(question).isdisjoint(role.devices), question.machine.device.on_cpu
+def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleDevices:
+    time_shared, on_cpu = not shared_devices(question).isdisjoint(role.devices), question.machine.device.on_cpu
     forward = forward_memory(forward_case(question, role, longest=True))
     training = stage_memory(training_case(question, role, longest=True)) if role.training else forward
     taught = _of_teacher(question) if role.name == ACTOR else None
@@ -376,13 +376,13 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
     if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
         active = (*active, REFERENCE_PASS)
 
-    def held(passing: StageMemory, trained: StageMemory, teacher: tuple[StageMemory, int] | None) -> Held:
+    def held(passing: StageMemory, trained: StageMemory, teacher: tuple[StageMemory, int] | None) -> RoleMemory:
         # Communicators and the device's context stay. Gradients are not kept, so that they need no room elsewhere.
         stays = {"framework": trained.framework + trained.communication}
         state = {name: size for name in _STATE if (size := getattr(trained, name))}
         state |= {} if teacher is None else {TEACHER_WEIGHTS: teacher[0].weights}
         moved = {name: size for name, size in state.items() if name != "gradients"}
-        asleep = {**state, **stays} if not takes_turns else {**moved, **stays} if on_cpu else stays
+        asleep = {**state, **stays} if not time_shared else {**moved, **stays} if on_cpu else stays
         # For a pass without gradients the weights alone come back.
         light = {**asleep, **{name: state[name] for name in ("weights", TEACHER_WEIGHTS) if name in state}}
         working = {"activations": passing.activations + passing.logits_and_loss, **light}
@@ -390,14 +390,14 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleShares:
         full = {**state, "activations": activations, **stays}
         if teacher is not None:  # its pass is before the update's, and leaves what goes into its output layer
             full |= {"activations": max(activations, teacher[0].activations), TEACHER_STATES: teacher[1]}
-        if takes_turns and on_cpu:  # copies are made before what was copied is freed
+        if time_shared and on_cpu:  # copies are made before what was copied is freed
             full["copies"] = max(0, sum(moved.values()) - activations)
         by_phase = dict.fromkeys((SCORES, REFERENCE_PASS, OLD_PASS, VALUES), working)
         by_phase |= {SYNC: {**light, "buckets": bucket}, TRAIN_CRITIC: full, TRAIN: full}
         parts = {phase: by_phase[phase] if phase in active else asleep for phase in phases(question)}
-        return Held(role.name, parts, sum(moved.values()) if takes_turns else 0)
+        return RoleMemory(role.name, parts, sum(moved.values()) if time_shared else 0)
 
-    return RoleShares(role.name, role.devices, tuple(map(held, forward, training, taught or (None,) * len(training))))
+    return RoleDevices(role.name, role.devices, tuple(map(held, forward, training, taught or (None,) * len(training))))
 
 
 def _of_teacher(question: RLQuestion) -> tuple[tuple[StageMemory, int], ...] | None:
@@ -410,7 +410,7 @@ def _of_teacher(question: RLQuestion) -> tuple[tuple[StageMemory, int], ...] | N
     return (*((stage, 0) for stage in stages), (last, case.num_micro_batches * shapes_of(case).hidden))
 
 
-def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
+def _of_engine(question: RLQuestion, role: InferRole) -> RoleDevices:
     """Return what an engine holds: it sleeps where its devices are shared, and that of the policy is updated."""
     memory, on_cpu = engine_of(question, role), question.machine.device.on_cpu
     sleeps = not shared_devices(question).isdisjoint(role.devices)
@@ -426,4 +426,4 @@ def _of_engine(question: RLQuestion, role: InferRole) -> RoleShares:
     updated = {**weights, **framework} if sleeps else working
     by_phase = {SYNC: {**updated, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
     parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}
-    return RoleShares(role.name, role.devices, (Held(role.name, parts, offloaded),))
+    return RoleDevices(role.name, role.devices, (RoleMemory(role.name, parts, offloaded),))

@@ -19,25 +19,25 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.fixes import Fix, fix, savings, searched, warnings_of
+from megatune.plan.fixes import Fix, fastest_layout, savings, try_change, warnings_of
 from megatune.plan.machine import Machine
 from megatune.plan.pages.words import (
-    answer_words,
+    describe_generation,
+    describe_host_memory,
+    describe_layout,
+    describe_lengths,
+    describe_media,
+    describe_reference_passes,
+    describe_row_length,
     fullest,
-    host_words,
     largest_part,
-    layout_words,
-    length_words,
     parts,
     percent,
-    picture_words,
-    reference_words,
-    row_words,
     seconds,
     size,
 )
 from megatune.plan.rows import RowLengths
-from megatune.plan.uncertainty import least_and_most
+from megatune.plan.uncertainty import memory_range
 
 _SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
 _ROW_STEP = 64  # tokens; lengths between are not worth telling apart
@@ -163,7 +163,7 @@ def with_rows(
     """
     of_row, largest = pictures if pictures is not None else (case.image_tokens, case.largest_picture)
     planned = estimate(replace(case, lengths=lengths, image_tokens=of_row, largest_picture=largest))
-    shown = [length_words(planned.case), *([picture_words(planned.case)] if pictures is not None else [])]
+    shown = [describe_lengths(planned.case), *([describe_media(planned.case)] if pictures is not None else [])]
     lines = [f"plan       {'; '.join(shown)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"]
     phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (plain_finding, plain)
     said = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
@@ -185,7 +185,7 @@ def _awaited(planned: Estimate, phrased: Callable[[Finding], Finding]) -> Iterat
         return
     fitting = longest_row(planned)
     those = f", those of {fitting:,} do" if fitting else ""
-    text = f"rows of {row_words(planned.case)} would not fit{those}"
+    text = f"rows of {describe_row_length(planned.case)} would not fit{those}"
     if planned.case.settings.data.streaming:
         yield f"warning    {text}, and the lengths of a stream are known only as it is read"
     else:
@@ -201,8 +201,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
     factors = f"{case.micro_batch_size} × {case.num_micro_batches} × dp {case.dp_size}"
     rows = f"{factors} = {counted(case.global_batch_size, 'row')}"
     yield (
-        f"plan       {layout_words(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
-        f" {row_words(case)}"
+        f"plan       {describe_layout(case)} on {case.world_size} × {case.machine.device.name}; {rows} a step, of up to"
+        f" {describe_row_length(case)}"
     )
     yield (
         f"plan       {fullest(planned)} ({parts(planned.fullest)}); about {seconds(time.total)} a step"
@@ -210,13 +210,13 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
     )
     if calibration.framework:
         yield f"plan       memory beyond tensors is as {runs} on this device held it"
-    if host := host_words(planned):
+    if host := describe_host_memory(planned):
         yield f"plan       {host}"
-    if reference := reference_words(planned):
+    if reference := describe_reference_passes(planned):
         yield f"plan       {reference}"
-    if written := answer_words(planned):
+    if written := describe_generation(planned):
         yield f"plan       {written}"
-    if pictures := picture_words(case):
+    if pictures := describe_media(case):
         yield f"plan       {pictures}"
 
 
@@ -251,7 +251,7 @@ def longest_row(planned: Estimate) -> int:
 
 def may_fit(planned: Estimate) -> bool:
     """Return whether every rank's bytes are there at the lower end of the plan's uncertainty."""
-    return least_and_most(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
+    return memory_range(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
 
 
 def _too_large(planned: Estimate) -> Finding:
@@ -261,13 +261,13 @@ def _too_large(planned: Estimate) -> Finding:
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
     fixes = savings(planned)
     why = f"the largest part is {name}, {size(held)}; all: {parts(stage)}; for rows of"
-    why += f" {row_words(planned.case)}"
+    why += f" {describe_row_length(planned.case)}"
     if stage.exact > device.memory:
         why += f"; weights, gradients and optimizer alone take {size(stage.exact)}, whatever the batch"
     head = "one of"
     if not any(fix.after.fits for fix in fixes):
         head = "no one or two changes are enough; what helps most"
-        if planned.case.world_size <= _SEARCHED and (layout := searched(planned)) is not None:
+        if planned.case.world_size <= _SEARCHED and (layout := fastest_layout(planned)) is not None:
             head, fixes = "the layout that fits and is fastest", [layout]
     lines = [f"{head}:", *(f"        {each.text}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
@@ -276,7 +276,7 @@ def _too_large(planned: Estimate) -> Finding:
     if (adapters := _adapters(planned)) is not None:
         lines.append(f"        {adapters.text}: trains adapters instead of the model")
     lines.append("        megatune plan searches all layouts for this machine, or for another one")
-    least, most = map(size, least_and_most(planned.case, planned.stages))
+    least, most = map(size, memory_range(planned.case, planned.stages))
     if may_fit(planned):
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
     else:
@@ -289,5 +289,5 @@ def _adapters(planned: Estimate) -> Fix | None:
     """Return what adapters in place of full training do, where the run then fits."""
     if planned.case.settings.finetuning.finetuning_type != "full":
         return None
-    found = fix(planned, {"finetuning.finetuning_type": "lora"})
+    found = try_change(planned, {"finetuning.finetuning_type": "lora"})
     return found if found is not None and found.after.fits else None

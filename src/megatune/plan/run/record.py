@@ -215,7 +215,7 @@ def verdict(record: RunRecord) -> Iterator[str]:
     said, rows = [], ""
     if measured.step_seconds is not None:
         said.append(f"planned {seconds(trained[1].time.total)} a step, was {seconds(measured.step_seconds)}")
-    if (memory := memory_of(record)) is not None:
+    if (memory := compare_memory(record)) is not None:
         said.append("planned {}, was {}".format(*map(size, memory)))
     if trained[0].case.row_tokens != record.case.row_tokens:
         rows = f" (rows of {measured.row_tokens:,.0f} tokens, {measured.longest_row:,} the longest;"
@@ -224,7 +224,7 @@ def verdict(record: RunRecord) -> Iterator[str]:
         yield f"plan       {'; '.join(said)}{rows}"
 
 
-def memory_of(record: RunRecord) -> tuple[int, int] | None:
+def compare_memory(record: RunRecord) -> tuple[int, int] | None:
     """Return planned and measured bytes of the fullest rank, as far as the measurement counts them."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None or not measured.stages:

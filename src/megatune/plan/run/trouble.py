@@ -11,7 +11,7 @@ from pathlib import Path
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.fixes import Fix, savings, speedups
 from megatune.plan.memory.stage import StageMemory
-from megatune.plan.pages.words import TIME_WORDS, parts, percent, row_words, size
+from megatune.plan.pages.words import TIME_WORDS, describe_row_length, parts, percent, size
 from megatune.plan.run.record import (
     PLAN_NAME,
     RankMemory,
@@ -134,7 +134,7 @@ def _out_of_memory(record: RunRecord, rank: int | None, ranks: list[RankMemory])
     memory = next((each for each in ranks if each.rank == rank), fullest)
     stage = planned.stages[memory.stage] if memory is not None else planned.fullest
     held = f"{size(stage.total)} of {size(available)} for stage {stage.stage} ({parts(stage)})"
-    yield f"planned    {held}, with rows of {row_words(case)}"
+    yield f"planned    {held}, with rows of {describe_row_length(case)}"
     expected = comparable(stage, counted)
     if memory is None:
         yield "measured   nothing: it ended before any rank recorded its memory"

@@ -193,9 +193,9 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
     if shapes.kind.delta and (delta := shapes.architecture.delta) is not None:
         # Tokens for heads, of all projections, and back, of the values.
         channels = (delta.qkvz_size + delta.ba_size + delta.value_size) / shapes.tp
-        once = all_to_all(group, shapes.tokens * shapes.size * channels)
+        once = all_to_all(group, shapes.tokens * shapes.itemsize * channels)
         return (once, once), (2, 2)
-    architecture, per_rank = shapes.architecture, shapes.tokens / shapes.tp * shapes.size
+    architecture, per_rank = shapes.architecture, shapes.tokens / shapes.tp * shapes.itemsize
     keys_values = keys_values_size(architecture)
     size = per_rank * keys_values
     if shapes.cp_comm_type == "all_gather":
@@ -207,7 +207,7 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
         channels = keys_values * (math.lcm(heads, n) // heads) + architecture.query_size + architecture.attention_size
         once = all_to_all(group, per_rank * channels)
         return (once, once), (4, 4)
-    keys, gradients = send(group, size), send(group, size * 4 / shapes.size)
+    keys, gradients = send(group, size), send(group, size * 4 / shapes.itemsize)
     computing = seconds.attention / n
     forward, backward = max(0.0, keys - computing), max(0.0, keys + gradients - 2.5 * computing)
     return ((n - 1) * forward, (n - 1) * backward + gradients), (2 * (n - 1), 4 * (n - 1))
@@ -274,7 +274,7 @@ def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float
     return (whole, whole) if shapes.sequence_parallel else (2 * whole, 0.0)
 
 
-def picture_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[float, float]:
+def vision_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[float, float]:
     """Return the exchanges of the word embedding, which is summed whole, and of pictures' features, each of which one
     rank has computed; backward their gradients come from all context-parallel ranks."""
     features = images.features(shapes)
@@ -286,7 +286,7 @@ def picture_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[fl
     return forward, backward
 
 
-def sum_of_shares(case: Case, groups: Groups, images: Images | None) -> float:
+def encoder_gradients(case: Case, groups: Groups, images: Images | None) -> float:
     """Return seconds in which tensor-parallel ranks add up, once a step, what each found of the encoder's gradients."""
     if images is None or not images.num_trained:
         return 0.0

@@ -27,19 +27,19 @@ from typing import NamedTuple
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import STREAMS, Case
 from megatune.plan.machine import Device, Machine
-from megatune.plan.memory.parameters import StageParameters, optimizer_rules
+from megatune.plan.memory.parameters import StageParameters, optimizer_state_config
 from megatune.plan.operators.decoder import (
     around_experts,
     dense_branch,
     embedding,
     experts,
-    further_tokens,
     head,
     mixer_branch,
+    mtp_inputs,
 )
-from megatune.plan.operators.operator import Attention, Kernel, Moved, Operator, Product
+from megatune.plan.operators.operator import Attention, Kernel, MemoryOp, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
-from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, mergers, placing
+from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, media_embedding, mergers
 
 SCALING = 0.5
 # Of products in 8-bit floats over those in 16 bits: data sheets have twice as much, and clocks fall under the load. It
@@ -220,7 +220,7 @@ def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = Fal
     for kernel in kernels:
         if isinstance(kernel, Product):
             seconds += _product_seconds(rates, kernel)
-        elif isinstance(kernel, Moved):
+        elif isinstance(kernel, MemoryOp):
             seconds += memory_seconds(rates, kernel.moved)
         elif isinstance(kernel, Attention):
             seconds += _attention_seconds(rates, kernel, backward)
@@ -279,7 +279,7 @@ class Seconds(NamedTuple):
         weight_gradient: seconds of weight gradients behind each exchange of the backward pass, in which it hides.
         attention: forward, of core attention alone: exchanges of a ring hide in it.
         launches: operators that the host launches forward, and backward.
-        relaunches: of the forward pass, by module.
+        recompute_launches: of the forward pass, by module.
     """
 
     forward: float
@@ -288,11 +288,11 @@ class Seconds(NamedTuple):
     weight_gradient: float
     attention: float
     launches: tuple[int, int]
-    relaunches: dict[str, int]
+    recompute_launches: dict[str, int]
 
     def plus(self, other: Seconds) -> Seconds:
         """Return both."""
-        forward, backward, again, weights, attention, launches, relaunches = self
+        forward, backward, again, weights, attention, launches, recompute_launches = self
         return Seconds(
             forward + other.forward,
             backward + other.backward,
@@ -300,7 +300,8 @@ class Seconds(NamedTuple):
             weights + other.weight_gradient,
             attention + other.attention,
             (launches[0] + other.launches[0], launches[1] + other.launches[1]),
-            relaunches | {name: relaunches.get(name, 0) + count for name, count in other.relaunches.items()},
+            recompute_launches
+            | {name: recompute_launches.get(name, 0) + count for name, count in other.recompute_launches.items()},
         )
 
 
@@ -327,16 +328,16 @@ def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
 
 
 @lru_cache(maxsize=8192)
-def further_seconds(shapes: Shapes, rates: Rates) -> Seconds:
+def mtp_seconds(shapes: Shapes, rates: Rates) -> Seconds:
     """Time what is before a layer that predicts a further token."""
-    return _add_up(rates, further_tokens(shapes))
+    return _add_up(rates, mtp_inputs(shapes))
 
 
 @lru_cache(maxsize=1024)
 def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
     """Time an encoder and its mergers, and the word embedding that features take places in."""
     layers = encoder_layer(shapes, images) * images.tower.depth
-    operators = encoder_inputs(shapes, images), *layers, *mergers(shapes, images), placing(shapes, images)
+    operators = encoder_inputs(shapes, images), *layers, *mergers(shapes, images), media_embedding(shapes, images)
     return _add_up(rates, operators, both_ways=images.tower_trained)
 
 
@@ -348,7 +349,7 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
     """
     forward = backward = weight_gradient = attention = 0.0
     recompute: dict[str, float] = {}
-    relaunches: dict[str, int] = {}
+    recompute_launches: dict[str, int] = {}
     of_weights = 0
     for operator in operators:
         once = kernel_seconds(rates, operator.forward)
@@ -358,11 +359,11 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
         weight_gradient += weight
         backward += kernel_seconds(rates, operator.backward, backward=True) + weight
         recompute[operator.module] = recompute.get(operator.module, 0.0) + once
-        relaunches[operator.module] = relaunches.get(operator.module, 0) + operator.launches
+        recompute_launches[operator.module] = recompute_launches.get(operator.module, 0) + operator.launches
         of_weights += operator.weight_launches
-    launches = sum(relaunches.values())
+    launches = sum(recompute_launches.values())
     both = launches, 2 * launches + of_weights if both_ways else 0
-    return Seconds(forward, backward, recompute, weight_gradient, attention, both, relaunches)
+    return Seconds(forward, backward, recompute, weight_gradient, attention, both, recompute_launches)
 
 
 def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> float:
@@ -372,7 +373,7 @@ def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> fl
     rank updates the norm reads them, clipping reads and writes them, Adam reads them, reads and writes the master
     weight and both averages, and writes the weight. Muon multiplies matrices in addition, which was not measured.
     """
-    gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_rules(case.settings)
+    gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_state_config(case.settings)
     trained = elements.trained_dense + elements.trained_expert
     touched = 3 * gradient * trained
     update = (4 * gradient + 2 * rules.element_bytes + (8 + size if size < 4 else 8)) * elements.updated
@@ -389,7 +390,7 @@ def _host_seconds(case: Case, elements: StageParameters) -> float:
     host reads the gradient, reads and writes the master weight and both averages, and writes the weight. Both go on
     side by side: the longer one counts.
     """
-    rules, size = optimizer_rules(case.settings), case.itemsize
+    rules, size = optimizer_state_config(case.settings), case.itemsize
     updated = rules.host_fraction * elements.updated
     if not updated:
         return 0.0

@@ -11,32 +11,32 @@ from megatune.config.settings import Settings, with_settings
 from megatune.plan.case import Case
 from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
-from megatune.plan.memory.parameters import Rules, StageParameters, elements_of
+from megatune.plan.memory.parameters import StageParameters, StateConfig, elements_of
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, whole_model
 from megatune.plan.operators.decoder import Recompute, recompute_of
-from megatune.plan.operators.shapes import Shapes, of_layer, shapes_of, without_experts
+from megatune.plan.operators.shapes import Shapes, layer_shapes, shapes_of, without_experts
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
 from megatune.plan.time.communication import (
     Exchange,
     Groups,
     Reduction,
+    encoder_gradients,
     end_exchange,
     exposed_seconds,
     group_of,
     groups_of,
     layer_exchange,
-    picture_exchange,
     reduction,
     send,
-    sum_of_shares,
+    vision_exchange,
 )
 from megatune.plan.time.efficiency import (
     Rates,
     Seconds,
     end_seconds,
-    further_seconds,
     layer_seconds,
+    mtp_seconds,
     optimizer_seconds,
     vision_seconds,
 )
@@ -183,7 +183,7 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     Raises:
         MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
     """
-    case, fixed = case.in_the_mean, fixed or FixedTime(case)
+    case, fixed = case.with_mean_rows, fixed or FixedTime(case)
     settings, contents, images, recompute = case.settings, fixed.contents, images_of(case), recompute_of(case.settings)
     rank = fixed.rank(images)
     kinds = dict.fromkeys(contents)
@@ -202,7 +202,7 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     return StepTime(
         compute=count * (total.forward + total.backward) + num_forward_passes(settings) * without_gradients,
         recompute=count * total.recompute,
-        tensor_parallel=count * total.tensor + calibration.communication * sum_of_shares(case, rank.groups, images),
+        tensor_parallel=count * total.tensor + calibration.communication * encoder_gradients(case, rank.groups, images),
         context_parallel=count * total.context,
         expert_parallel=count * total.expert,
         host=count * waiting,
@@ -230,7 +230,7 @@ class FixedTime:
     """
 
     def __init__(self, case: Case) -> None:
-        self._case = case = case.in_the_mean
+        self._case = case = case.with_mean_rows
         precision = case.settings.precision
         self.rates = Rates.of(
             case.machine, precision.params_dtype, fp8=precision.fp8 is not None, host=case.engine.host
@@ -241,7 +241,7 @@ class FixedTime:
     @cached_property
     def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
         """Chunks by stage and virtual stage."""
-        return Rules.of(self._case).contents
+        return StateConfig.of(self._case).contents
 
     def rank(self, images: Images | None) -> RankTime:
         """Return one rank's passes, with pictures that recomputation may change."""
@@ -268,7 +268,7 @@ class FixedTime:
 
     @cached_property
     def _ends(self) -> list[StageParameters]:
-        pp, rules = len(self.contents), Rules.of(self._case)
+        pp, rules = len(self.contents), StateConfig.of(self._case)
         return [elements_of(rules, stage) for stage in sorted({0, pp // 2, pp - 1})]
 
     @cached_property
@@ -314,14 +314,14 @@ class RankTime:
             parts = parts.plus(self._parts[key], count)
         if content.embedding:
             parts = parts.plus(self._begin)
-        if content.predicts_further:
-            parts = parts.plus(self._further).plus(self._end)
+        if content.has_mtp:
+            parts = parts.plus(self._mtp).plus(self._end)
         return parts.plus(self._end) if content.loss else parts
 
     @cached_property
-    def _further(self) -> _Parts:
+    def _mtp(self) -> _Parts:
         """Return what is before a layer that predicts a further token."""
-        computed = further_seconds(without_experts(self.shapes), self.rates)
+        computed = mtp_seconds(without_experts(self.shapes), self.rates)
         return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
 
     @cached_property
@@ -336,10 +336,10 @@ class RankTime:
             computed = end_seconds(without_experts(self.shapes), self.rates, False)
             return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
         computed = vision_seconds(self.shapes, self.rates, self.images)
-        parts = self._once(computed, picture_exchange(self.shapes, self.groups, self.images))
+        parts = self._once(computed, vision_exchange(self.shapes, self.groups, self.images))
         if not self.images.recomputed:
             return parts
-        again, host = computed.recompute["vision"], self._launching(computed.relaunches["vision"])
+        again, host = computed.recompute["vision"], self._launching(computed.recompute_launches["vision"])
         return parts._replace(recompute=self.calibration.compute * again, host_backward=parts.host_backward + host)
 
     def _launching(self, launches: float) -> float:
@@ -361,12 +361,12 @@ class RankTime:
     def _layer(self, layer: LayerContent, modules: tuple[str, ...], again: float) -> _Parts:
         """Return one layer with these modules recomputed, of which `again` is recomputed whole (the mean over layers of
         a chunk)."""
-        shapes = of_layer(self.shapes, layer.kind, layer.gradient == "weights")
+        shapes = layer_shapes(self.shapes, layer.kind, layer.gradient == "weights")
         seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
         exchange = layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
         computing, exchanging = module_seconds(modules, seconds, exchange, layer.kind.sparse)
         relaunched = again * seconds.launches[0]
-        relaunched += (1 - again) * sum(seconds.relaunches.get(module, 0) for module in modules)
+        relaunched += (1 - again) * sum(seconds.recompute_launches.get(module, 0) for module in modules)
         called = exchange.calls[1] + again * exchange.calls[0]
         if layer.gradient == "none":
             seconds, again, computing, exchanging = seconds._replace(backward=0.0), 0.0, 0.0, 0.0

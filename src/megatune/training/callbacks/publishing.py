@@ -27,7 +27,7 @@ from megatune.hub.models import is_hub_id
 from megatune.hub.repository import Hub, is_repository_id, use_modelscope
 from megatune.hub.upload import CARD, OWN_CARD, answer_of, endpoint, later, start
 from megatune.plan.pages.words import seconds, size
-from megatune.plan.run.record import PLAN_NAME, memory_of, read_records
+from megatune.plan.run.record import PLAN_NAME, compare_memory, read_records
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME
 from megatune.training.callbacks.plot import PLOT_NAME
@@ -123,7 +123,7 @@ class Card(Callback):
             return {}
         case, trained = record.case, record.as_trained()
         found = {"devices": f"{case.world_size} × {case.machine.device.name}"}
-        if (memory := memory_of(record)) is not None:
+        if (memory := compare_memory(record)) is not None:
             found["memory of a device"] = "{} planned, {} measured".format(*map(size, memory))
         if trained is not None and record.measured is not None and record.measured.step_seconds is not None:
             planned, measured = trained[1].time.total, record.measured.step_seconds

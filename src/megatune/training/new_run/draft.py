@@ -24,7 +24,7 @@ from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate
 from megatune.plan.options import PlanOptions
-from megatune.plan.pages.words import duration, fullest, layout_words, machine_words, seconds
+from megatune.plan.pages.words import describe_layout, describe_machine, duration, fullest, seconds
 from megatune.plan.read_question import QuestionReader
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.question import RLQuestionReader
@@ -285,8 +285,8 @@ class _Drafting:
         """
         case = best.case
         lines = [
-            f"devices  {machine_words(case.machine, case.world_size)}",
-            f"layout   {layout_words(case)}, {counted(case.global_batch_size, 'row')} a step",
+            f"devices  {describe_machine(case.machine, case.world_size)}",
+            f"layout   {describe_layout(case)}, {counted(case.global_batch_size, 'row')} a step",
             f"memory   {fullest(best).removeprefix('memory: ')}",
         ]
         if self.is_rl:
@@ -324,7 +324,7 @@ class _Drafting:
 
     def _too_large(self, found: Answer) -> WrongAnswersError:
         case, enough = found.question.case, found.enough
-        what = f"{self.answers.model} does not fit {machine_words(case.machine, case.world_size)}"
+        what = f"{self.answers.model} does not fit {describe_machine(case.machine, case.world_size)}"
         fix = "name a smaller model, or other machines: --gpus N --gpu KIND"
         if enough is not None:
             fix = f"--gpus {enough.case.world_size} --gpu {enough.case.machine.device.name}"
