@@ -102,7 +102,7 @@ def test_a_judge_on_devices_of_a_trainer_leaves_them_while_it_trains() -> None:
     beside = tuple(device + 1000 for device in judge.devices)
     shared, alone = (
         next(
-            role.of_place[0]
+            role.by_stage[0]
             for role in memory_of_roles(replace(question, settings=replace(settings, reward_model=each), models=models))
             if role.role == "reward_model"
         )
@@ -122,7 +122,7 @@ def test_a_reward_model_has_the_devices_while_it_scores() -> None:
     scored = replace(question.models["reference"], architecture=REWARD)
     models = {**question.models, "rewards.help": scored}
     question = replace(question, settings=replace(settings, rewards=rewards), models=models)
-    (held,) = (role.of_place[0] for role in memory_of_roles(question) if role.role == "rewards.help")
+    (held,) = (role.by_stage[0] for role in memory_of_roles(question) if role.role == "rewards.help")
     assert held.parts[SCORES]["weights"] == held.offloaded > 0
     assert held.parts[SAMPLE] == held.parts[TRAIN] == held.parts[REFERENCE_PASS]
     assert "weights" not in held.parts[SAMPLE]
@@ -203,7 +203,7 @@ def test_a_bucket_is_no_larger_than_all_that_is_sent() -> None:
     for megabytes, nbytes in ((1024, 2**30), (10**6, sync_bytes(question))):
         run = question.settings.run.model_copy(update={"model_update_buffer_size_mb": megabytes})
         found = memory_of_roles(replace(question, settings=replace(question.settings, run=run)))
-        held = {role.role: role.of_place[0].parts[SYNC].get("buckets") for role in found}
+        held = {role.role: role.by_stage[0].parts[SYNC].get("buckets") for role in found}
         assert held == {"actor_train": 3 * nbytes, "reference": None, "actor_infer": nbytes}
 
 
