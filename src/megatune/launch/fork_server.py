@@ -29,7 +29,7 @@ _ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a supervisor acts
 
 
 def main() -> int:
-    """Run `fork_server SUPERVISOR_PID EVENT_FD` (stdin: see `context`); return in the server and in every forked rank."""
+    """Run `fork_server SUPERVISOR_PID EVENT_FD`, with a StartRequest as stdin. Returns in every forked rank, too."""
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
     set_process_name("megatune-fork")
