@@ -225,7 +225,9 @@ def request_stacks(processes: RankProcesses) -> None:
     print(f"megatune: the stacks of all ranks are in {where}; the run continues", file=sys.stderr, flush=True)
 
 
-def find_hung(alive: list[RankState], activities: dict[int, RankActivity], mismatch: Mismatch | None) -> RankState:
+def find_hung(
+    alive: list[RankState], activities: dict[int, RankActivity], mismatch: Mismatch | None = None
+) -> RankState:
     """Find the rank that the others wait for: a stopped or silent one, else one outside of any collective operation,
     else the one of the mismatch, else the slowest."""
 
