@@ -91,4 +91,4 @@ def test_explain_speaks_of_roles_and_files(capsys, monkeypatch):
     assert main(["explain", str(FILES / "qwen3_8b.yaml"), "adv_estimator=grpo"]) == ExitCode.DONE
     said = capsys.readouterr().out
     assert "adv_estimator: grpo (override; default gae)" in said
-    assert "grpo: the reward less the mean of its group" in said
+    assert "grpo: the reward minus the mean of its group" in said

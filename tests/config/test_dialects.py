@@ -161,7 +161,7 @@ MESSAGES = [
     (
         ["--recompute_granularity", "none", "--recompute_num_layers", "2"],
         "--recompute_num_layers: --recompute_num_layers 2 with --recompute_granularity none\n"
-        "    why: it says how whole layers are recomputed\n"
+        "    why: it sets how whole layers are recomputed\n"
         "    fix: write --recompute_granularity full, or remove --recompute_num_layers",
     ),
     (

@@ -83,14 +83,14 @@ WRONG = [
     (
         ["save_format=torch_dist", "finetuning_type=lora"],
         "save_format: torch_dist with finetuning_type: lora\n"
-        "    why: a checkpoint of adapters holds no model, and Megatron-Core has no form of them that others read\n"
+        "    why: an adapter checkpoint contains no model, and Megatron-Core has no common format for adapters\n"
         "    fix: write save_format: hf and merge_lora: true, then "
         "megatune export --to_mcore true of output_dir/merged",
     ),
     (
         ["save_format=torch_dist", "stage=rm"],
         "save_format: torch_dist with stage: rm\n"
-        "    why: Megatron-Core's language model has no place for scores\n"
+        "    why: Megatron-Core's language model has no score layer\n"
         "    fix: write save_format: hf",
     ),
     (
@@ -168,13 +168,13 @@ WRONG = [
     (
         ["overlap_param_gather=true"],
         "overlap_param_gather: true without overlap_grad_reduce\n"
-        "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
+        "    why: it gathers the shards of the distributed optimizer in the buckets of the overlapped reduction\n"
         "    fix: write overlap_grad_reduce: true, or remove overlap_param_gather",
     ),
     (
         ["overlap_param_gather=true", "overlap_grad_reduce=true", "use_distributed_optimizer=false"],
         "overlap_param_gather: true without use_distributed_optimizer\n"
-        "    why: it gathers what the distributed optimizer sharded, in the buckets that overlapped reduction keeps\n"
+        "    why: it gathers the shards of the distributed optimizer in the buckets of the overlapped reduction\n"
         "    fix: write use_distributed_optimizer: true, or remove overlap_param_gather",
     ),
     (
@@ -316,7 +316,7 @@ WRONG = [
     (
         ["eval_strategy=epoch", "val_size=0.1", "eval_dataset=e"],
         "eval_dataset: [e] with val_size: 0.1\n"
-        "    why: both say what to evaluate on\n"
+        "    why: both set the evaluation data\n"
         "    fix: remove val_size, to train on all rows",
     ),
     (
@@ -475,7 +475,7 @@ WRONG_ANSWERS = [
     (
         ["eval_generate_steps=10", "val_size=5", "stage=rm"],
         "eval_generate_steps: 10 with stage: rm\n"
-        "    why: a model with scores writes no text\n"
+        "    why: a model with scores generates no text\n"
         "    fix: remove eval_generate_steps",
     ),
     (

@@ -45,7 +45,7 @@ def test_what_is_valid_passes(overrides):
     assert messages(*overrides) == []
 
 
-_STREAMING_WHY = "    why: how many rows there are is not known while they are read\n"
+_STREAMING_WHY = "    why: the number of rows is not known while they are read\n"
 _PAIR_WHY = "    why: only the answers are trained\n"
 
 WRONG = [
@@ -76,24 +76,24 @@ WRONG = [
     (
         ["conversation_rules=ms_swift_4"],
         "truncation_strategy: budget with conversation_rules: ms_swift_4\n"
-        "    why: ms-swift leaves long rows out, or cuts one end of them\n"
+        "    why: ms-swift drops long rows, or truncates them at one end\n"
         "    fix: write truncation_strategy: drop, left or right",
     ),
     (
         ["agent_template=hermes"],
         "agent_template: hermes with conversation_rules: megatune\n"
-        "    why: the rules of this program do without it\n"
+        "    why: the built-in rules do not use it\n"
         "    fix: write conversation_rules: ms_swift_4, or remove agent_template",
     ),
     (
         ["stage=pt", "truncation_strategy=split"],
         "truncation_strategy: split with conversation_rules: megatune\n"
-        "    why: it is ms-swift's way of cutting\n"
+        "    why: it is ms-swift's truncation\n"
         "    fix: remove truncation_strategy",
     ),
     (
         ["conversation_rules=ms_swift_3", "truncation_strategy=split"],
-        "truncation_strategy: split with stage: sft\n    why: it cuts texts of stage pt\n"
+        "truncation_strategy: split with stage: sft\n    why: it splits texts of stage pt\n"
         "    fix: write truncation_strategy: drop, left or right",
     ),
     (
@@ -142,13 +142,13 @@ WRONG = [
     (
         [TWO, "interleave_probs=0.5,0.5"],
         "interleave_probs: [0.5, 0.5] with mix_strategy: concat\n"
-        "    why: concat takes every data set whole\n"
+        "    why: concat takes every data set completely\n"
         "    fix: write mix_strategy: interleave_over, or remove interleave_probs",
     ),
     (
         [TWO, "mix_strategy=interleave_once", "dataset_weights=1,2"],
         "dataset_weights: [1.0, 2.0] with mix_strategy: interleave_once\n"
-        "    why: both say how often each data set is trained\n"
+        "    why: both set how often each data set is used\n"
         "    fix: write interleave_probs instead of dataset_weights",
     ),
     (
@@ -182,7 +182,7 @@ WRONG = [
     (
         [*STREAMED, "tokenized_path=rows"],
         "tokenized_path: rows with streaming: true\n"
-        "    why: rows are trained as they are read, and not kept\n"
+        "    why: rows are trained as they are read, and not stored\n"
         "    fix: remove tokenized_path or streaming",
     ),
     (
@@ -193,13 +193,13 @@ WRONG = [
     (
         [*STREAMED, "eval_dataset=e", "eval_strategy=epoch"],
         "eval_strategy: epoch with streaming: true\n"
-        "    why: how many steps an epoch has is not known while rows are read\n"
+        "    why: the number of steps per epoch is not known while rows are read\n"
         "    fix: write eval_strategy: steps",
     ),
     (
         [*STREAMED, "save_strategy=epoch"],
         "save_strategy: epoch with streaming: true\n"
-        "    why: how many steps an epoch has is not known while rows are read\n"
+        "    why: the number of steps per epoch is not known while rows are read\n"
         "    fix: write save_strategy: steps",
     ),
     *(

@@ -94,14 +94,14 @@ WRONG = [
         QWEN,
         ["freeze_trainable_layers=4"],
         "freeze_trainable_layers: 4 with finetuning_type: full\n"
-        "    why: it says what freeze trains\n"
+        "    why: it is a setting of freeze\n"
         "    fix: write finetuning_type: freeze, or remove freeze_trainable_layers",
     ),
     (
         None,
         ["use_llama_pro=true"],
         "use_llama_pro: true with finetuning_type: full\n"
-        "    why: it says what freeze trains\n"
+        "    why: it is a setting of freeze\n"
         "    fix: write finetuning_type: freeze, or remove use_llama_pro",
     ),
     (
@@ -145,21 +145,21 @@ WRONG = [
         QWEN,
         ["lora_rank=8"],  # its default, which a user who leaves the method open still asks for
         "lora_rank: 8 with finetuning_type: full\n"
-        "    why: it says what lora trains\n"
+        "    why: it is a setting of lora\n"
         "    fix: write finetuning_type: lora, or remove lora_rank",
     ),
     (
         QWEN,
         ["lora_rank=16"],
         "lora_rank: 16 with finetuning_type: full\n"
-        "    why: it says what lora trains\n"
+        "    why: it is a setting of lora\n"
         "    fix: write finetuning_type: lora, or remove lora_rank",
     ),
     (
         QWEN,
         [FREEZE, "adapter_name_or_path=a"],
         "adapter_name_or_path: [a] with finetuning_type: freeze\n"
-        "    why: it says what lora trains\n"
+        "    why: it is a setting of lora\n"
         "    fix: write finetuning_type: lora, or remove adapter_name_or_path",
     ),
     (
@@ -191,21 +191,21 @@ WRONG = [
         QWEN,
         [LORA, "use_dora=true", "lora_dropout=0.1"],
         "lora_dropout: 0.1 with use_dora: true\n"
-        "    why: rows are divided by the lengths of the whole adapted matrix, which sees all inputs\n"
+        "    why: rows are divided by their norms in the adapted matrix, which is computed without dropout\n"
         "    fix: remove lora_dropout or use_dora",
     ),
     (
         QWEN,
         [LORA, "optimizer=muon"],
         "optimizer: muon with finetuning_type: lora\n"
-        "    why: Muon updates whole matrices of the model, no factors\n"
+        "    why: Muon updates whole matrices of the model, not adapters\n"
         "    fix: write optimizer: adam",
     ),
     (
         QWEN,
         [LORA, "loraplus_lr_ratio=16", "optimizer=sgd"],
         "loraplus_lr_ratio: 16 with optimizer: sgd\n"
-        "    why: the ratio is derived for Adam, whose steps do not depend on how large gradients are\n"
+        "    why: the ratio is derived for Adam, whose updates do not depend on the scale of gradients\n"
         "    fix: write optimizer: adam, or remove loraplus_lr_ratio",
     ),
     (

@@ -130,7 +130,7 @@ WRONG = [
         QWEN,
         ["fp8=rowwise"],
         "fp8: rowwise without bf16\n"
-        "    why: what 8-bit products give and take is bf16\n"
+        "    why: inputs and outputs of 8-bit products are bf16\n"
         "    fix: write bf16: true, or remove fp8",
     ),
     (
@@ -342,7 +342,7 @@ WRONG = [
         SIGMOID,
         ["moe_router_bias_update_rate=0.001", "finetuning_type=lora"],
         "moe_router_bias_update_rate: 0.001 with finetuning_type: lora\n"
-        "    why: the bias is the base's, which stays as it is\n"
+        "    why: the bias belongs to the base model, which is frozen\n"
         "    fix: remove moe_router_bias_update_rate",
     ),
     (
@@ -384,7 +384,7 @@ WRONG = [
         EXPERTS,
         ["moe_router_load_balancing_type=sinkhorn", "moe_expert_capacity_factor=1.5"],
         "moe_expert_capacity_factor: 1.5 with moe_router_load_balancing_type: sinkhorn\n"
-        "    why: sinkhorn keeps experts equally busy itself\n"
+        "    why: sinkhorn itself balances the load\n"
         "    fix: remove moe_expert_capacity_factor",
     ),
     (
@@ -398,14 +398,14 @@ WRONG = [
         QWEN,
         ["recompute_method=block"],
         "recompute_method: block without recompute_granularity\n"
-        "    why: it says how whole layers are recomputed\n"
+        "    why: it sets how whole layers are recomputed\n"
         "    fix: write recompute_granularity: full, or remove recompute_method",
     ),
     (
         QWEN,
         ["recompute_granularity=selective", "recompute_num_layers=1"],
         "recompute_num_layers: 1 with recompute_granularity: selective\n"
-        "    why: it says how whole layers are recomputed\n"
+        "    why: it sets how whole layers are recomputed\n"
         "    fix: write recompute_granularity: full, or remove recompute_num_layers",
     ),
     (
@@ -440,14 +440,14 @@ WRONG = [
         QWEN,
         ["optimizer=sgd", "exp_avg_dtype=bf16"],
         "exp_avg_dtype: bf16 with optimizer: sgd\n"
-        "    why: it is of Adam's state\n"
+        "    why: it applies to Adam's state\n"
         "    fix: write optimizer: adam, or remove exp_avg_dtype",
     ),
     (
         QWEN,
         ["optimizer=sgd", "optimizer_cpu_offload=true"],
         "optimizer_cpu_offload: true with optimizer: sgd\n"
-        "    why: it is of Adam's state\n"
+        "    why: it applies to Adam's state\n"
         "    fix: write optimizer: adam, or remove optimizer_cpu_offload",
     ),
     (
@@ -461,7 +461,7 @@ WRONG = [
         QWEN,
         ["optimizer_cpu_offload=true", "use_distributed_optimizer=false"],
         "optimizer_cpu_offload: true without use_distributed_optimizer\n"
-        "    why: every replica would keep all of the state, on the device\n"
+        "    why: without it every replica keeps the whole optimizer state on the device\n"
         "    fix: write use_distributed_optimizer: true, or remove optimizer_cpu_offload",
     ),
     (

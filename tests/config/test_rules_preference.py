@@ -60,31 +60,31 @@ WRONG = [
     (
         ["pref_loss=sigmoid"],  # its default, which a user who leaves the stage open still asks for
         "pref_loss: [sigmoid] with stage: sft\n"
-        "    why: it says how the two answers of a pair are compared\n"
+        "    why: it sets how answers are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
     ),
     (
         ["pref_beta=0.2"],
         "pref_beta: 0.2 with stage: sft\n"
-        "    why: it says how the two answers of a pair are compared\n"
+        "    why: it sets how answers are compared\n"
         "    fix: write stage: dpo, or remove pref_beta",
     ),
     (
         ["pref_loss=simpo", "stage=pt", "packing=false"],
         "pref_loss: [simpo] with stage: pt\n"
-        "    why: it says how the two answers of a pair are compared\n"
+        "    why: it sets how answers are compared\n"
         "    fix: write stage: dpo, or remove pref_loss",
     ),
     (
         [RM, "ref_model=r"],
         "ref_model: r with stage: rm\n"
-        "    why: it says how the two answers of a pair are compared\n"
+        "    why: it sets how answers are compared\n"
         "    fix: write stage: dpo, or remove ref_model",
     ),
     (
         [DPO, "center_rewards_coefficient=0.01"],
         "center_rewards_coefficient: 0.01 with stage: dpo\n"
-        "    why: it holds the scores of a reward model around 0\n"
+        "    why: it keeps the scores of a reward model around 0\n"
         "    fix: write stage: rm, or remove center_rewards_coefficient",
     ),
     (
@@ -112,7 +112,7 @@ WRONG = [
     (
         [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
         "dpo_label_smoothing: 0.1 with pref_loss: [ipo, hinge]\n"
-        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo, and of no other loss\n"
+        "    why: it is part of sigmoid, robust, exo_pair, simpo, cpo only\n"
         "    fix: write pref_loss: sigmoid, or remove dpo_label_smoothing",
     ),
     (
@@ -124,13 +124,13 @@ WRONG = [
     (
         [DPO, "simpo_gamma=1"],
         "simpo_gamma: 1 with pref_loss: [sigmoid]\n"
-        "    why: it is a number of simpo, and of no other loss\n"
+        "    why: it is a parameter of simpo only\n"
         "    fix: write pref_loss: simpo, or remove simpo_gamma",
     ),
     (
         [DPO, "discopop_tau=1"],
         "discopop_tau: 1 with pref_loss: [sigmoid]\n"
-        "    why: it is a number of discopop, and of no other loss\n"
+        "    why: it is a parameter of discopop only\n"
         "    fix: write pref_loss: discopop, or remove discopop_tau",
     ),
     (
@@ -168,7 +168,7 @@ WRONG = [
         (
             [f"stage={stage}", *needed, f"{setting}"],
             f"{setting.replace('=', ': ')} with stage: {stage}\n"
-            "    why: it says how answers are weighed that are wanted or not, one by one\n"
+            "    why: it sets the loss of single desirable and undesirable answers\n"
             f"    fix: write stage: kto, or remove {setting.partition('=')[0]}",
         )
         for stage, needed, setting in (
@@ -181,7 +181,7 @@ WRONG = [
         (
             [KTO, f"{name}={value}"],
             f"{name}: {value} with stage: kto\n"
-            "    why: it says how the two answers of a pair are compared\n"
+            "    why: it sets how answers are compared\n"
             f"    fix: write stage: dpo, or remove {name}",
         )
         for name, value in (("pref_loss", "[hinge]"), ("dpo_label_smoothing", "0.1"), ("ld_alpha", "0.5"))
@@ -195,7 +195,7 @@ WRONG = [
     (
         [KTO, *STREAMED],
         "streaming: true with stage: kto\n"
-        "    why: the reference, and the other row whose answer a prompt gets, are known where all rows are prepared\n"
+        "    why: the reference, and the pairs of prompts with other answers, need all rows prepared first\n"
         "    fix: remove streaming",
     ),
     (
@@ -213,7 +213,7 @@ WRONG = [
     (
         ["num_labels=3"],
         "num_labels: 3 with stage: sft\n"
-        "    why: it says what a classifier puts out for a row\n"
+        "    why: it sets what a classifier outputs for a row\n"
         "    fix: write stage: cls, or remove num_labels",
     ),
 ]

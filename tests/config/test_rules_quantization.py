@@ -34,19 +34,19 @@ WRONG = [
     (
         [BITS],
         "quantization_bit: 4 with finetuning_type: full\n"
-        "    why: an update is much smaller than a step between values of so few bits\n"
+        "    why: quantized weights cannot be trained: updates are smaller than their resolution\n"
         "    fix: write finetuning_type: lora, or remove quantization_bit",
     ),
     (
         [LORA, "quantization_type=fp4"],
         "quantization_type: fp4 without quantization_bit\n"
-        "    why: it says how values of 4 bits are made\n"
+        "    why: it sets how 4-bit values are quantized\n"
         "    fix: write quantization_bit: 4, or remove quantization_type",
     ),
     (
         [LORA, "quantization_bit=8", "double_quantization=false"],
         "double_quantization: false with quantization_bit: 8\n"
-        "    why: it says how values of 4 bits are made\n"
+        "    why: it sets how 4-bit values are quantized\n"
         "    fix: write quantization_bit: 4, or remove double_quantization",
     ),
 ]

@@ -81,7 +81,7 @@ WRONG = [
         "qwen3_vl",
         [FREEZE, "freeze_extra_modules=lm_head", "freeze_vision_tower=false", "freeze_language_model=true"],
         "freeze_extra_modules: [lm_head] with freeze_language_model: true\n"
-        "    why: what it names is of the language model\n"
+        "    why: it names parts of the language model\n"
         "    fix: remove freeze_extra_modules or freeze_language_model",
     ),
     (
@@ -208,7 +208,7 @@ WRONG = [
         "qwen3_vl",
         [LORA, "additional_target=norm", "freeze_vision_tower=false", "freeze_language_model=true"],
         "additional_target: [norm] with freeze_language_model: true\n"
-        "    why: what it names is of the language model\n"
+        "    why: it names parts of the language model\n"
         "    fix: remove additional_target or freeze_language_model",
     ),
     (

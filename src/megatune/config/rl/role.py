@@ -14,49 +14,49 @@ PolicyVariant = Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"]
 
 class SequencePacking(Group):
     algorithm: Literal["none", "load_balance"] = "none"
-    """What bounds the rows that samples are packed into.
-    How: Rows are of about equal work in both; in ROLL those of none are not.
+    """What limits the length of packed rows.
+    How: Rows have about equal work in both; in ROLL only with load_balance.
     When: Use load_balance, with the longest rows that memory allows.
-    - none: the samples of a micro-batch times sequence_length, unless the lengths below are written
-    - load_balance: the lengths below"""
+    - none: the samples of a micro-batch times sequence_length, unless the max_packed_sequence_length keys are set
+    - load_balance: the max_packed_sequence_length keys"""
     max_packed_sequence_length_train: Annotated[Count, "tokens"] | None = None
-    """The longest row in training. null is per_device_train_batch_size times sequence_length.
-    How: At least sequence_length; context parallelism divides it.
-    When: What memory allows: longer rows use a GPU better."""
+    """The maximum length of a packed row in training. null is per_device_train_batch_size times sequence_length.
+    How: It must be at least sequence_length; context parallelism divides it.
+    When: As long as memory allows: longer rows use a GPU better."""
     max_packed_sequence_length_forward: Annotated[Count, "tokens"] | None = None
-    """The longest row where nothing is trained. null is infer_batch_size times sequence_length.
+    """The maximum length of a packed row in forward-only passes. null is infer_batch_size times sequence_length.
     How: As for training.
     When: Longer than in training."""
     min_num_micro_batches_train: Annotated[Count, "micro-batches"] = 1
-    """Micro-batches of an update at least.
-    How: More make rows shorter than they could be.
-    When: With a pipeline, which wants several times its stages."""
+    """Minimum number of micro-batches per update.
+    How: A larger number makes rows shorter.
+    When: With a pipeline, which needs several times as many as stages."""
     min_num_micro_batches_forward: Annotated[Count, "micro-batches"] = 1
-    """The same where nothing is trained.
+    """Minimum number of micro-batches in forward-only passes.
     How: As for training.
     When: As for training."""
 
 
 class StrategySettings(Group):
     strategy_name: Literal["megatron_train", "megatron_infer", "hf_infer", "builtin", "vllm", "sglang"] | None = None
-    """What computes the role.
-    How: strategy_config has its settings; those of megatron_train and megatron_infer are the engine's of every other
+    """The engine of the role.
+    How: strategy_config has its settings; those of megatron_train and megatron_infer are the same as in every other
     run, and `megatune explain` explains them.
     When: Required for roles with a model.
     - megatron_train: this program's engine, in any layout; actor_train and critic
     - megatron_infer: the same, forward only; reference, teachers and reward models
-    - hf_infer: as megatron_infer, with a whole model on each device; of a role that samples the same as builtin
-    - builtin: this program's engine for sampling, one device each
+    - hf_infer: as megatron_infer, with a full model on each device; for roles that sample the same as builtin
+    - builtin: this program's sampling engine, one per device
     - vllm: vLLM, in this environment or the one of py_executable
     - sglang: SGLang, likewise"""
 
 
 class RouterReplay(Group):
     mode: Literal["disable", "R2", "R3"] = "disable"
-    """Which experts training takes: its own choice, or that of the engine that sampled.
-    How: The choice of each token comes with the response, where the engine gives it.
-    When: R3 with models of experts, where the log-probability gap is large.
-    - disable: its own
+    """Which routing of experts training uses: its own, or that of the engine that sampled.
+    How: The experts of each token are returned with the response, if the engine supports it.
+    When: R3 for mixtures of experts, if the log-probability gap is large.
+    - disable: its own routing
     - R2: that of the trainer's first forward pass
     - R3: that of the engine that sampled"""
 
@@ -64,93 +64,93 @@ class RouterReplay(Group):
 class RoleSettings(Group):
     device_mapping: list[int] = Field(default=[])
     """Devices of the role, numbered over all machines: list(range(0,8)), [6, 7], or a sum of such lists.
-    How: Roles with a device in common share it by turns, and leave its memory when it is not theirs; roles without one
-    may work at the same time. Each device of a trainer is a rank. On machines without GPUs a device is a process of the
-    CPU, so that a file for many GPUs can be tried with fewer numbers.
+    How: Roles with a common device share it by time-sharing, and free its memory while another role uses it; other
+    roles may run at the same time. Each device of a trainer is a rank. On machines without GPUs a device is a CPU
+    process, so that a file for many GPUs can be tried with fewer devices.
     When: Required, for all roles with a model."""
     num_gpus_per_worker: Annotated[Count, "devices"] = 1
-    """Devices of one engine that samples.
+    """Number of devices per sampling engine.
     How: With vllm it is tensor_parallel_size times pipeline_parallel_size of strategy_config, with sglang this is its
     tensor parallelism unless strategy_config says otherwise. The built-in engine and trainers take one.
-    When: As many as the model needs to fit beside its cache; more engines of fewer devices sample more."""
+    When: As few as model and KV cache need: more engines with fewer devices each have a higher throughput."""
     world_size: Annotated[Count, "processes"] | None = None
-    """Processes that score, of a reward. null is 1.
-    How: Of roles with devices it follows from them.
-    When: As many as there are cores to spare: rewards are scored while others are still sampled."""
+    """For rewards: the number of processes that score. null is 1.
+    How: For roles with devices their number decides.
+    When: As many as there are free cores: responses are scored while others are still sampled."""
     infer_batch_size: Annotated[Count, "samples"] = 16
-    """Samples of one micro-batch that only runs forward: log-probabilities of actor_train and reference, values, scores
-    of a reward model.
-    How: No activations are kept, so more fit than in training.
-    When: Smaller where the logits of long samples fill a device."""
+    """Samples per micro-batch of forward-only passes: log-probabilities of actor_train and reference, values, scores of
+    a reward model.
+    How: No activations are stored, so more samples fit than in training.
+    When: Smaller if the logits of long samples fill the memory."""
     model_update_frequency: Annotated[Count, "steps"] = 1
-    """Steps between updates of the engines' weights, of actor_train.
-    How: Between them engines sample with older weights; the ratio accounts for it.
+    """For actor_train: the number of steps between weight updates of the sampling engines.
+    How: Between updates engines sample with older weights; the ratio of probabilities accounts for it.
     When: Leave it at 1."""
     backend_timeout: Annotated[Positive, "minutes"] = 30.0
     """How long a collective operation of the role's ranks may wait for the others.
-    How: A rank that shows no progress for this long is named, and ends the run.
+    How: A rank that makes no progress for this long is reported, and the run stops.
     When: Raise it for slow storage."""
     system_envs: dict[str, Any] = Field(default={})
     """Environment variables of the role's processes; those of the top level are for all roles.
-    How: The role's own win.
-    When: For NCCL's settings, or those of an engine."""
+    How: The role's own take precedence.
+    When: For settings of NCCL or of an engine."""
     worker_cls: str | None = None
-    """The class of a role, as ROLL names it: ActorPGWorker switches pg_variant on. null is the role's usual one.
-    How: Roles are this program's own; the name says which of ROLL's is meant.
-    When: With pg_variant, and of rewards, where it says what scores."""
+    """The class of a role, by its name in ROLL: ActorPGWorker turns pg_variant on. null is the role's usual one.
+    How: The classes are this program's own, under ROLL's names.
+    When: With pg_variant, and for rewards, where it names the scoring method."""
     pg_variant: PolicyVariant | None = None
-    """The loss of actor_train. null is the clipped ratio that the other keys describe.
+    """The policy loss of actor_train. null is the clipped ratio that the other keys describe.
     How: ROLL reads it only with worker_cls of ActorPGWorker, and so does this program.
     When: To compare them.
     - vanilla: advantage times log-probability, without a ratio
     - ppo: the clipped ratio
-    - tis: vanilla, weighted by the ratio to the rollout, cut at pg_ratio_high
-    - topr: wrong responses weighted by the ratio, cut at pg_ratio_high; right ones as in vanilla
-    - cispo: vanilla, weighted by a clipped ratio that has no gradient
+    - tis: vanilla, weighted by the ratio to the rollout, clipped at pg_ratio_high
+    - topr: wrong responses weighted by the ratio, clipped at pg_ratio_high; right ones as in vanilla
+    - cispo: vanilla, weighted by a clipped ratio without gradient
     - kimi15: vanilla, with the squared log-ratio as a penalty"""
     pg_ratio_low: NonNegative | None = None
-    """The lowest ratio of pg_variant: tis, topr and cispo. null is 0, or 0.9 of cispo, as in ROLL.
+    """The lower clipping bound of the ratio in pg_variant tis, topr and cispo. null is 0, or 0.9 for cispo, as in ROLL.
     How: Ratios below it are raised to it; they have no gradient.
-    When: 0 with cispo leaves that side open, as its paper does."""
+    When: 0 with cispo means no lower bound, as in its paper."""
     pg_ratio_high: Positive | None = None
-    """The highest ratio of pg_variant: tis, topr and cispo. null is 1, or 1.1 of cispo, as in ROLL.
-    How: Ratios above it are cut to it; they have no gradient.
+    """The upper clipping bound of the ratio in pg_variant tis, topr and cispo. null is 1, or 1.1 for cispo, as in ROLL.
+    How: Ratios above it are lowered to it; they have no gradient.
     When: 5 is usual with cispo and pg_ratio_low 0."""
     topr_positive_weight: float = 1.0
-    """The weight of responses with a positive advantage, with pg_variant: topr.
+    """With pg_variant: topr: the weight of responses with a positive advantage.
     How: It multiplies their losses.
     When: With topr."""
     topr_negative_weight: float = 1.0
-    """The weight of the other responses, with pg_variant: topr.
+    """With pg_variant: topr: the weight of the other responses.
     How: It multiplies their losses.
     When: With topr."""
     use_dynamic_batching_in_train: bool = False
-    """Make micro-batches of training by tokens, not by samples.
-    How: Samples of like lengths come together, up to max_tokens_per_microbatch_in_train tokens with padding.
-    When: Where lengths differ widely, and packing is not wanted."""
+    """Form training micro-batches by tokens, not by samples.
+    How: Samples of similar lengths are batched together, up to max_tokens_per_microbatch_in_train tokens with padding.
+    When: If lengths differ widely, and packing is not wanted."""
     max_tokens_per_microbatch_in_train: Annotated[int, Field(ge=0), "tokens"] = 0
-    """The tokens of such a micro-batch.
-    How: At least sequence_length.
+    """The maximum number of tokens of such a training micro-batch.
+    How: It must be at least sequence_length.
     When: Twice sequence_length is usual."""
     use_dynamic_batching_in_infer: bool = False
-    """The same for micro-batches that only run forward.
-    How: Up to max_tokens_per_microbatch_in_infer tokens.
+    """Form micro-batches of forward-only passes by tokens, not by samples.
+    How: They have up to max_tokens_per_microbatch_in_infer tokens.
     When: As for training."""
     max_tokens_per_microbatch_in_infer: Annotated[Count, "tokens"] | None = None
-    """The tokens of such a micro-batch.
-    How: At least sequence_length.
-    When: Two to four times what training takes."""
+    """The maximum number of tokens of such a forward-only micro-batch.
+    How: It must be at least sequence_length.
+    When: Two to four times that of training."""
     use_sequence_packing: bool = False
     """Put several samples into one row, without padding between them.
-    How: Samples of a row do not see each other, and the numbers are those of single rows.
+    How: Samples of a row do not attend to each other, and results are those of unpacked rows.
     When: Nearly always: responses differ in length, and padding costs as much as tokens do."""
     opd_kl_coef: NonNegative | None = None
-    """The weight of a teacher's divergence. null is 1.
+    """For a teacher: the weight of its divergence. null is 1.
     How: See use_opd and is_pure_opd.
     When: With a teacher."""
     tag_included: list[str] = Field(default=[])
-    """Tags of the rows that a reward scores, or that a teacher teaches. Of a teacher, [] is all.
-    How: A row's tag decides its domain; a row whose tag no reward has is scored by math_rule, as in ROLL.
+    """Tags of the rows that a reward scores, or that a teacher is used for. For a teacher, [] is all.
+    How: A row's tag decides its domain; a row whose tag belongs to no reward is scored by math_rule, as in ROLL.
     When: Required for rewards."""
     strategy_args: StrategySettings = StrategySettings()
     sequence_packing_args: SequencePacking = SequencePacking()
@@ -160,27 +160,27 @@ class RoleSettings(Group):
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Global numbers, each for one rank or a part of an engine; processes of the CPU where there is no GPU."""
+        """Global device numbers; without GPUs each is a CPU process."""
         return tuple(self.device_mapping)
 
 
 class SamplerSettings(Group):
     py_executable: str | None = None
-    """Python of the environment that vLLM or SGLang is installed in. null is this one.
-    How: The role's processes run in it; Ray and Python must have the versions of this environment. The engine's version
-    is asked for when it starts, and named where it is not one that is known to work.
-    When: Where the engine's packages do not go together with this program's, which is usual."""
+    """The Python executable of the environment with vLLM or SGLang. null is the current one.
+    How: The role's processes run with it; its versions of Ray and Python must be those of this environment. The
+    engine's version is checked when it starts, and reported if it is not known to work.
+    When: If the engine's packages conflict with those of this program, which is usual."""
     sleep_level: Literal[1, 2] = 2
     """What an engine frees between rollouts.
-    How: What it freed comes back with the next update of the weights. Where model_update_frequency is above 1 it is 1,
-    since steps without an update sample with the weights that are there.
-    When: Leave it: 1 has vLLM keep old weights in the machine's memory, for nobody.
-    - 1: the cache
-    - 2: the cache and the weights"""
+    How: The next weight update restores what was freed. If model_update_frequency is above 1 the level is 1, since
+    steps without an update still need the weights.
+    When: Leave it: with 1 vLLM keeps old weights in host memory that nobody needs.
+    - 1: the KV cache
+    - 2: the KV cache and the weights"""
 
 
 class Validation(Group):
-    """What is sampled between updates, by actor_infer."""
+    """Validation problems that actor_infer samples between updates."""
 
     data_args: PromptData = PromptData()
     generating_args: Generating = Generating()

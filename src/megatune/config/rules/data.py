@@ -29,7 +29,7 @@ def held_out(context: Context) -> Iterator[Problem]:
             what = f"`{key} {size:g}` is neither a share below 1 nor a number of rows"
             yield Problem((key,), what, "", f"write `{key}: {round(size)}` for {round(size)} rows")
     if 0 < data.val_size < 1 and data.streaming:
-        why = "how many rows there are is not known while they are read"
+        why = "the number of rows is not known while they are read"
         fix = "write `val_size` as a number of rows, or name an `eval_dataset`"
         yield Problem(names, f"`streaming: true` with `val_size {data.val_size:g}`", why, fix)
 
