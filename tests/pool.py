@@ -195,7 +195,7 @@ def _answer(rank: int, world_size: int, store_path: str, here: tuple[str, list[s
         os.chdir(folder)
         device.select(rank)
         store = torch.distributed.FileStore(store_path, world_size)
-        groups.meet(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
+        groups.init_process_group(store, rank, world_size, timeout=COLLECTIVE_SECONDS)
         function, args = pickle.loads(call)
         return "", function(*args)
     except BaseException:

@@ -325,7 +325,7 @@ class Architecture:
         return 2 * self.hidden_size
 
     @property
-    def num_turned(self) -> int:
+    def rotary_dim(self) -> int:
         """Channels of a head that rotary embedding turns."""
         return self.rotary_channels or self.kv_channels
 

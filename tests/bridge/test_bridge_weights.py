@@ -113,7 +113,7 @@ def read_together(model: Path, settings: Settings, folder: Path) -> int:
     assembling._READ_ALONE, assembling._READ_TOGETHER = 1, 1000
     try:
         sizes = bytes_read_by_each_tensor(model, settings)
-        groups.unbuild()
+        groups.destroy_model_parallel()
         resave_weights(model, settings, folder, 5 * 10**9)
     finally:
         assembling._READ_ALONE, assembling._READ_TOGETHER = kept

@@ -118,7 +118,7 @@ def files_of(architecture: Architecture, stage: int, tp_rank: int, dp_rank: int,
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, which is one rank after the other."""
-    monkeypatch.setattr(groups, "gather", lambda value: [value])
+    monkeypatch.setattr(groups, "all_gather_object", lambda value: [value])
     monkeypatch.setattr(groups, "replica_group", lambda: SimpleNamespace(size=lambda: DP, rank=lambda: 0))
     monkeypatch.setattr(groups, "tensor_parallel_group", groups.tensor_parallel_group)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *args, **options: None)

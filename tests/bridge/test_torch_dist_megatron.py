@@ -80,7 +80,7 @@ def megatron_model(model: Path, settings: Settings) -> torch.nn.Module:
         share_embeddings_and_output_weights=found.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=found.rotary_base,
-        rotary_percent=found.num_turned / found.kv_channels,
+        rotary_percent=found.rotary_dim / found.kv_channels,
     ).eval()
 
 

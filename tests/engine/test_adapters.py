@@ -207,7 +207,7 @@ def gradients(model: Path, settings: Settings, faulty: bool) -> dict[str, torch.
 
     def freeze_alone(chunk: Any, *args: Any) -> None:
         freeze(chunk, *args)
-        chunk.asks_for_gradient = False
+        chunk.input_requires_grad = False
 
     patched = patches._checkpoint
     if faulty:

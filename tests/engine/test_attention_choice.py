@@ -36,7 +36,7 @@ def test_runs_take_plain_products_where_flash_takes_no_such_numbers(monkeypatch)
     assert picked == [kernels._PLAIN, kernels._FLASH]
 
 
-class Flash(kernels.Plain):
+class Flash(kernels.MathKernel):
     """torch's flash attention on a CPU: which implementation computes, and by how much it is off."""
 
     def __init__(self, wrong) -> None:

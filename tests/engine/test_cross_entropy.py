@@ -19,7 +19,7 @@ from megatune.bridge.assemble import assemble
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device, groups
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.cross_entropy import Head, VocabularyPart, likeliest_tokens, token_losses
+from megatune.engine.layers.cross_entropy import Head, VocabularyShard, greedy_tokens, token_losses
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -54,7 +54,7 @@ class Problem:
         losses.backward(self.grad_losses)
         return losses.detach(), *(tensor.grad for tensor in inputs)
 
-    def fused(self, part: VocabularyPart, hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
+    def fused(self, part: VocabularyShard, hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
         """The same, fused, with slices of hidden states and weight."""
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden_states, weight)]
         losses = token_losses(*inputs, self.labels, self.trained, part)
@@ -73,7 +73,7 @@ def test_it_equals_the_plain_one_in_chunks_of_any_size(s, b, rows, trained):
     problem = Problem(s, b, 37, trained=trained)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_BYTES", rows * 37 * 4)
-        part = VocabularyPart(0, 37)
+        part = VocabularyShard(0, 37)
         losses, of_hidden, of_weight = problem.fused(part, problem.hidden_states, with_padding(problem.weight, 5))
     assert losses.dtype == torch.float32
     torch.testing.assert_close((losses, of_hidden, of_weight[:37]), problem.solve())
@@ -87,7 +87,7 @@ def test_second_numbers_are_those_at_the_temperature(monkeypatch, temperature, r
     problem = Problem(7, 2, 37)
     hidden_states, weight = (each.clone().requires_grad_() for each in (problem.hidden_states, problem.weight))
     head = Head(temperature, **{kind: True})
-    found = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37), head)
+    found = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyShard(0, 37), head)
     gradient = torch.randn(found.shape, generator=torch.Generator(device.current()).manual_seed(1))
     found.backward(gradient)
     inputs = [each.double().requires_grad_() for each in (problem.hidden_states, problem.weight)]
@@ -109,7 +109,7 @@ def test_the_likeliest_tokens_are_those_of_argmax(monkeypatch, rows):
     problem.weight[20] = problem.weight[11] = 9 * problem.hidden_states[2, 1]  # equal, and the largest there
     problem.labels[1, 2] = 0
     weight = with_padding(problem.weight, 5).nan_to_num(1e9)
-    found = likeliest_tokens(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37))
+    found = greedy_tokens(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyShard(0, 37))
     expected = (problem.hidden_states.transpose(0, 1) @ problem.weight.t()).argmax(-1)
     assert torch.equal(found.long(), expected * (problem.labels >= 0))
     assert found[1, 2] == 11
@@ -120,7 +120,7 @@ def test_16_bits_round_no_worse_than_the_plain_one(dtype, monkeypatch):
     problem = Problem(64, 2, 301, dtype=dtype)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 20 * 301 * 4)
     truth, stock = problem.solve(torch.float64), problem.solve(dtype)
-    ours = problem.fused(VocabularyPart(0, 301), problem.hidden_states, problem.weight)
+    ours = problem.fused(VocabularyShard(0, 301), problem.hidden_states, problem.weight)
     for mine, plain, exact in zip(ours, stock, truth, strict=True):
         assert mine.dtype == plain.dtype
         assert (mine - exact).norm() <= 1.1 * (plain - exact).norm()
@@ -151,7 +151,7 @@ def test_nothing_is_as_large_as_the_logits_and_untrained_tokens_cost_nothing(mon
         weight = problem.weight.clone().requires_grad_()
         weight.main_grad = torch.zeros_like(weight)
         hidden_states = problem.hidden_states.clone().requires_grad_()
-        losses = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 997))
+        losses = token_losses(hidden_states, weight, problem.labels, problem.trained, VocabularyShard(0, 997))
     assert sum(forward.products) == n
     with Sizes() as backward:
         losses.backward(problem.grad_losses)
@@ -162,7 +162,7 @@ def test_nothing_is_as_large_as_the_logits_and_untrained_tokens_cost_nothing(mon
 
 def test_gradient_goes_into_main_grad_and_costs_no_memory_on_the_way():
     problem = Problem(9, 2, 37)
-    part = VocabularyPart(0, 37)
+    part = VocabularyShard(0, 37)
     weight = problem.weight.clone().requires_grad_()
     weight.main_grad = torch.ones(37, 24)
     token_losses(problem.hidden_states, weight, problem.labels, problem.trained, part).backward(problem.grad_losses)
@@ -177,7 +177,7 @@ def test_embedding_that_shares_the_weight_keeps_its_gradient():
     problem = Problem(9, 2, 37)
     weight = problem.weight.clone().requires_grad_()
     weight.main_grad, weight.zero_out_wgrad = torch.zeros(37, 24), True
-    losses = token_losses(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyPart(0, 37))
+    losses = token_losses(problem.hidden_states, weight, problem.labels, problem.trained, VocabularyShard(0, 37))
     ((losses * problem.grad_losses).sum() + torch.nn.functional.embedding(torch.tensor([3]), weight).sum()).backward()
     expected = torch.zeros(37, 24)
     expected[3] = 1
@@ -187,7 +187,7 @@ def test_embedding_that_shares_the_weight_keeps_its_gradient():
 def test_frozen_weight_gets_no_gradient():
     problem = Problem(9, 2, 37)
     hidden_states = problem.hidden_states.clone().requires_grad_()
-    losses = token_losses(hidden_states, problem.weight, problem.labels, problem.trained, VocabularyPart(0, 37))
+    losses = token_losses(hidden_states, problem.weight, problem.labels, problem.trained, VocabularyShard(0, 37))
     losses.backward(problem.grad_losses)
     torch.testing.assert_close(hidden_states.grad, problem.solve()[1])
 
@@ -212,7 +212,7 @@ def split_over_ranks(tp_size: int, sequence_parallel: bool, vocabulary: int) -> 
     cross_entropy.CHUNK_BYTES, usual = 500, cross_entropy.CHUNK_BYTES
     rows = slice(coords.tp_rank * 20, (coords.tp_rank + 1) * 20)
     count = max(0, min(20, vocabulary - rows.start))
-    part = VocabularyPart(rows.start, count, groups.tensor_parallel_group(), sequence_parallel)
+    part = VocabularyShard(rows.start, count, groups.tensor_parallel_group(), sequence_parallel)
     tokens = slice(None)
     if sequence_parallel:
         tokens = slice(coords.tp_rank * 12 // tp_size, (coords.tp_rank + 1) * 12 // tp_size)

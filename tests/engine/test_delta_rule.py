@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatune.engine.layers.delta_net import convolve
-from megatune.engine.layers.delta_rule import CHUNK, chunked, documents_of, recurrent
+from megatune.engine.layers.delta_rule import CHUNK, chunked, recurrent, sequence_layout
 
 # Shorter than a chunk, whole chunks, ends inside of chunks, more chunks than are in memory at once; documents of one
 # token, that end where a chunk ends, and that are longer than it.
@@ -46,7 +46,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_chunked_equals_recurrent(lengths, dtype, tolerance):
     boundaries = (0, *accumulate(lengths))
     inputs, weights = arguments(boundaries[-1], dtype)
-    found = computed(lambda *each: chunked(*each, documents_of(boundaries, 4)), inputs, weights)
+    found = computed(lambda *each: chunked(*each, sequence_layout(boundaries, 4)), inputs, weights)
     expected = computed(lambda *each: recurrent(*each, boundaries), inputs, weights)
     assert_close(found, expected, tolerance)
 
@@ -56,7 +56,7 @@ def test_fp32_is_exact_however_fast_the_state_decays(decay):
     """With differences of sums from the start of a chunk, the gradient of decays is 8e-6 off at 16, and 2e-5 at 64."""
     boundaries = (0, 150, 300)
     inputs, weights = arguments(300, torch.float32, decay)
-    found = computed(lambda *each: chunked(*each, documents_of(boundaries, 4)), inputs, weights)
+    found = computed(lambda *each: chunked(*each, sequence_layout(boundaries, 4)), inputs, weights)
     exact = [each.detach().double().requires_grad_() for each in inputs]
     expected = computed(lambda *each: recurrent(*each, boundaries), exact, weights.double())
     assert_close(found, expected, 1e-6)
@@ -70,7 +70,7 @@ def test_chunked_equals_transformers(length):
     )
 
     inputs, weights = arguments(length, torch.float32, decay=2.0)
-    found = computed(lambda *each: chunked(*each, documents_of((0, length), 4)), inputs, weights)
+    found = computed(lambda *each: chunked(*each, sequence_layout((0, length), 4)), inputs, weights)
     for rule in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
 
         def theirs(query, key, value, decay, beta, rule=rule):
@@ -87,11 +87,11 @@ def test_documents_of_a_row_are_computed_as_rows_of_their_own():
     lengths = (1, 40, 100, 3, 90)
     boundaries = (0, *accumulate(lengths))
     inputs, weights = arguments(boundaries[-1], torch.float64)
-    found = computed(lambda *each: chunked(*each, documents_of(boundaries, 4)), inputs, weights)
+    found = computed(lambda *each: chunked(*each, sequence_layout(boundaries, 4)), inputs, weights)
 
     def apart(*rows: Tensor) -> Tensor:
         parts = zip(*(row.split(lengths) for row in rows), strict=True)
-        return torch.cat([chunked(*part, documents_of((0, len(part[0])), 4)) for part in parts])
+        return torch.cat([chunked(*part, sequence_layout((0, len(part[0])), 4)) for part in parts])
 
     assert_close(found, computed(apart, inputs, weights), 1e-12)
 
@@ -112,7 +112,7 @@ def test_convolution_equals_torch_inside_each_document(lengths):
             outputs.append(torch.nn.functional.silu(mixed).permute(2, 0, 1).unflatten(2, (3, 5)))
         return torch.cat(outputs)
 
-    found = computed(lambda *each: convolve(*each, documents_of(boundaries, 4)), inputs, factors)
+    found = computed(lambda *each: convolve(*each, sequence_layout(boundaries, 4)), inputs, factors)
     assert_close(found, computed(apart, inputs, factors), 1e-12)
 
 
@@ -126,5 +126,5 @@ def test_backward_keeps_the_arguments_and_little_else():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        chunked(*inputs, documents_of((0, 2048), 4))
+        chunked(*inputs, sequence_layout((0, 2048), 4))
     assert sum(kept) <= 1.1 * sum(each.untyped_storage().nbytes() for each in inputs)

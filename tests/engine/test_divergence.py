@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from megatune.config.settings import ParallelSettings
 from megatune.engine import device, groups
 from megatune.engine.layers import cross_entropy
-from megatune.engine.layers.cross_entropy import VocabularyPart
-from megatune.engine.layers.divergence import Teaching, aligned
+from megatune.engine.layers.cross_entropy import VocabularyShard
+from megatune.engine.layers.divergence import TeacherOutputs, aligned
 
 pytestmark = pytest.mark.usefixtures("computing_device")
 
@@ -80,7 +80,7 @@ class Problem:
         logits = hidden_states.transpose(0, 1) @ weight.t()
         return (logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()) / self.temperature
 
-    def fused(self, part: VocabularyPart, tokens: slice = slice(None), rows: int = SIZE) -> tuple[Tensor, ...]:
+    def fused(self, part: VocabularyShard, tokens: slice = slice(None), rows: int = SIZE) -> tuple[Tensor, ...]:
         """The same of this rank's tokens and part of the vocabulary; what pads it has numbers that would show."""
         of_rank = slice(part.first, part.first + rows)
         padded = pad(self.weight, (0, 0, 0, rows * part.size - SIZE), value=torch.nan)[of_rank]
@@ -90,7 +90,7 @@ class Problem:
         shared = max(0, min(part.num_rows, self.of_teacher - part.first))
         weight_of_teacher = aligned(theirs[first : first + each], rows, part)
         mine = self.hidden_of_teacher[tokens], weight_of_teacher, shared, self.softcap
-        teacher = Teaching(*mine, self.beta, self.top_k)
+        teacher = TeacherOutputs(*mine, self.beta, self.top_k)
         inputs = [each.clone().requires_grad_() for each in (self.hidden_states[tokens], padded)]
         trained = (self.labels.reshape(-1) >= 0).nonzero()[:, 0]
         found = teacher.divergences(*inputs, self.labels, trained, part, self.temperature)
@@ -107,7 +107,7 @@ def assert_near(found: Tensor, exact: Tensor) -> None:
 def test_it_equals_the_plain_formula(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk)
     problem = Problem(**CASES[name])
-    found = problem.fused(VocabularyPart(0, SIZE, softcap=problem.softcap))
+    found = problem.fused(VocabularyShard(0, SIZE, softcap=problem.softcap))
     for mine, exact in zip(found, problem.solve(), strict=True):
         assert_near(mine, exact)
 
@@ -116,7 +116,7 @@ def test_a_teacher_that_agrees_is_at_no_distance() -> None:
     for beta in (0.0, 0.5, 1.0):
         problem = Problem(beta)
         problem.hidden_of_teacher, problem.weight_of_teacher = problem.hidden_states, problem.weight
-        assert all(each.abs().max() < 1e-5 for each in problem.fused(VocabularyPart(0, SIZE)))
+        assert all(each.abs().max() < 1e-5 for each in problem.fused(VocabularyShard(0, SIZE)))
 
 
 def test_both_passes_take_the_same_tokens_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_both_passes_take_the_same_tokens_of_the_teacher(monkeypatch: pytest.Mon
     problem, padded, top_k = Problem(0.5, s=12, b=1), 47, 5
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4000)  # 3 tokens, and without padding 4
     weights = [pad(each, (0, 0, 0, padded - SIZE)) for each in (problem.weight, problem.weight_of_teacher)]
-    teacher = Teaching(problem.hidden_of_teacher, weights[1], SIZE, None, problem.beta, top_k)
-    trained, part = torch.arange(problem.s), VocabularyPart(0, SIZE)
+    teacher = TeacherOutputs(problem.hidden_of_teacher, weights[1], SIZE, None, problem.beta, top_k)
+    trained, part = torch.arange(problem.s), VocabularyShard(0, SIZE)
     for place in range(problem.s):
         weight = weights[0].clone().requires_grad_()
         labels = torch.ones(1, problem.s, dtype=torch.int64)
@@ -142,7 +142,7 @@ def split_over_ranks(tp_size: int, sequence_parallel: bool, case: Case) -> None:
     problem, first = Problem(**case), coords.tp_rank * 20
     cross_entropy.CHUNK_BYTES, usual = 700, cross_entropy.CHUNK_BYTES
     count = max(0, min(20, SIZE - first))
-    part = VocabularyPart(first, count, groups.tensor_parallel_group(), sequence_parallel, problem.softcap)
+    part = VocabularyShard(first, count, groups.tensor_parallel_group(), sequence_parallel, problem.softcap)
     size = problem.s // tp_size
     tokens = slice(coords.tp_rank * size, (coords.tp_rank + 1) * size) if sequence_parallel else slice(None)
     values, of_hidden, of_weight = problem.fused(part, tokens, rows=20)

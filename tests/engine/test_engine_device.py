@@ -153,11 +153,11 @@ def test_ranks_meet_on_their_devices(monkeypatch):
     """NCCL connects at once, and groups are parts of the first one."""
     given = {}
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: given.update(options))
-    groups.meet(None, 0, 1, timeout=1.0)
+    groups.init_process_group(None, 0, 1, timeout=1.0)
     assert given["device_id"] is None
     monkeypatch.setattr(device, "HAS_GPU", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    groups.meet(None, 0, 1, timeout=1.0)
+    groups.init_process_group(None, 0, 1, timeout=1.0)
     assert given["device_id"] == torch.device("cuda", 3)
 
 
@@ -179,7 +179,7 @@ def test_a_gpu_computes_the_same_bits_only_where_it_is_asked_to(monkeypatch):
     for has_gpu, wanted, expected in ((False, True, False), (True, False, False), (True, True, True)):
         monkeypatch.setattr(device, "HAS_GPU", has_gpu)
         try:
-            device.be_deterministic(wanted)
+            device.set_deterministic(wanted)
             assert torch.are_deterministic_algorithms_enabled() is expected
             assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is expected
         finally:

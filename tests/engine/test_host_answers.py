@@ -17,7 +17,7 @@ from megatune.bridge.assemble import assemble
 from megatune.engine import device, optimizer, step
 from megatune.engine.layers import cross_entropy
 from megatune.engine.layers.moe import dispatcher
-from megatune.engine.layers.moe.dispatcher import asking_once, on_host
+from megatune.engine.layers.moe.dispatcher import caching_host_values, host_values
 from megatune.objectives.choose import CrossEntropy
 from megatune.verify.measure import shard_samples
 from megatune.verify.samples import random_samples
@@ -33,20 +33,20 @@ def asked(monkeypatch):
 
 
 def test_a_second_run_takes_the_answers_of_the_first(asked):
-    run = asking_once(lambda values: (on_host(values), on_host(values.sum())))
+    run = caching_host_values(lambda values: (host_values(values), host_values(values.sum())))
     assert run(torch.tensor([1, 2])) == run(torch.tensor([3, 4])) == ([1, 2], 3)
     assert asked == [2, 1]
-    assert on_host(torch.tensor([5])) == [5]  # outside nothing is kept
-    assert asking_once(on_host)(torch.tensor([6])) == [6]
+    assert host_values(torch.tensor([5])) == [5]  # outside nothing is kept
+    assert caching_host_values(host_values)(torch.tensor([6])) == [6]
     assert asked == [2, 1, 1, 1]
 
 
 def test_runs_inside_of_runs_have_answers_of_their_own(asked):
     def outer(values):
-        inner = asking_once(on_host)
-        return on_host(values[0]), inner(values), inner(values), on_host(values[1])
+        inner = caching_host_values(host_values)
+        return host_values(values[0]), inner(values), inner(values), host_values(values[1])
 
-    run = asking_once(outer)
+    run = caching_host_values(outer)
     assert run(torch.tensor([1, 2])) == (1, [1, 2], [1, 2], 2)
     assert run(torch.tensor([1, 2])) == (1, [1, 2], [1, 2], 2)
     assert asked == [1, 2, 1, 2]
@@ -66,7 +66,7 @@ def waits_of_dispatchers(model, settings):
 
 
 def _is_asked_here() -> bool:
-    return sys._getframe(2).f_code is dispatcher._found_once.__code__
+    return sys._getframe(2).f_code is dispatcher._cached.__code__
 
 
 def copies_of_counts(model, settings) -> list[bool]:
@@ -173,12 +173,12 @@ class Refused(TorchDispatchMode):
 
 def refused_operators(model, settings) -> list[str]:
     """On a rank: operators of a step that deterministic_mode would refuse on a GPU, which is asked to be so."""
-    usual, asked = device.be_deterministic, []
-    device.be_deterministic = asked.append
+    usual, asked = device.set_deterministic, []
+    device.set_deterministic = asked.append
     try:
         assembly = assemble(model, settings)
     finally:
-        device.be_deterministic = usual
+        device.set_deterministic = usual
     assert asked == [True]
     assert all(chunk.config.deterministic_mode for chunk in assembly.model)  # of Megatron-Core's embedding
     batches = shard_samples(random_samples(301, [9, 16, 12, 7]), assembly.coords, settings.parallel)
@@ -196,7 +196,7 @@ def test_every_operator_of_a_step_has_a_deterministic_kernel(pool, model_dir, fa
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", "tp2 sp"), ("qwen3_moe", "ep2")])
 def test_a_step_lets_the_host_wait_once_for_its_norm(pool, model_dir, family, layout):
-    """What `on_host` asks for of experts is counted above."""
+    """What `host_values` asks for of experts is counted above."""
     chosen = {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
     for passes, update in pool.run(chosen.world_size, waits_of_a_step, model_dir(family), chosen.settings()):
         assert passes == [], "\n".join(passes)

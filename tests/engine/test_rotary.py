@@ -15,9 +15,9 @@ from megatune.engine.layers.rotary import (
     cos_sin,
     fused_rotate,
     inverse_frequencies,
+    mrope_axes,
     multimodal_cos_sin,
     rotate,
-    rows_of_frequencies,
 )
 from megatune.families import load_architecture
 from megatune.rope_scaling import Llama3RopeScaling, MultimodalRope, YarnRopeScaling
@@ -39,7 +39,7 @@ def transformers_config(rope: dict, max_position_embeddings: int = 8192):
 
 
 def architecture(base: float, scaling: Llama3RopeScaling | YarnRopeScaling | None) -> SimpleNamespace:
-    return SimpleNamespace(num_turned=128, rotary_base=base, rope_scaling=scaling)
+    return SimpleNamespace(rotary_dim=128, rotary_base=base, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -148,9 +148,9 @@ def test_fused_rotation_rounds_no_worse_in_bf16(interleaved):
 
 
 def test_frequencies_of_published_models_turn_by_time_height_and_width():
-    chunked = rows_of_frequencies(MultimodalRope(section=(16, 24, 24), interleaved=False)).tolist()
+    chunked = mrope_axes(MultimodalRope(section=(16, 24, 24), interleaved=False)).tolist()
     assert chunked == [0] * 16 + [1] * 24 + [2] * 24
-    interleaved = rows_of_frequencies(MultimodalRope(section=(24, 20, 20), interleaved=True)).tolist()
+    interleaved = mrope_axes(MultimodalRope(section=(24, 20, 20), interleaved=True)).tolist()
     assert interleaved == [0, 1, 2] * 20 + [0] * 4
 
 
@@ -170,7 +170,7 @@ def test_multimodal_rotation_equals_that_of_transformers(model_dir, family):
     query, key = torch.randn(2, 9, 2, 3, model.kv_channels, generator=generator)
     heads_first = (each.permute(1, 2, 0, 3) for each in (query, key))
     expected = modeling.apply_rotary_pos_emb(*heads_first, *rotary(query, position_ids))
-    rows = rows_of_frequencies(model.mrope)
+    rows = mrope_axes(model.mrope)
     table = multimodal_cos_sin(position_ids, rows, inverse_frequencies(model), 1.0, torch.float32)
     for turn in (rotate, fused_rotate):
         for heads, wanted in zip((query, key), expected, strict=True):
@@ -181,7 +181,7 @@ def test_multimodal_rotation_equals_that_of_transformers(model_dir, family):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_equal_positions_turn_as_one(interleaved, dtype):
     """Text between pictures, and rows of text alone, to the last bit."""
-    rows = rows_of_frequencies(MultimodalRope(section=(24, 20, 20), interleaved=interleaved))
+    rows = mrope_axes(MultimodalRope(section=(24, 20, 20), interleaved=interleaved))
     frequencies = inverse_frequencies(architecture(5e6, None))
     position_ids = torch.arange(4000)
     table = multimodal_cos_sin(position_ids.expand(3, 2, -1), rows, frequencies, 1.0, dtype)

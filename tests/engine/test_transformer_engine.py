@@ -100,7 +100,7 @@ def test_a_machine_without_it_is_refused_by_name(monkeypatch, has_gpu, has_packa
     ],
 )
 def test_what_its_layers_do_not_compute_is_left_to_the_engine(monkeypatch, family, groups, reason):
-    monkeypatch.setattr(linear, "missing", lambda: "")
+    monkeypatch.setattr(linear, "why_unavailable", lambda: "")
     assert linear.uses_transformer_engine(asking_for("auto"), architecture("qwen3"))
     assert not linear.uses_transformer_engine(asking_for("auto", **groups), architecture(family))
     assert reason in linear.describe(asking_for("auto", **groups), architecture(family))

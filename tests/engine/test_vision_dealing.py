@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatune.config.settings import ParallelSettings
 from megatune.engine import groups
-from megatune.engine.layers.vision.features import deal, gather_features, place_features
+from megatune.engine.layers.vision.features import gather_features, place_features, plan_gather
 from megatune.engine.sequences import local_tokens
 
 
@@ -18,7 +18,7 @@ def test_gathered_features_are_brought_into_the_order_of_tokens(pictures):
     counts, owners = torch.tensor(pictures).T
     owner_of_token = owners.repeat_interleave(counts)
     tokens = torch.arange(len(owner_of_token))
-    dealt = [deal(counts, owners, rank, 4) for rank in range(4)]
+    dealt = [plan_gather(counts, owners, rank, 4) for rank in range(4)]
     gathered = torch.full((4 * dealt[0].longest,), -1)
     for rank, of_rank in enumerate(dealt):
         assert torch.equal(of_rank.own, tokens[owner_of_token == rank])
@@ -34,7 +34,7 @@ def gathered_on_ranks(owners: list[int], parallel: ParallelSettings) -> tuple[to
     """On every rank: gathered features, the gradient of this rank's own, and which tokens these are."""
     coords = groups.build(parallel, seed=0, timeout=60)
     rank = coords.cp_rank * coords.tp_size + coords.tp_rank
-    dealt = deal(COUNTS, torch.tensor(owners), rank, coords.tp_size * coords.cp_size)
+    dealt = plan_gather(COUNTS, torch.tensor(owners), rank, coords.tp_size * coords.cp_size)
     own = dealt.own[:, None].float().expand(-1, 3).clone().requires_grad_()
     whole = gather_features(own, dealt)
     # A context-parallel rank has a gradient of the tokens that it holds only, the same on tensor-parallel ranks.

@@ -19,7 +19,7 @@ def measured(model: Path, settings: Any) -> tuple[float, dict[str, Any], list[st
 
     from megatune.engine.layers import linear
 
-    linear.missing = lambda: ""  # of a stand-in the CPU is no obstacle
+    linear.why_unavailable = lambda: ""  # of a stand-in the CPU is no obstacle
     built, assemble = set[str](), measuring.assemble
 
     def assemble_and_look(*args: Any) -> Any:

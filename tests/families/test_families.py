@@ -150,7 +150,7 @@ LONGROPE = {
 def test_longrope_is_read(tmp_path, name):
     architecture = load(tmp_path, **LONGROPE | {"rope_scaling": {**LONGROPE["rope_scaling"], "type": name}})
     scaling = architecture.rope_scaling
-    assert (architecture.max_position_embeddings, architecture.num_turned) == (131072, 96)
+    assert (architecture.max_position_embeddings, architecture.rotary_dim) == (131072, 96)
     assert isinstance(scaling, LongRopeScaling)
     assert (scaling.short_factors, scaling.long_factors) == ((1.0,) * 48, (1.5,) * 48)
     assert scaling.original_max_position_embeddings == 4096

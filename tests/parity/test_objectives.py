@@ -23,7 +23,7 @@ from megatune.data.batches import Batch
 from megatune.engine import groups, step
 from megatune.engine.layers import cross_entropy
 from megatune.engine.optimizer import main_shards
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
 from megatune.objectives.choose import CrossEntropy, evaluated, objective_of
@@ -73,9 +73,9 @@ class DocumentLoss:
 
     def __call__(self, token_losses: torch.Tensor, batch: LocalBatch) -> ObjectiveOutput:
         trained = batch.labels >= 0
-        sums = document_sums(-token_losses - batch.extras["offsets"] * trained, batch.sequences)
+        sums = sequence_sums(-token_losses - batch.extras["offsets"] * trained, batch.sequences)
         weights = batch.extras["weights"]
-        log_probs = document_sums(-token_losses.detach(), batch.sequences)
+        log_probs = sequence_sums(-token_losses.detach(), batch.sequences)
         return ObjectiveOutput(
             (weights * F.softplus(-SCALE * sums)).sum(),
             {"log_prob": (log_probs.sum(), (weights > 0).sum())},

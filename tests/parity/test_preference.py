@@ -139,7 +139,7 @@ def test_the_base_is_the_reference_of_its_adapter(pool: Any, model_dir: Any, tmp
 
 def compute_with_summing_backward(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     """On every rank: documents are added up by an all-reduce that adds up gradients, too."""
-    own = preference.document_sums
+    own = preference.sequence_sums
 
     def summing(values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         from megatron.core import parallel_state
@@ -147,11 +147,11 @@ def compute_with_summing_backward(case: Case, folder: Path) -> tuple[float, dict
 
         return all_reduce(values.sum(1), group=parallel_state.get_context_parallel_group())
 
-    preference.document_sums = summing
+    preference.sequence_sums = summing
     try:
         return compute(case, folder)
     finally:
-        preference.document_sums = own
+        preference.sequence_sums = own
 
 
 def test_a_backward_pass_that_sums_over_ranks_is_seen(pool: Any, truth: Truth, tmp_path: Path) -> None:

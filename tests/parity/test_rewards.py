@@ -172,7 +172,7 @@ def without_mark(case: Case, folder: Path) -> Any:
 
 def with_summing_backward(case: Case, folder: Path) -> Any:
     """On every rank: scores are added up over cp by an all-reduce that adds up gradients, too."""
-    own = preference.document_sums
+    own = preference.sequence_sums
 
     def summing(values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         from megatron.core import parallel_state
@@ -180,11 +180,11 @@ def with_summing_backward(case: Case, folder: Path) -> Any:
 
         return all_reduce(values.sum(1), group=parallel_state.get_context_parallel_group())
 
-    preference.document_sums = summing
+    preference.sequence_sums = summing
     try:
         return compute(case, folder)
     finally:
-        preference.document_sums = own
+        preference.sequence_sums = own
 
 
 @pytest.mark.parametrize(

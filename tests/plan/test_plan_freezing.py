@@ -20,7 +20,7 @@ from megatune.plan.memory.parameters import StateConfig, elements_of
 from megatune.plan.memory.tensors import held_parameters, num_trained_parameters
 from megatune.plan.time import step_time
 
-SWITCHES = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector",
+FREEZE_SETTINGS = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector",
             "language": "freeze_language_model"}  # fmt: skip
 PARTS = [(), ("tower",), ("projector",), ("language",), ("tower", "projector"), ("tower", "projector", "language")]
 FREEZE = FinetuningSettings(finetuning_type="freeze", freeze_trainable_layers=1)
@@ -55,7 +55,7 @@ def planned(model: Architecture, trainable: FinetuningSettings, layout: Layout, 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_frozen_parts_have_weights_only(family, parts):
     model, sizes = architecture(family), parameters(family)
-    trainable = FinetuningSettings(**{switch: part not in parts for part, switch in SWITCHES.items()})
+    trainable = FinetuningSettings(**{switch: part not in parts for part, switch in FREEZE_SETTINGS.items()})
     trained = {*parts, *(["deepstack"] if "tower" in parts else [])}
     beside = sum(size for name, size in sizes.items() if part_of(name) in trained - {"language"})
     whole = sum(size for name, size in sizes.items() if part_of(name) in trained)

@@ -14,7 +14,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.plan.run.preflight import preflight
 
 FREEZE, LORA = "finetuning_type=freeze", "finetuning_type=lora"
-SWITCHES = ["freeze_language_model=true", "freeze_vision_tower=true", "freeze_multi_modal_projector=true"]
+FREEZE_SETTINGS = ["freeze_language_model=true", "freeze_vision_tower=true", "freeze_multi_modal_projector=true"]
 
 
 def refused(folder: Path, family: str, overrides: list[str], **sizes: object) -> str:
@@ -37,8 +37,8 @@ def refused(folder: Path, family: str, overrides: list[str], **sizes: object) ->
         ("qwen3", [FREEZE, "freeze_trainable_modules=mlp,self_attn,input_layernorm,post_attention_layernorm"]),
         ("deepseek_v3", [FREEZE, "freeze_trainable_modules=mlp", "freeze_extra_modules=embed_tokens,norm,lm_head"]),
         ("qwen3_vl", [FREEZE, "freeze_extra_modules=norm"]),
-        ("qwen3_vl", [*SWITCHES, "freeze_deepstack_mergers=false"]),
-        ("qwen2_vl", [*SWITCHES[:2], "freeze_multi_modal_projector=false"]),
+        ("qwen3_vl", [*FREEZE_SETTINGS, "freeze_deepstack_mergers=false"]),
+        ("qwen2_vl", [*FREEZE_SETTINGS[:2], "freeze_multi_modal_projector=false"]),
         ("qwen3", [LORA, "additional_target=embed_tokens,norm,lm_head"]),
         ("qwen3", [LORA, r"lora_target=q_proj,self_attn.v_proj,linear_fc1,model\.layers\.\d+\.mlp\.down_proj"]),
         ("mixtral", [LORA, "lora_target=w1,w3,q_proj"]),
@@ -100,7 +100,7 @@ WRONG = [
     ),
     (
         "qwen2_vl",
-        SWITCHES,
+        FREEZE_SETTINGS,
         "freeze_language_model: true, freeze_vision_tower: true, freeze_multi_modal_projector: true "
         "leave nothing to train\n    fix: write freeze_vision_tower: false, or remove freeze_language_model",
     ),

@@ -42,7 +42,7 @@ class Together(LocalGroup):
 
     def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
         found = getattr(self.objects[0], method)(*args)
-        return groups.gather(found)
+        return groups.all_gather_object(found)
 
 
 class Pool:

@@ -179,7 +179,7 @@ def an_update(settings: RLSettings, samples: Rollouts) -> tuple[dict[int, np.nda
     """On every rank: log-probabilities of the responses, and the norm of a gradient."""
     worker = started(PolicyWorker, settings)
     found = worker.log_probs(samples)
-    samples.per_token["old_log_probs"] = merged(groups.gather(found), samples)
+    samples.per_token["old_log_probs"] = merged(groups.all_gather_object(found), samples)
     return found, worker.train(samples, 0).grad_norm
 
 

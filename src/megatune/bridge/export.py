@@ -99,7 +99,7 @@ class _Gathered:
             for key, piece in self._pieces.items()
             if self._holders[piece.local.weight.per_expert].slices.rank() == 0
         }
-        owned_by = enumerate(groups.gather(owned))
+        owned_by = enumerate(groups.all_gather_object(owned))
         self._owners = {key: (rank, dtype) for rank, keys in owned_by for key, dtype in keys.items()}
 
     def parts(self, weight: Weight, layer: int) -> Iterator[tuple[Slice, dict[str, Tensor]]]:

@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 def united(mine: dict[K, V]) -> dict[K, V]:
     """Unite dictionaries of all ranks, on every rank."""
-    return {key: value for part in groups.gather(mine) for key, value in part.items()}
+    return {key: value for part in groups.all_gather_object(mine) for key, value in part.items()}
 
 
 def cut_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:

@@ -221,7 +221,7 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
             for row in rows_of(local.weight, architecture, local.slice, local.layer):  # without padding
                 part = values[row.start : row.start + row.box.numel]
                 total += torch.linalg.vector_norm(part, dtype=torch.float32).double().square()
-    groups.add_up(total)
+    groups.all_reduce(total)
     return float(total.sqrt())
 
 

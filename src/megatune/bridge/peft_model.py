@@ -28,7 +28,7 @@ from megatune.families.peft_form import (
     PREFIX,
     expert_names,
     expert_weights,
-    experts_of_others,
+    experts_architecture,
     leaf,
     names_of,
     patterns_of,
@@ -37,7 +37,7 @@ from megatune.families.peft_form import (
     stacked_tensors,
 )
 from megatune.families.peft_reading import read_adapter
-from megatune.families.weight_index import some
+from megatune.families.weight_index import list_names
 from megatune.families.weights import Weight, experts_of, layers_of
 
 _NAME = "default"  # of the one adapter, in peft's layers
@@ -146,7 +146,7 @@ def _with_experts(model: PreTrainedModel) -> Architecture | None:
     if not any(".experts." in name for name in shapes):
         return None
     if config["model_type"] not in FAMILIES:
-        return experts_of_others(shapes, config["num_hidden_layers"])
+        return experts_architecture(shapes, config["num_hidden_layers"])
     return read_architecture(config, str(model.config._name_or_path))
 
 
@@ -242,9 +242,11 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
     fix = f"name the model that it was trained on; here it is {base}"
     if missing:
         why = "its adapter_config.json names layers that the model has"
-        findings.append(Finding(f"the adapter lacks {len(missing)} tensors: {some(missing, 3)}", str(folder), why, fix))
+        findings.append(
+            Finding(f"the adapter lacks {len(missing)} tensors: {list_names(missing, 3)}", str(folder), why, fix)
+        )
     if unknown:
-        what = f"{len(unknown)} tensors of the adapter have no place in the model: {some(unknown, 3)}"
+        what = f"{len(unknown)} tensors of the adapter have no place in the model: {list_names(unknown, 3)}"
         findings.append(Finding(what, str(folder), "", fix))
     shapes = {name: tuple(part(parameter.data).shape) for name, (parameter, part) in places.items()}
     wrong = [name for name in places if name in tensors and tuple(tensors[name].shape) != shapes[name]]

@@ -78,7 +78,7 @@ class ShardFiles:
             return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
 
         # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
-        is_split = not all(groups.gather(all(is_whole(local) for local in trained)))
+        is_split = not all(groups.all_gather_object(all(is_whole(local) for local in trained)))
         mine = [
             (local, shards[local.parameter], own_share(local, shards[local.parameter], coords, is_split))
             for local in trained
@@ -99,7 +99,7 @@ class ShardFiles:
 
     def files(self) -> Iterator[WrittenFile]:
         """Yield this rank's file and, on rank 0, the index; collective over all ranks."""
-        writers = [rank for rank, count in enumerate(groups.gather(len(self._entries))) if count] or [0]
+        writers = [rank for rank, count in enumerate(groups.all_gather_object(len(self._entries))) if count] or [0]
         places: dict[str, tuple[str, int]] = {}
         if self._coords.rank in writers:
             number, total = writers.index(self._coords.rank) + 1, len(writers)
@@ -176,7 +176,7 @@ def optimizer_files(
     kinds = sorted(united({kind: None for shard in shards.values() for kind in shard.state}))
     is_narrow = any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad)
     # Beside adapters, which are fp32, a stage may have a module that is trained whole.
-    if any(groups.gather(is_narrow)):
+    if any(groups.all_gather_object(is_narrow)):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
     return ShardFiles(f"{folder}optimizer", kinds, parameters, shards, tensors, architecture, coords)

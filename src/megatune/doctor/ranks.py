@@ -77,8 +77,8 @@ def check_together(context: RankContext, payload: dict[str, Any]) -> list[Check]
     groups.join(context.rank, context.world_size, context.local_rank, *where, timeout=seconds)
     with groups.leaving():
         context.beat("measure", 0)
-        measured = groups.gather(measure(context.node_rank, payload["output_dir"]))
-        of_machines = groups.gather(payload["checks"] if context.local_rank == 0 else [])
+        measured = groups.all_gather_object(measure(context.node_rank, payload["output_dir"]))
+        of_machines = groups.all_gather_object(payload["checks"] if context.local_rank == 0 else [])
     return [check for found in of_machines for check in found] + judge(measured)
 
 

@@ -165,13 +165,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.holds_masters, self.host_fraction = holds_masters, host_fraction
         self._host = HostUpdates(_update)
         self._on_host: set[Tensor] = set()
-        self.elsewhere: set[Tensor] = set()
+        self.excluded: set[Tensor] = set()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     def init_state(self) -> None:
         """Give every parameter its state, so that it can be loaded into before the first step. Master weights begin as
         the parameters are."""
-        everything = [param for group in self.param_groups for param in group["params"] if param not in self.elsewhere]
+        everything = [param for group in self.param_groups for param in group["params"] if param not in self.excluded]
         left = self.host_fraction * sum(param.numel() for param in everything)
         for param in everything:
             on_host = left > 0
@@ -192,7 +192,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] += 1
         updated = [
             (group, param) for group in self.param_groups for param in group["params"]
-            if self._gradient(param) is not None and param.numel() and param not in self.elsewhere
+            if self._gradient(param) is not None and param.numel() and param not in self.excluded
         ]  # fmt: skip
         # What the device computes goes first: it is only launched here, and runs beside the host's.
         for group in self.param_groups:

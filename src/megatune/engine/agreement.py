@@ -28,7 +28,7 @@ _FIX = (
 )
 
 
-class Held(NamedTuple):
+class NamedValues(NamedTuple):
     """Numbers that this rank holds of one parameter or buffer.
 
     Attributes:
@@ -67,7 +67,7 @@ def digest(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = True) -> None:
+def check_agreement(what: str, held: Sequence[NamedValues], *, over_replicas: bool = True) -> None:
     """Compare this rank's numbers with those of the ranks that hold copies of them; collective over all ranks.
 
     Copies are weights over data- and context-parallel replicas, those of experts over replicas of the experts; weights
@@ -84,7 +84,7 @@ def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = Tr
         MegatuneError: NOT_FINITE, on every rank, naming tensors, ranks, and the size of the differences.
     """
     digests = [digest(one.values) for one in held]
-    wrong: list[tuple[str, ProcessGroup, Held, Tensor]] = []
+    wrong: list[tuple[str, ProcessGroup, NamedValues, Tensor]] = []
     for label, group, indices in _copies(held, over_replicas):
         mine = torch.stack([digests[index] for index in indices])
         low, high = mine.clone(), mine.clone()
@@ -98,10 +98,10 @@ def check_agreement(what: str, held: Sequence[Held], *, over_replicas: bool = Tr
         found = [
             _Difference(label, one.name, int(value), _gap(one.values, group)) for label, group, one, value in wrong
         ]
-        raise MegatuneError(_findings(what, groups.gather(found)), ExitCode.NOT_FINITE)
+        raise MegatuneError(_findings(what, groups.all_gather_object(found)), ExitCode.NOT_FINITE)
 
 
-def _copies(held: Sequence[Held], over_replicas: bool) -> Iterator[tuple[str, ProcessGroup, list[int]]]:
+def _copies(held: Sequence[NamedValues], over_replicas: bool) -> Iterator[tuple[str, ProcessGroup, list[int]]]:
     """Find groups of ranks, and which of the numbers all ranks of a group hold."""
     experts = [index for index, one in enumerate(held) if not getattr(one.parameter, "allreduce", True)]
     whole_experts = [index for index in experts if getattr(held[index].parameter, "partition_dim", 0) < 0]
@@ -163,7 +163,7 @@ def check_scalars(what: str, values: Mapping[str, float]) -> None:
     Raises:
         MegatuneError: NOT_FINITE, on every rank, naming the values and their ranks.
     """
-    by_rank = groups.gather({name: repr(value) for name, value in values.items()})
+    by_rank = groups.all_gather_object({name: repr(value) for name, value in values.items()})
     findings = []
     for name in values:
         ranks: dict[str, list[int]] = {}

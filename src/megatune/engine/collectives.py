@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from megatune.engine import device
 
-Span: TypeAlias = tuple[Any, Any]  # two moments, see `device.moment`
+Span: TypeAlias = tuple[Any, Any]  # two moments, see `device.record_time`
 
 # What NCCL computes in the queue that launches it, where nobody asks for a Work to wait for.
 _LAUNCHES = (
@@ -33,36 +33,36 @@ _is_counting = False
 
 
 @contextmanager
-def counted() -> Iterator[None]:
+def timed_wait() -> Iterator[None]:
     """Count the time of the block as waited; blocks in it count once."""
     global _is_counting
     if _is_counting or (waits := _waits) is None:
         yield
         return
-    _is_counting, began = True, device.moment()
+    _is_counting, began = True, device.record_time()
     try:
         yield
     finally:
         _is_counting = False
-        waits.append((began, device.moment()))
+        waits.append((began, device.record_time()))
 
 
 def watch() -> None:
     """Let every collective operation of this process count as waited from here on; once is enough."""
-    _count(Work, "wait")
+    _time_waits(Work, "wait")
     for name in _LAUNCHES if device.HAS_GPU else ():
         if hasattr(ProcessGroup, name):  # newer versions of torch have more of them
-            _count(ProcessGroup, name)
+            _time_waits(ProcessGroup, name)
 
 
-def _count(owner: Any, name: str) -> None:
+def _time_waits(owner: Any, name: str) -> None:
     call = getattr(owner, name)
     if hasattr(call, "__wrapped__"):
         return
 
     @wraps(call)
     def counted_call(*args: Any, **kwargs: Any) -> Any:
-        with counted():
+        with timed_wait():
             return call(*args, **kwargs)
 
     setattr(owner, name, counted_call)
@@ -90,12 +90,12 @@ class BusyTime:
     def resume(self) -> None:
         """Go on after a pause."""
         global _waits
-        self._began, _waits = device.moment(), self._waits
+        self._began, _waits = device.record_time(), self._waits
 
     def pause(self) -> None:
         """Leave out what comes until `resume`."""
         global _waits
-        self._spans.append((self._began, device.moment()))
+        self._spans.append((self._began, device.record_time()))
         _waits = None
 
     def take(self) -> float:

@@ -87,7 +87,7 @@ def select(local_rank: int) -> None:
         torch.set_num_threads(1)
 
 
-def of_thread(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def bind_thread(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Bind this thread to a device: threads begin with the machine's first, and would take memory there."""
     return torch.cuda.device(device) if HAS_GPU else contextlib.nullcontext()
 
@@ -98,7 +98,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def moment() -> Any:
+def record_time() -> Any:
     """Return the moment at which all work is done that was launched before: now, or on a GPU an event in its queue."""
     if not HAS_GPU:
         return time.monotonic()
@@ -164,7 +164,7 @@ def compile_operators(wanted: bool) -> None:
     _compiles = wanted
 
 
-def be_deterministic(wanted: bool) -> None:
+def set_deterministic(wanted: bool) -> None:
     """Let torch compute the same bits in every run, from here on; on a CPU it does in any case.
 
     Where torch has no such kernel, an operator raises RuntimeError (`torch.use_deterministic_algorithms`).

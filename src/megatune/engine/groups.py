@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.05
 _LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # seconds between looks for a note
 _CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
 _EARLIER = "one of them is left over from an earlier run, or machines have the same NODE_RANK, or another NNODES"
-_ALL_ANEW = "end what is left on every machine, and start all of them again"
+_RESTART_ALL = "end what is left on every machine, and start all of them again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def join(
             )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = torch.distributed.PrefixStore(f"megatune/{attempt}", host)
-        _call_roll(store, rank, world_size, place, timeout, announce, local_world_size)
-        meet(store, rank, world_size, timeout=timeout)
+        _wait_for_ranks(store, rank, world_size, place, timeout, announce, local_world_size)
+        init_process_group(store, rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
         who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
         raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=_CHECK), ExitCode.UNAVAILABLE) from error
@@ -137,10 +137,10 @@ class _Arrival(NamedTuple):
     who: str
 
 
-_ALL_HERE = "yes"
+_ALL_JOINED = "yes"
 
 
-def _call_roll(
+def _wait_for_ranks(
     store: torch.distributed.Store,
     rank: int,
     world_size: int,
@@ -155,11 +155,11 @@ def _call_roll(
     store.set(f"here/{number}", json.dumps(me))
     if rank:
         store.wait(["all here"], datetime.timedelta(seconds=timeout))
-        if (said := store.get("all here").decode()) != _ALL_HERE:
-            raise MegatuneError(Finding(said, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
+        if (said := store.get("all here").decode()) != _ALL_JOINED:
+            raise MegatuneError(Finding(said, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
         if number > world_size:
             what = f"the run at {place} has all its {world_size} ranks: {me.who} came too late, as rank {rank}"
-            raise MegatuneError(Finding(what, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
+            raise MegatuneError(Finding(what, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
         return
     began = time.monotonic()
     next_word = began + _ANNOUNCE_SECONDS
@@ -168,7 +168,7 @@ def _call_roll(
     while len(here) < world_size:
         while seen < store.add("here", 0):
             seen += 1
-            _note_arrival(store, _Arrival(*json.loads(store.get(f"here/{seen}"))), here, world_size)
+            _add_arrival(store, _Arrival(*json.loads(store.get(f"here/{seen}"))), here, world_size)
         if len(here) == world_size:
             break
         time.sleep(_POLL_SECONDS)
@@ -180,10 +180,10 @@ def _call_roll(
             raise MegatuneError(Finding(what, fix=_CHECK), ExitCode.UNAVAILABLE)
         announce(f"waiting for {missing} to come to {place}")
         next_word = now + 10 * (next_word - began)  # after 3 s, half a minute, minutes
-    store.set("all here", _ALL_HERE)
+    store.set("all here", _ALL_JOINED)
 
 
-def _note_arrival(store: torch.distributed.Store, new: _Arrival, here: dict[int, _Arrival], world_size: int) -> None:
+def _add_arrival(store: torch.distributed.Store, new: _Arrival, here: dict[int, _Arrival], world_size: int) -> None:
     """Add a process to those that are here; one that is of another run ends this one, on all ranks: which of the two
     was meant, nobody here can know, and they must not train together.
 
@@ -197,7 +197,7 @@ def _note_arrival(store: torch.distributed.Store, new: _Arrival, here: dict[int,
     else:
         return
     store.set("all here", what)
-    raise MegatuneError(Finding(what, why=_EARLIER, fix=_ALL_ANEW), ExitCode.UNAVAILABLE)
+    raise MegatuneError(Finding(what, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
 
 
 def _missing(ranks: Sequence[int], world_size: int, local_world_size: int | None) -> str:
@@ -206,7 +206,7 @@ def _missing(ranks: Sequence[int], world_size: int, local_world_size: int | None
     machines = (
         f" (NODE_RANK {', '.join(map(str, nodes))})" if local_world_size and local_world_size < world_size else ""
     )
-    return f"{named(ranks)} of {world_size}{machines}"
+    return f"{format_ranks(ranks)} of {world_size}{machines}"
 
 
 @contextlib.contextmanager
@@ -221,7 +221,7 @@ def _announced(announce: Callable[[str], None], text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "ranks 0 to 2, 5"; "" for none."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -233,7 +233,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}" if ranks else ""
 
 
-def meet(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
+def init_process_group(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
     """Join the other ranks through a store that all of them reach; see `join`."""
     global _store, _num_relayed
     _store, _num_relayed = store, 0
@@ -310,52 +310,52 @@ def broadcast(value: T) -> T:
     return box[0]
 
 
-def gather(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return every rank's value, by rank, on every rank. Pickled: for small things only."""
     box: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(box, value)
     return box
 
 
-def total(number: int) -> int:
+def sum_over_ranks(number: int) -> int:
     """Return the sum of every rank's number, on every rank."""
     box = torch.tensor(number, device=torch.cuda.current_device())
     torch.distributed.all_reduce(box)
     return int(box)
 
 
-def add_up(values: torch.Tensor) -> None:
+def all_reduce(values: torch.Tensor) -> None:
     """Replace a tensor by the sum of every rank's, on every rank."""
     torch.distributed.all_reduce(values)
 
 
-def post(key: str, text: str) -> None:
-    """Leave a note that any rank can read with `posted`: for waits too long for a collective operation."""
+def store_set(key: str, text: str) -> None:
+    """Leave a note that any rank can read with `store_get`: for waits too long for a collective operation."""
     assert _store is not None, "join first"
     _store.set(key, text)
 
 
-def posted(key: str) -> str | None:
+def store_get(key: str) -> str | None:
     """Return the note that a rank left under `key`, None while there is none."""
     assert _store is not None, "join first"
     return _store.get(key).decode() if _store.check([key]) else None
 
 
-def relay(value: T) -> T:
+def store_broadcast(value: T) -> T:
     """Return rank 0's value on every rank, as `broadcast`; however long rank 0 takes, for ranks look into the store."""
     global _num_relayed
     _num_relayed += 1
     key = f"relayed/{_num_relayed}"
     if rank() == 0:
-        post(key, base64.b64encode(pickle.dumps(value)).decode())
+        store_set(key, base64.b64encode(pickle.dumps(value)).decode())
         return value
-    waits = pauses()
-    while (note := posted(key)) is None:
+    waits = poll_intervals()
+    while (note := store_get(key)) is None:
         time.sleep(next(waits))
     return pickle.loads(base64.b64decode(note))  # type: ignore[no-any-return]
 
 
-def pauses() -> Iterator[float]:
+def poll_intervals() -> Iterator[float]:
     """Yield for how long to wait between looks into the store, which all ranks ask: the longer, the less often."""
     pause = _LEAST_PAUSE
     while True:
@@ -368,7 +368,7 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
-def unbuild() -> None:
+def destroy_model_parallel() -> None:
     """Take the layout's groups down, so that `build` can build them again."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -388,7 +388,7 @@ def leaving() -> Iterator[None]:
 
 def leave() -> None:
     """Take the groups down, so that the process can end or build other ones."""
-    unbuild()
+    destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _gloo_devices.clear()

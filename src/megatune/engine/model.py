@@ -27,15 +27,15 @@ from megatune.engine.layers.rotary import (
     attention_factor,
     cos_sin,
     inverse_frequencies,
+    mrope_axes,
     multimodal_cos_sin,
-    rows_of_frequencies,
 )
-from megatune.engine.layers.vision.features import PictureFeatures, place_features
+from megatune.engine.layers.vision.features import VisionFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.patches import patch_model
-from megatune.engine.sequences import Following, Pictures, Sequences
+from megatune.engine.sequences import MTPTargets, Pictures, Sequences
 from megatune.engine.specs import block_spec, mtp_spec
-from megatune.engine.trained import add_adapters, freeze, without_gradient
+from megatune.engine.trained import add_adapters, detach_stage_input, freeze
 from megatune.engine.transformer_config import transformer_config
 from megatune.engine.weights import mark_weights
 from megatune.families.weights import Weight, padded_vocab_size
@@ -50,13 +50,13 @@ class DecoderModel(GPTModel):
     """One pipeline chunk of the decoder.
 
     Attributes:
-        passes_gradient: something before the chunk is trained: the stage before gets a gradient.
-        asks_for_gradient: what goes into the first layer has a gradient, whatever is before it.
+        propagates_gradient: something before the chunk is trained: the stage before gets a gradient.
+        input_requires_grad: what goes into the first layer has a gradient, whatever is before it.
         adapter_weights: entries of adapters beside its weights.
     """
 
-    passes_gradient = True
-    asks_for_gradient = False
+    propagates_gradient = True
+    input_requires_grad = False
     adapter_weights: tuple[Weight, ...] = ()
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, vp_stage: int | None) -> None:
@@ -96,7 +96,7 @@ class DecoderModel(GPTModel):
         self.padding_token = architecture.padding_token
         self.logits_scaling, self.logits_softcap = architecture.logits_scaling, architecture.logits_softcap
         mrope = architecture.mrope
-        self.rows_of_frequencies = None if mrope is None else device.send(rows_of_frequencies(mrope))
+        self.mrope_axes = None if mrope is None else device.send(mrope_axes(mrope))
         size = self.vocab_size // tp_size
         # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
         before = parallel_state.get_tensor_model_parallel_rank() * size
@@ -114,7 +114,7 @@ class DecoderModel(GPTModel):
                 # The word embedding beside it is. As on one stage, it gets gradients from both.
                 self.output_layer.weight = None
                 self.embedding.word_embeddings.weight.zero_out_wgrad = True
-        self.picture_features: PictureFeatures | None = None
+        self.vision_features: VisionFeatures | None = None
         if self.pre_process and architecture.vision is not None:
             self._add_vision(architecture, architecture.vision)
 
@@ -128,7 +128,7 @@ class DecoderModel(GPTModel):
         self._modules.clear()
         self.vision_model = encoder
         self._modules.update(decoder)
-        self.picture_features = PictureFeatures(Tower(encoder, vision, self.config), vision)
+        self.vision_features = VisionFeatures(Tower(encoder, vision, self.config), vision)
 
     def _set_attention_backend(self) -> None:
         """Megatron-Core sets Transformer Engine's environment here; the core attention reads the configuration."""
@@ -140,7 +140,7 @@ class DecoderModel(GPTModel):
         labels: Tensor | None = None,
         pictures: Pictures | None = None,
         head: Head = PLAIN,
-        following: Following | None = None,
+        mtp_targets: MTPTargets | None = None,
     ) -> Tensor:
         """Compute this chunk's layers.
 
@@ -149,7 +149,7 @@ class DecoderModel(GPTModel):
             labels: int64 [b, s / cp], below 0 where a token is not trained; None asks for logits.
             pictures: of the whole micro-batch, on the host.
             head: what the last chunk computes of labels.
-            following: of a model that predicts further tokens, what it is to predict: losses of these are put behind
+            mtp_targets: of a model that predicts further tokens, what it is to predict: losses of these are put behind
                 all that is computed of labels, [b, s / cp, 2] of a plain head.
 
         Returns:
@@ -162,7 +162,7 @@ class DecoderModel(GPTModel):
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         rotary = self._rotary_embedding(sequences)
         hidden_states = self.decoder(
-            hidden_states=self._begin(embeddings),
+            hidden_states=self._first_layer_input(embeddings),
             attention_mask=None,
             context=deepstack,
             rotary_pos_emb=rotary,
@@ -171,22 +171,22 @@ class DecoderModel(GPTModel):
         if not self.post_process:
             return hidden_states
         output = self.head(hidden_states, labels, sequences.trained, head)
-        if following is None:
+        if mtp_targets is None:
             return output
         (layer,) = self.mtp.layers
-        hidden_states = layer(hidden_states, self._word_embeddings(following.input_ids), rotary, sequences)
-        further = self.head(hidden_states, following.labels, following.trained)
+        hidden_states = layer(hidden_states, self._word_embeddings(mtp_targets.input_ids), rotary, sequences)
+        further = self.head(hidden_states, mtp_targets.labels, mtp_targets.trained)
         return torch.cat((output.view(*further.shape, -1), further[..., None]), -1)
 
     def _embed(
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
-        features = self.picture_features(pictures) if self.picture_features is not None else None
+        features = self.vision_features(pictures) if self.vision_features is not None else None
         embeddings, deepstack = self._word_embeddings(input_ids), None
         if sequences.noise is not None:
             embeddings = self._with_noise(embeddings, sequences.noise, sequences.lengths)
-        if self.picture_features is None:
+        if self.vision_features is None:
             return embeddings, None
         if features is not None:
             embeddings, deepstack = place_features(features, embeddings, pictures, sequences.boundaries)
@@ -215,16 +215,16 @@ class DecoderModel(GPTModel):
             keys, largest = map(scatter_to_sequence_parallel_region, (keys, largest))
         return with_noise(embeddings, keys, largest)
 
-    def _begin(self, embeddings: Tensor | None) -> Tensor:
+    def _first_layer_input(self, embeddings: Tensor | None) -> Tensor:
         """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one
         is needed, and only there."""
         hidden_states: Tensor = self.decoder.input_tensor if embeddings is None else embeddings
         if not torch.is_grad_enabled():
             return hidden_states
-        if not self.passes_gradient:
-            hidden_states = without_gradient(hidden_states)
+        if not self.propagates_gradient:
+            hidden_states = detach_stage_input(hidden_states)
             self.decoder.set_input_tensor(hidden_states)
-        return hidden_states.requires_grad_() if self.asks_for_gradient else hidden_states
+        return hidden_states.requires_grad_() if self.input_requires_grad else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor, head: Head = PLAIN) -> Tensor:
         """Compute from the last layer's [s (/ tp), b, h] what `forward` returns: scores, logits, or losses of labels.
@@ -266,9 +266,9 @@ class DecoderModel(GPTModel):
             long = cos_sin(sequences.position_ids, self.long_frequencies, *arguments[1:])
             is_long = (sequences.lengths > self.original_length).T[:, :, None, None]
             return torch.where(is_long, long, cos_sin(sequences.position_ids, *arguments))
-        if sequences.rotary_position_ids is None or self.rows_of_frequencies is None:
+        if sequences.rotary_position_ids is None or self.mrope_axes is None:
             return cos_sin(sequences.position_ids, *arguments)
-        return multimodal_cos_sin(sequences.rotary_position_ids, self.rows_of_frequencies, *arguments)
+        return multimodal_cos_sin(sequences.rotary_position_ids, self.mrope_axes, *arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
@@ -290,7 +290,7 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
     Args:
         trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
     """
-    device.be_deterministic(settings.performance.deterministic_mode)  # decides about kernels
+    device.set_deterministic(settings.performance.deterministic_mode)  # decides about kernels
     require(settings, architecture)
     fp8.require(settings)
     require_transformer_engine(settings, architecture)

@@ -24,7 +24,7 @@ _BATCH = 2**26  # elements of matrices of one shape that are orthogonalized toge
 MOMENTUM = "momentum_buffer"
 
 
-class Held(NamedTuple):
+class ParamRange(NamedTuple):
     """Elements start..stop of a model parameter, flattened, which this rank's optimizer updates as `main`."""
 
     main: Tensor
@@ -57,12 +57,12 @@ class Muon(FusedAdam):
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
         # Of each parameter that is made of matrices whether this rank orthogonalizes them, and what it updates of it.
         self._parameters: list[tuple[Any, bool]] = []
-        self._updated: list[tuple[Any, Held]] = []
+        self._updated: list[tuple[Any, ParamRange]] = []
         self._exchange: _Exchange | None = None
 
     def attach(
         self,
-        held: Mapping[Tensor, Held],
+        held: Mapping[Tensor, ParamRange],
         architecture: Architecture,
         buckets: Sequence[Any] = (),
         replicas: ProcessGroup | None = None,
@@ -80,14 +80,14 @@ class Muon(FusedAdam):
         owners = _balanced([_cost(param.entry, architecture) for param in parameters], size)
         self._parameters = [(param, owner == rank) for param, owner in zip(parameters, owners, strict=True)]
         self._updated = [(param, held[param]) for param in parameters if param in held]
-        self.elsewhere = {mine.main for _, mine in self._updated}
+        self.excluded = {mine.main for _, mine in self._updated}
         if replicas is not None:
             self._exchange = _Exchange([each for each in buckets if not each.params.isdisjoint(parameters)], replicas)
 
     def init_state(self) -> None:
         """Give every parameter its state, so that it can be loaded into before the first step."""
         super().init_state()
-        for main in self.elsewhere:
+        for main in self.excluded:
             if MOMENTUM not in self.state[main]:
                 self.state[main][MOMENTUM] = torch.zeros_like(main.data, dtype=torch.float32)
 
@@ -163,7 +163,7 @@ class _Exchange:
             torch.distributed.reduce_scatter_tensor(share, whole, group=self._replicas)
 
 
-def _memory(param: Any, mine: Held) -> Tensor:
+def _memory(param: Any, mine: ParamRange) -> Tensor:
     """Return the gradient memory of what a rank updates, fp32 or bf16 [stop - start]: updates are computed in it."""
     flat: Tensor = param.main_grad.view(-1)
     return flat[mine.start : mine.stop]

@@ -30,7 +30,7 @@ class Offload:
         optimizer: None of a model that only runs forward.
 
     Attributes:
-        away: the parts that are on the host.
+        offloaded: the parts that are on the host.
     """
 
     def __init__(self, model: Sequence[Chunk], optimizer: Optimizer | None = None) -> None:
@@ -39,7 +39,7 @@ class Offload:
         self._emptied: dict[Part, list[tuple[UntypedStorage, int, list[Tensor] | None]]] = {}
 
     @property
-    def away(self) -> Collection[Part]:
+    def offloaded(self) -> Collection[Part]:
         return self._emptied.keys()
 
     @torch.no_grad()

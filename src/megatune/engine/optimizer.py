@@ -28,7 +28,7 @@ from megatune.architecture import Architecture
 from megatune.config.settings import OptimizerSettings, ParallelSettings, PrecisionSettings
 from megatune.engine import groups
 from megatune.engine.adam import MASTER, FusedAdam
-from megatune.engine.muon import Held, Muon
+from megatune.engine.muon import Muon, ParamRange
 from megatune.engine.patches import patch_optimizer
 from megatune.families.weights import Role, Stack, Weight
 
@@ -153,10 +153,10 @@ def _own_learning_rates(settings: OptimizerSettings, ratio: float) -> Iterator[t
         for behind, factor in ((False, own), (True, own * ratio)):
             if factor != 1.0:
                 which = f"{name} behind the latent" if behind else name
-                yield ParamKey(predicate=ParamPredicate(which, partial(_is_of, stacks, behind))), {"lr_mult": factor}
+                yield ParamKey(predicate=ParamPredicate(which, partial(_matches, stacks, behind))), {"lr_mult": factor}
 
 
-def _is_of(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
+def _matches(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
     entry: Weight = parameter.entry
     is_behind = entry.role is Role.ADAPTER and not entry.engine.endswith(".lora_A")
     return entry.stack in stacks and is_behind == behind
@@ -177,7 +177,9 @@ def _init_state(optimizer: ChainedOptimizer, architecture: Architecture, setting
         if isinstance(inner, Muon):
             is_distributed = isinstance(part, DistributedOptimizer)
             buckets = [bucket for buffer in part.buffers for bucket in buffer.buckets] if is_distributed else []
-            inner.attach(dict(_held(part)), architecture, buckets, part.data_parallel_group if is_distributed else None)
+            inner.attach(
+                dict(_param_ranges(part)), architecture, buckets, part.data_parallel_group if is_distributed else None
+            )
         if isinstance(inner, FusedAdam):
             inner.init_state()
         elif settings.sgd_momentum:
@@ -191,20 +193,20 @@ def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
     holds a part of some parameters and nothing of others."""
     shards: dict[Tensor, MainShard] = {}
     for part in _parts(optimizer):
-        for param, (main, start, stop) in _held(part):
+        for param, (main, start, stop) in _param_ranges(part):
             state = {key: value.view(-1) for key, value in part.optimizer.state.get(main, {}).items()}
             values = state.pop(MASTER, main.data.view(-1))
             shards[param] = MainShard(start, stop, values, param.main_grad.view(-1)[start:stop], state)
     return shards
 
 
-def _held(part: Any) -> Iterator[tuple[Any, Held]]:
+def _param_ranges(part: Any) -> Iterator[tuple[Any, ParamRange]]:
     if isinstance(part, DistributedOptimizer):
         buckets = [bucket for by_dtype in part.gbuf_ranges for held in by_dtype.values() for bucket in held]
         for param, ranges in (pair for bucket in buckets for pair in bucket["param_map"].items()):
             group, order = part.model_param_group_index_map[param]
             main = part.optimizer.param_groups[group]["params"][order]
-            yield param, Held(main, ranges["param"].start, ranges["param"].end)
+            yield param, ParamRange(main, ranges["param"].start, ranges["param"].end)
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         models = [*part.float16_groups, *part.fp32_from_fp32_groups]
@@ -212,7 +214,7 @@ def _held(part: Any) -> Iterator[tuple[Any, Held]]:
     else:
         models = mains = [group["params"] for group in part.optimizer.param_groups]
     for param, main in zip(chain(*models), chain(*mains), strict=True):
-        yield param, Held(main, 0, param.numel())
+        yield param, ParamRange(main, 0, param.numel())
 
 
 def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:

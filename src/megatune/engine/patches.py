@@ -27,8 +27,8 @@ from torch import Tensor
 from megatune.config.settings import OptimizerSettings
 from megatune.engine.adam import FusedAdam
 from megatune.engine.layers.feed_forward import fused_swiglu
-from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
-from megatune.engine.layers.moe.dispatcher import asking_once
+from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gradient
+from megatune.engine.layers.moe.dispatcher import caching_host_values
 from megatune.engine.muon import Muon
 
 # The versions whose sources were read.
@@ -226,7 +226,7 @@ def patch_model(*, swiglu: bool, weight_gradients: bool) -> None:
 
 def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
     if any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        return random.checkpoint(asking_once(function), distribute_saved_activations, *args)
+        return random.checkpoint(caching_host_values(function), distribute_saved_activations, *args)
     return function(*args)
 
 
@@ -256,7 +256,7 @@ class _Linear(_StockLinear):  # type: ignore[misc]
         # Without this attribute Megatron-Core makes no tensor of its own.
         del weight.grad_added_to_main_grad
         grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
-        return grad_input, announced_gradient(weight), *others
+        return grad_input, placeholder_gradient(weight), *others
 
 
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

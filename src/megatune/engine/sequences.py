@@ -126,13 +126,13 @@ class Sequences(PackedSeqParams):
         return max(stop - start for start, stop in pairwise(self.boundaries))
 
     @property
-    def document_lengths(self) -> list[int]:
+    def local_lengths(self) -> list[int]:
         """This rank's tokens of each document of a packed row: context parallelism takes the same part of every one."""
         cp_size = self.boundaries[-1] // self.is_padding.shape[1]
         return [(stop - start) // cp_size for start, stop in pairwise(self.boundaries)]
 
 
-class Following(NamedTuple):
+class MTPTargets(NamedTuple):
     """What comes one token further than a rank's tokens and labels, on the device; 0 and -100 where that is no more in
     the document.
 
@@ -154,7 +154,7 @@ class LocalBatch:
         input_ids, labels: int64 [b, s / cp].
         extras: what `Extra.on_rank` returned.
         pictures: those of the micro-batch, on the host: what becomes of them is known where they are encoded.
-        following: None of a model that predicts no further tokens.
+        mtp_targets: None of a model that predicts no further tokens.
     """
 
     input_ids: Tensor
@@ -162,7 +162,7 @@ class LocalBatch:
     sequences: Sequences
     extras: Mapping[str, Any]
     pictures: Pictures | None
-    following: Following | None = None
+    mtp_targets: MTPTargets | None = None
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
@@ -178,12 +178,12 @@ def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tenso
     return torch.cat(parts)
 
 
-def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, follows: bool = False) -> LocalBatch:
+def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, with_mtp: bool = False) -> LocalBatch:
     """Copy this rank's part of the micro-batch, which is whole on every rank, to the device.
 
     Args:
         normalizer: as in Sequences; None counts trained tokens.
-        follows: the model predicts further tokens.
+        with_mtp: the model predicts further tokens.
     """
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
@@ -215,12 +215,12 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, follows:
         noise=extras.pop(NOISE, None),
         pictures=() if pictures is None else picture_runs(pictures.places, boundaries),
     )
-    following = None
-    if follows:
+    mtp_targets = None
+    if with_mtp:
         tokens_after, labels_after = (_shifted(each, boundaries) for each in (batch.input_ids, batch.labels))
         places = (of_this_rank(labels_after).reshape(-1) >= 0).nonzero()[:, 0]
-        following = Following(to_device(tokens_after.clamp(min=0)), to_device(labels_after), send(places))
-    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures, following)
+        mtp_targets = MTPTargets(to_device(tokens_after.clamp(min=0)), to_device(labels_after), send(places))
+    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures, mtp_targets)
 
 
 def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
@@ -239,7 +239,7 @@ def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
     return tuple((int(places[start]), int(places[stop - 1]) + 1) for start, stop in pairwise(edges) if stop > start)
 
 
-def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
+def sequence_sums(values: Tensor, sequences: Sequences) -> Tensor:
     """Sum values over the tokens of each document; equal on all context-parallel ranks, which each hold a part of them.
 
     The backward pass hands each rank's tokens the gradient that the rank computed, without summing over ranks: all of
@@ -253,7 +253,7 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
         [D, ...]: of each row, or of each document of the packed row, padding at its end included.
     """
     if sequences.is_packed:
-        lengths = send(torch.tensor(sequences.document_lengths))
+        lengths = send(torch.tensor(sequences.local_lengths))
         # `unsafe` skips a check for which the host would wait for the device.
         sums = torch.segment_reduce(values[0], "sum", lengths=lengths, unsafe=True)
     else:
@@ -263,15 +263,15 @@ def document_sums(values: Tensor, sequences: Sequences) -> Tensor:
     return reduce_from_tensor_model_parallel_region(sums, group=parallel_state.get_context_parallel_group())
 
 
-def at_tokens(values: Tensor, sequences: Sequences) -> Tensor:
+def expand_to_tokens(values: Tensor, sequences: Sequences) -> Tensor:
     """Put values of documents, [D], at each of this rank's tokens: [b, s / cp]."""
     if not sequences.is_packed:
         return values[:, None].expand_as(sequences.is_padding)
-    lengths = send(torch.tensor(sequences.document_lengths))
+    lengths = send(torch.tensor(sequences.local_lengths))
     return values.repeat_interleave(lengths, output_size=sequences.is_padding.shape[1])[None]
 
 
-def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
+def sequence_totals(values: Tensor, sequences: Sequences) -> Tensor:
     """Return at each token the sum over its document's tokens, which context-parallel ranks hold parts of: fp64
     [b, s / cp].
 
@@ -280,7 +280,7 @@ def document_totals(values: Tensor, sequences: Sequences) -> Tensor:
     Args:
         values: [b, s / cp], summed in fp64.
     """
-    totals: Tensor = _DocumentTotals.apply(values.double(), sequences)
+    totals: Tensor = _SequenceTotals.apply(values.double(), sequences)
     return totals
 
 
@@ -306,17 +306,17 @@ def run_totals(values: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
     return totals[:, send(local_tokens(boundaries, parallel_state.get_context_parallel_rank(), size))]
 
 
-class _DocumentTotals(torch.autograd.Function):
+class _SequenceTotals(torch.autograd.Function):
     """Sum and spread: a symmetric matrix, which is its own backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:  # type: ignore[override]
         ctx.sequences = sequences
-        return at_tokens(document_sums(values, sequences), sequences)
+        return expand_to_tokens(sequence_sums(values, sequences), sequences)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _DocumentTotals.forward(ctx, gradient, ctx.sequences), None
+        return _SequenceTotals.forward(ctx, gradient, ctx.sequences), None
 
 
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:

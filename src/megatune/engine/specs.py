@@ -29,7 +29,7 @@ from megatune.engine.layers.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megatune.engine.layers.feed_forward import FeedForward
 from megatune.engine.layers.linear import feed_forward_layers, linear_layer, normed_linear, row_linear
 from megatune.engine.layers.moe.layer import MoELayer, RecomputedMoELayer
-from megatune.engine.layers.mtp import PredictingLayer
+from megatune.engine.layers.mtp import MTPLayer
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.self_attention import (
     AllKeysNorm,
@@ -116,7 +116,7 @@ def mtp_spec(
             "index": first + index,
             "recomputed": config.recompute_granularity == "full" and not keeps,
         }
-        layers.append(ModuleSpec(module=PredictingLayer, params=params))
+        layers.append(ModuleSpec(module=MTPLayer, params=params))
     return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
 
 

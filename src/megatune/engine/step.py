@@ -18,14 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatune.engine.collectives import BusyTime
-from megatune.engine.layers.cross_entropy import PLAIN, Head, VocabularyPart
-from megatune.engine.layers.divergence import Teaching, aligned
+from megatune.engine.layers.cross_entropy import PLAIN, Head, VocabularyShard
+from megatune.engine.layers.divergence import TeacherOutputs, aligned
 from megatune.engine.layers.moe.router import router_metrics
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 
-# An extra of a micro-batch, `Teaching`: an objective gets the divergence from it in place of losses.
-TEACHING = "teaching"
+# An extra of a micro-batch, `TeacherOutputs`: an objective gets the divergence from it in place of losses.
+TEACHER_OUTPUTS = "teaching"
 # A metric: the mean cross-entropy of tokens that are predicted one token further than labels are.
 MTP_LOSS = "mtp_loss"
 
@@ -71,7 +71,7 @@ class Objective(Protocol):
             output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a model with a
                 score the scores of tokens, several of them [b, s / cp, labels]; [b, s / cp, 2] with entropies, where
                 its `head` says so.
-            batch: what this rank holds of the micro-batch; `engine.sequences.document_sums` adds up documents.
+            batch: what this rank holds of the micro-batch; `engine.sequences.sequence_sums` adds up documents.
         """
         ...
 
@@ -206,13 +206,13 @@ def evaluate(model: list[Chunk], steps: Iterable[Sequence[MicroBatch]], objectiv
         model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
         steps: of each step this data-parallel rank's micro-batches.
     """
-    with evaluating(model):
+    with eval_mode(model):
         found = [forward_backward(model, batches, objective, forward_only=True) for batches in steps]
     return StepTotals.summed(found)
 
 
 @contextmanager
-def evaluating(model: list[Chunk]) -> Iterator[None]:
+def eval_mode(model: list[Chunk]) -> Iterator[None]:
     """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
     mode that they were in at the end."""
     gather_parameters(model)
@@ -250,10 +250,10 @@ def token_log_probs(
 
 
 @torch.no_grad()
-def likeliest_tokens(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
+def greedy_tokens(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the token that the model holds for the likeliest at each label of each micro-batch, int64 [b, s], 0 where
     there is no label; see `token_log_probs`."""
-    return [found.long() for found in _collect(model, batches, Head(greedy=True))]
+    return [found.long() for found in _collect(model, batches, Head(only_greedy=True))]
 
 
 @torch.no_grad()
@@ -263,32 +263,32 @@ def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[Mic
 
 
 @torch.no_grad()
-def teachings(
+def teacher_outputs(
     model: Sequence[DistributedDataParallel],
     teacher: list[Chunk],
     vocab_size: int,
     batches: Sequence[MicroBatch],
     beta: float,
     top_k: int | None,
-) -> list[Teaching]:
-    """Return what the teacher says of each micro-batch, to be its extra TEACHING; none before the last stage.
+) -> list[TeacherOutputs]:
+    """Return what the teacher says of each micro-batch, to be its extra TEACHER_OUTPUTS; none before the last stage.
 
     Args:
         teacher: a model in the layout of the one that learns.
         vocab_size: tokens that the teacher knows.
         batches: as for `logits`.
-        beta, top_k: see `divergence.Teaching`.
+        beta, top_k: see `divergence.TeacherOutputs`.
     """
-    with evaluating(teacher):
+    with eval_mode(teacher):
         found = _collect(teacher, batches, Head(hidden=True), whole=False)
     if not found:
         return []
     mine, other = model[-1].module, teacher[-1].module
-    part: VocabularyPart = mine.output_layer.part
+    part: VocabularyShard = mine.output_layer.part
     weight = aligned(other.output_weight, mine.output_layer.output_size_per_partition, part)
     shared = max(0, min(part.num_rows, vocab_size - part.first))
     top_k = None if top_k is None or top_k >= vocab_size else top_k
-    return [Teaching(each, weight, shared, other.logits_softcap, beta, top_k) for each in found]
+    return [TeacherOutputs(each, weight, shared, other.logits_softcap, beta, top_k) for each in found]
 
 
 def _collect(
@@ -342,10 +342,10 @@ def _train(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     batch = next(iterator)
     config: Any = chunk.config
-    mine = local_batch(batch, objective.normalizer(batch), follows=bool(config.mtp_num_layers))
+    mine = local_batch(batch, objective.normalizer(batch), with_mtp=bool(config.mtp_num_layers))
     head = getattr(objective, "head", PLAIN)
-    if TEACHING in mine.extras:
-        head = replace(head, divergences=mine.extras[TEACHING].divergences)
+    if TEACHER_OUTPUTS in mine.extras:
+        head = replace(head, divergences=mine.extras[TEACHER_OUTPUTS].divergences)
     return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine, config.mtp_loss_scaling_factor)
 
 
@@ -357,7 +357,7 @@ def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None, he
         labels=labels,
         pictures=mine.pictures,
         head=head,
-        following=mine.following,
+        mtp_targets=mine.mtp_targets,
     )
     return output
 
@@ -369,7 +369,7 @@ def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor)
         factor: of losses of further tokens, which are added to the loss that is trained, not to the one reported.
     """
     further = None
-    if mine.following is not None:
+    if mine.mtp_targets is not None:
         output, further = output[..., :-1].squeeze(-1), output[..., -1]
     found = objective(output, mine)
     # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
@@ -383,8 +383,8 @@ def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor)
         values = [nothing, *counts, *[nothing] * len(metrics)]
     # The schedule scales the loss in place for fp16; what is reported must be a copy.
     report = torch.stack([value.detach().double() for value in values])
-    if further is None or mine.following is None:
+    if further is None or mine.mtp_targets is None:
         return found.loss, normalizer.int(), report
-    total, count = further.sum(), torch.full_like(nothing, len(mine.following.trained))
+    total, count = further.sum(), torch.full_like(nothing, len(mine.mtp_targets.trained))
     report = torch.cat((report, torch.stack((total.detach(), count)).double()))
     return found.loss + factor * total, normalizer.int(), report

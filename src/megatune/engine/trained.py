@@ -14,7 +14,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.engine import groups
-from megatune.engine.layers.adapter import Adapter, Cut, ExpertAdapter, add_adapter
+from megatune.engine.layers.adapter import Adapter, ExpertAdapter, Sharding, add_adapter
 from megatune.engine.layers.moe.layer import GroupedExperts
 from megatune.engine.weights import entry_name, named_tensors, named_weights, rank_slice
 from megatune.families import FAMILIES
@@ -58,19 +58,19 @@ def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[st
     """Return how ranks share a layer, and which they are."""
     if weight.per_expert:
         of_inputs = weight.layout is TensorLayout.COLUMNS
-        cut = Cut.INPUTS_PARTIAL if of_inputs else Cut.OUTPUTS_GATHERED
-        return {"cut": cut, "group": groups.expert_tensor_parallel_group(), "sequence_parallel": False}
+        sharding = Sharding.INPUTS_PARTIAL if of_inputs else Sharding.OUTPUTS_GATHERED
+        return {"sharding": sharding, "group": groups.expert_tensor_parallel_group(), "sequence_parallel": False}
     explicit = getattr(linear, "explicit_expert_comm", False)
     match weight.layout:
         case TensorLayout.REPLICATED:
-            cut = Cut.NONE
+            sharding = Sharding.NONE
         case TensorLayout.COLUMNS:
-            cut = Cut.INPUTS_PARTIAL if explicit else Cut.INPUTS
+            sharding = Sharding.INPUTS_PARTIAL if explicit else Sharding.INPUTS
         case _:
-            cut = Cut.OUTPUTS_GATHERED if explicit else Cut.OUTPUTS
+            sharding = Sharding.OUTPUTS_GATHERED if explicit else Sharding.OUTPUTS
     # Pictures are dealt over ranks whole.
     sequence_parallel = config.sequence_parallel and weight.stack is Stack.DECODER
-    return {"cut": cut, "group": groups.tensor_parallel_group(), "sequence_parallel": sequence_parallel}
+    return {"sharding": sharding, "group": groups.tensor_parallel_group(), "sequence_parallel": sequence_parallel}
 
 
 def _rows(beside: AdapterWeights, architecture: Architecture, part: Slice) -> torch.Tensor | None:
@@ -99,23 +99,23 @@ def freeze(chunk: Any, architecture: Architecture, selection: Selection) -> None
     layers, config = chunk.decoder.layers, chunk.config
     begin = layers[0].layer_number - 1 if layers else 0 if chunk.pre_process else architecture.num_layers
     first = first_trained_layer(architecture, selection) - begin
-    chunk.passes_gradient = chunk.pre_process or first < 0
+    chunk.propagates_gradient = chunk.pre_process or first < 0
     if config.recompute_granularity is None or not 0 <= first < len(layers):
         return
     # Recomputation gives weights a gradient only where an input of what is recomputed together has one.
     is_uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
     if start := first - first % (config.recompute_num_layers if is_uniform else 1):
-        layers[start - 1].register_forward_hook(_ask_for_gradient)
+        layers[start - 1].register_forward_hook(_require_output_grad)
     else:
-        chunk.asks_for_gradient = True
+        chunk.input_requires_grad = True
 
 
-def _ask_for_gradient(layer: torch.nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
+def _require_output_grad(layer: torch.nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
     if torch.is_grad_enabled():
         output[0].requires_grad_()
 
 
-def without_gradient(hidden_states: Tensor) -> Tensor:
+def detach_stage_input(hidden_states: Tensor) -> Tensor:
     """Cut the graph at what a stage received. The schedule sends a gradient back all the same: zeros."""
     hidden_states.grad = torch.zeros_like(hidden_states)
     return hidden_states.detach()

@@ -21,7 +21,7 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.engine import device
 from megatune.engine.layers.linear import uses_transformer_engine
-from megatune.engine.layers.vision.features import sum_dealt_gradients
+from megatune.engine.layers.vision.features import sum_vision_gradients
 from megatune.families.quantized import form_of
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "softmax_scale")
@@ -52,7 +52,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.query_scaling = architecture.query_scaling
     config.value_norms, config.keys_are_values = architecture.value_norms, False
     has_two = architecture.local_rotary_base is not None
-    config.global_rotary_channels = architecture.of_heads(True).num_turned if has_two else None
+    config.global_rotary_channels = architecture.of_heads(True).rotary_dim if has_two else None
     config.neftune_noise_alpha = settings.finetuning.neftune_noise_alpha
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
@@ -71,7 +71,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
         config.moe_scaled_router = architecture.moe.scaled_router
         config.moe_separate_norms = architecture.moe.separate_norms
     if architecture.vision is not None:
-        config.finalize_model_grads_func = _finalize_with_dealt
+        config.finalize_model_grads_func = _finalize_with_vision
     return config  # type: ignore[no-any-return]
 
 
@@ -89,10 +89,10 @@ def _finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = 
         chunk.scale_gradients(scaling)
 
 
-def _finalize_with_dealt(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
+def _finalize_with_vision(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
     """Do the same, then for gradients that each tensor-parallel rank has a part of."""
     _finalize(model, *args, **kwargs)
-    sum_dealt_gradients(model)
+    sum_vision_gradients(model)
 
 
 def _model(architecture: Architecture) -> dict[str, Any]:

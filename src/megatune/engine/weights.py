@@ -102,6 +102,6 @@ def mark_weights(chunk: torch.nn.Module, architecture: Architecture) -> None:
         # By which they may have a learning rate of their own.
         marked.entry = weight
         # Each tensor-parallel rank finds the gradient of the pictures that it encodes.
-        marked.is_dealt = weight.stack is not Stack.DECODER
+        marked.sum_over_tp = weight.stack is not Stack.DECODER
         # Gradients of experts are summed over the ranks that hold the same ones, not over all replicas.
         marked.allreduce = not weight.per_expert

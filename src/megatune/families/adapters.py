@@ -67,7 +67,7 @@ def scaling(selection: Selection) -> float:
     return alpha_of(selection) / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
 
 
-def is_plain(architecture: Architecture, selection: Selection) -> bool:
+def is_standard_lora(architecture: Architecture, selection: Selection) -> bool:
     """Return whether what is trained is low-rank matrices beside linear layers alone, whose base is as its files say:
     rollout engines that take adapters take these, and no lengths, experts, whole modules or quantized bases."""
     if selection.finetuning_type != "lora" or selection.use_dora or selection.additional_target:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatune.architecture import MixtureOfExperts, MultiLatentAttention
 from megatune.families.dense import FRAME, LATENT_ATTENTION
 from megatune.families.family import Config, Family
-from megatune.families.mtp import BEHIND_LAYERS
+from megatune.families.mtp import DEEPSEEK_MTP
 from megatune.families.rope import rope_parameters, softmax_scale
 from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
@@ -73,7 +73,7 @@ FAMILY = Family(
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
     # Layers that predict further tokens come after the last one.
     ignored_keys=(r"model\.layers\.{num_layers}\..+",),
-    mtp=BEHIND_LAYERS,
+    mtp=DEEPSEEK_MTP,
     head_dim_key="qk_rope_head_dim",
     experts=read_experts,
     latent_attention=_latent_attention,

@@ -7,7 +7,7 @@ from typing import Any
 from megatune.families.dense import ATTENTION, EMBEDDING, FINAL_NORM, MLP, OUTPUT_LAYER, QK_NORMS, SCORE
 from megatune.families.family import Config, Family
 from megatune.families.gemma3_text import windows
-from megatune.families.olmo2 import BEHIND
+from megatune.families.olmo2 import POST_NORMS
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:
@@ -29,7 +29,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
 
 FAMILY = Family(
     model_type="exaone4",
-    weights=(EMBEDDING, *BEHIND, *ATTENTION, *QK_NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE),
+    weights=(EMBEDDING, *POST_NORMS, *ATTENTION, *QK_NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE),
     constants={"qk_layernorm": True, "post_norms": True, "pre_norms": False},
     required={"attention_dropout": 0, "hidden_act": "silu"},
     defaults={

@@ -12,7 +12,7 @@ from megatune.encoders import Vision
 from megatune.errors import Finding
 from megatune.families.dense import LINEAR_ATTENTION, delta_problems
 from megatune.families.forms import AS_MAPPED, CheckpointForm
-from megatune.families.mtp import PredictingLayer
+from megatune.families.mtp import MTPDeclaration
 from megatune.families.rope import (
     FULL_ATTENTION,
     ROPE_TYPES,
@@ -89,7 +89,7 @@ class Family:
     rope_types: tuple[str, ...] = ROPE_TYPES
     ignored_keys: tuple[str, ...] = ()
     carried_keys: tuple[str, ...] = ()
-    mtp: PredictingLayer | None = None
+    mtp: MTPDeclaration | None = None
     partial_rotary: bool = False
     head_dim_key: str = "head_dim"
     head_dim_default: int | None = None
@@ -273,9 +273,9 @@ def _of_layers(patterns: tuple[str, ...], architecture: Architecture) -> list[st
 
 
 def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    mrope, vision, half = architecture.mrope, architecture.vision, architecture.num_turned // 2
+    mrope, vision, half = architecture.mrope, architecture.vision, architecture.rotary_dim // 2
     if mrope is not None and sum(mrope.section) != half:
-        why = f"rotary embedding turns {architecture.num_turned} channels of a head by {half} frequencies"
+        why = f"rotary embedding turns {architecture.rotary_dim} channels of a head by {half} frequencies"
         yield f"mrope_section = {list(mrope.section)} is impossible", why
     if vision is None:
         return

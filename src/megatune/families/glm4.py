@@ -5,11 +5,11 @@ from dataclasses import replace
 from megatune.families import glm
 from megatune.families.dense import layer_norms
 
-_BEHIND = layer_norms(post_attention_layernorm="post_self_attn_layernorm", post_mlp_layernorm="post_mlp_layernorm")
+_POST_NORMS = layer_norms(post_attention_layernorm="post_self_attn_layernorm", post_mlp_layernorm="post_mlp_layernorm")
 
 FAMILY = replace(
     glm.FAMILY,
     model_type="glm4",
-    weights=(*glm.FAMILY.weights, *_BEHIND),
+    weights=(*glm.FAMILY.weights, *_POST_NORMS),
     constants={**glm.FAMILY.constants, "post_norms": True},
 )

@@ -3,7 +3,7 @@
 from megatune.families import deepseek_v3
 from megatune.families.dense import DECODER, QK_NORMS, QKV_BIAS
 from megatune.families.family import Family
-from megatune.families.mtp import BEHIND_LAYERS
+from megatune.families.mtp import DEEPSEEK_MTP
 from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
 FAMILY = Family(
@@ -24,6 +24,6 @@ FAMILY = Family(
     aliases=deepseek_v3.FAMILY.aliases,
     # The layer that predicts a further token comes after the last one.
     carried_keys=deepseek_v3.FAMILY.ignored_keys,
-    mtp=BEHIND_LAYERS,
+    mtp=DEEPSEEK_MTP,
     experts=deepseek_v3.read_experts,
 )  # fmt: skip

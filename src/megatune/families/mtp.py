@@ -22,7 +22,7 @@ _HELD = (Layers.ALL, Layers.ATTENTION, Layers.DENSE, Layers.SPARSE)
 
 
 @dataclass(frozen=True, slots=True)
-class PredictingLayer:
+class MTPDeclaration:
     """How files name a family's layer that predicts a further token.
 
     Attributes:
@@ -67,7 +67,7 @@ def _exists(weight: Weight) -> Callable[[Architecture], bool]:
 
 
 # DeepSeek's and GLM's come after the decoder's last layer.
-BEHIND_LAYERS = PredictingLayer(
+DEEPSEEK_MTP = MTPDeclaration(
     {
         "enorm": f"{HF_LAYER}.enorm", "hnorm": f"{HF_LAYER}.hnorm", _PROJECTION: f"{HF_LAYER}.eh_proj",
         "final_layernorm": f"{HF_LAYER}.shared_head.norm",
@@ -78,7 +78,7 @@ BEHIND_LAYERS = PredictingLayer(
     },
 )  # fmt: skip
 # Qwen's have a name of their own.
-APART = PredictingLayer(
+QWEN_MTP = MTPDeclaration(
     {
         "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", _PROJECTION: "mtp.fc",
         "final_layernorm": "mtp.norm",

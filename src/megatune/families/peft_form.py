@@ -82,7 +82,7 @@ def expert_weights(architecture: Architecture) -> list[Weight]:
 _STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
-def experts_of_others(shapes: Mapping[str, Shape], layers: int) -> Architecture | None:
+def experts_architecture(shapes: Mapping[str, Shape], layers: int) -> Architecture | None:
     """Describe a model of no family here by its experts, where they are called as Qwen's and most others' are: their
     adapters are read as those of Qwen3-MoE, of which nothing else counts. None where they are not.
 

@@ -26,9 +26,9 @@ from megatune.families.peft_form import (
     names_of,
     stacked_tensors,
 )
-from megatune.families.selection import SWITCHES
+from megatune.families.selection import FREEZE_SETTINGS
 from megatune.families.trained import module_of
-from megatune.families.weight_index import read_header, some
+from megatune.families.weight_index import list_names, read_header
 from megatune.families.weights import HFTensor, Stack, Weight, all_shapes, experts_of, hf_shapes, layers_of
 
 _STACKED = re.compile(r".+\.layers\.(\d+)\..*\bexperts(\.base_layer)?")
@@ -64,7 +64,7 @@ def read_adapter(folder: Path, architecture: Architecture, *, halve: bool = Fals
     """
     config = read_peft_config(folder)
     shapes = {name: entry.shape for name, entry in read_header(folder / WEIGHTS_FILE).items()}
-    reading = _Reading(Adapter(config), architecture, _module_names(architecture), halve)
+    reading = _AdapterReader(Adapter(config), architecture, _module_names(architecture), halve)
     reading.read(shapes)
     if findings := [*reading.findings(folder)]:
         raise MegatuneError(findings, ExitCode.INPUT)
@@ -78,7 +78,7 @@ def _module_names(architecture: Architecture) -> dict[str, tuple[str, Shape]]:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _AdapterReader:
     """Tensors sorted into modules, then each module checked.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Reading:
         if self.unknown:
             number = len(self.unknown)
             have = "tensor has" if number == 1 else "tensors have"
-            what = f"{number} {have} no place in a {self.architecture.model_type}: {some(self.unknown, 3)}"
+            what = f"{number} {have} no place in a {self.architecture.model_type}: {list_names(self.unknown, 3)}"
             why = "an adapter is of linear layers, and belongs to one model; embeddings are trained whole or not at all"
             yield Finding(what, where, why, base)
         yield from (Finding(what, where, fix=base) for what in self.wrong[:5])
@@ -225,7 +225,7 @@ def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
     adapted = {weight.stack for weight, _ in targets}
     if Stack.DECODER not in adapted:
         stacks.discard(Stack.DECODER)  # modules of it may be trained whole
-    frozen = {name: stack not in adapted for stack, name in SWITCHES.items() if stack in stacks}
+    frozen = {name: stack not in adapted for stack, name in FREEZE_SETTINGS.items() if stack in stacks}
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,

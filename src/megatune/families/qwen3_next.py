@@ -2,7 +2,7 @@
 
 from megatune.families.dense import DECODER, DIMENSIONS, GROUPED_DELTA_NETS, QK_NORMS, delta_nets
 from megatune.families.family import Family
-from megatune.families.mtp import APART
+from megatune.families.mtp import QWEN_MTP
 from megatune.families.qwen2_moe import read_experts
 from megatune.families.sparse import EXPERTS, SHARED_EXPERT_GATE, shared_experts
 
@@ -25,7 +25,7 @@ FAMILY = Family(
     # Transformers 5 writes the other name.
     aliases={"num_local_experts": "num_experts"},
     carried_keys=(r"mtp\..*",),
-    mtp=APART,
+    mtp=QWEN_MTP,
     experts=read_experts,
     delta_nets=delta_nets,
 )  # fmt: skip

@@ -160,7 +160,7 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
 
 def factor_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
     """Yield which lists of factors have not one for each pair of channels."""
-    scaling, pairs = architecture.rope_scaling, architecture.num_turned // 2
+    scaling, pairs = architecture.rope_scaling, architecture.rotary_dim // 2
     if isinstance(scaling, LongRopeScaling):
         for key, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
             if len(factors) != pairs:

@@ -10,7 +10,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.weights import Stack
 
 # What leaves a part of the model as it is.
-SWITCHES = {
+FREEZE_SETTINGS = {
     Stack.DECODER: "freeze_language_model",
     Stack.VISION: "freeze_vision_tower",
     Stack.PROJECTOR: "freeze_multi_modal_projector",

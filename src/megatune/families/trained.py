@@ -15,7 +15,7 @@ from megatune.families.weights import Role, Stack, Weight, all_shapes, layers_of
 
 ALL_MODULES = "all"
 # Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
-_BEHIND_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine, SCORE.engine)
+_AFTER_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine, SCORE.engine)
 _NAMES = {
     Stack.VISION: "vision tower",
     Stack.PROJECTOR: "projector",
@@ -86,7 +86,7 @@ def first_trained_layer(architecture: Architecture, selection: Selection) -> int
     for weight, layer in trained_weights(architecture, selection):
         if weight.stack is Stack.DECODER and weight.per_layer:
             found = min(found, layer)
-        elif weight.engine not in _BEHIND_LAYERS:
+        elif weight.engine not in _AFTER_LAYERS:
             return -1
     return found
 

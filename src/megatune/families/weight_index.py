@@ -146,14 +146,14 @@ def key_findings(
     if missing:
         why = f"config.json describes a {model_type} that has them"
         fix = "use the config.json and the weights of one checkpoint"
-        yield Finding(f"{len(missing)} {word} are missing: {some(missing)}", where, why, fix)
+        yield Finding(f"{len(missing)} {word} are missing: {list_names(missing)}", where, why, fix)
     if unknown:
         why = f"a {model_type} has no place for them, and nothing is left out silently"
         fix = "check that config.json names the right model_type, or remove them"
-        yield Finding(f"{len(unknown)} {word} are unknown: {some(unknown)}", where, why, fix)
+        yield Finding(f"{len(unknown)} {word} are unknown: {list_names(unknown)}", where, why, fix)
 
 
-def some(names: Collection[str], most: int = 5) -> str:
+def list_names(names: Collection[str], most: int = 5) -> str:
     """List the first names, and count the others."""
     listed = ", ".join(f"{name:.120}" for name in sorted(names)[:most])
     return listed + (f" and {len(names) - most} more" if len(names) > most else "")

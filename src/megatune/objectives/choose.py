@@ -11,7 +11,7 @@ from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
 from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.layers.cross_entropy import PLAIN, Head
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_totals
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_totals
 from megatune.engine.step import Objective, ObjectiveOutput
 from megatune.objectives.base import TrainingObjective
 from megatune.objectives.classification import Classification
@@ -102,12 +102,12 @@ class WithAccuracy:
 
     def __init__(self, loss: CrossEntropy) -> None:
         self.loss, self.normalizer = loss, loss.normalizer
-        self.head = replace(getattr(loss, "head", PLAIN), likeliest=True)
+        self.head = replace(getattr(loss, "head", PLAIN), append_greedy=True)
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         found = self.loss(output[..., :-1].squeeze(-1), batch)
         trained = batch.labels != IGNORE_INDEX
-        shares = trained / document_totals(trained, batch.sequences).clamp(min=1)
+        shares = trained / sequence_totals(trained, batch.sequences).clamp(min=1)
         right = shares * (output[..., -1] == batch.labels)
         return replace(found, metrics={"accuracy": (right.sum(), shares.sum())})
 

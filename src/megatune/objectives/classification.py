@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from megatune.config.values import counted
 from megatune.data.batches import SCORED, TokenValues
 from megatune.data.rows import LABEL
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.base import TrainingObjective, sums_where
 
@@ -56,8 +56,8 @@ class Classification(TrainingObjective):
         """
         is_scored, labels = batch.extras[SCORED], batch.extras[LABEL]
         output = output.view(*is_scored.shape, self.count)
-        scores = document_sums(torch.where(is_scored[..., None], output, 0.0), batch.sequences)
-        valid = document_sums(is_scored.float(), batch.sequences) > 0
+        scores = sequence_sums(torch.where(is_scored[..., None], output, 0.0), batch.sequences)
+        valid = sequence_sums(is_scored.float(), batch.sequences) > 0
         losses, correct = self._compared(scores, labels)
         metrics = sums_where(valid, {name: correct.float() for name in self.metric_names})
         return ObjectiveOutput(torch.where(valid, losses, 0.0).sum(), metrics, replicated=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatune.data.rows import DESIRABLE
 from megatune.engine.model import Chunk
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals, evaluate
 from megatune.objectives.base import ComparedObjective, StartLosses, sums_where, tokens_of_documents
 from megatune.objectives.preference import REFERENCE
@@ -136,8 +136,8 @@ def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, 
     Args:
         token_losses: fp32 [b, s / cp], -log p(label).
     """
-    log_probs = document_sums(-token_losses.double(), batch.sequences).to(token_losses.dtype)
-    tokens = document_sums((batch.labels >= 0).double(), batch.sequences).to(token_losses.dtype)
+    log_probs = sequence_sums(-token_losses.double(), batch.sequences).to(token_losses.dtype)
+    tokens = sequence_sums((batch.labels >= 0).double(), batch.sequences).to(token_losses.dtype)
     return log_probs, log_probs - batch.extras[REFERENCE], tokens
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from megatune.data.batches import SCORED
 from megatune.data.rows import MARGIN
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
 from megatune.objectives.base import ComparedObjective, StartLosses, TrainingObjective, sums_where, tokens_of_documents
 from megatune.objectives.pair_losses import (
@@ -166,7 +166,7 @@ def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:
     """
 
     def sums(values: Tensor) -> Tensor:
-        return in_pairs(document_sums(values.double(), batch.sequences).to(token_losses.dtype))
+        return in_pairs(sequence_sums(values.double(), batch.sequences).to(token_losses.dtype))
 
     weights = batch.extras.get(TOKEN_WEIGHTS)
     likelihood = sums(-token_losses)
@@ -214,8 +214,8 @@ class Reward(TrainingObjective):
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         is_scored = batch.extras[SCORED]
-        chosen, rejected = in_pairs(document_sums(torch.where(is_scored, output, 0.0), batch.sequences)).unbind(1)
-        valid = (in_pairs(document_sums(is_scored.float(), batch.sequences)) > 0).all(1)
+        chosen, rejected = in_pairs(sequence_sums(torch.where(is_scored, output, 0.0), batch.sequences)).unbind(1)
+        valid = (in_pairs(sequence_sums(is_scored.float(), batch.sequences)) > 0).all(1)
         difference = chosen - rejected
         margin = in_pairs(batch.extras[MARGIN])[:, 0] if MARGIN in batch.extras else 0.0
         loss = self.centering * (chosen + rejected).square() - logsigmoid(difference - margin)

@@ -50,7 +50,7 @@ def on_rank_0(action: Callable[[], T], *, is_long: bool = False) -> T:
         except Exception as raised:
             error = raised
             relayed = _relayed(raised)
-    result, relayed = (groups.relay if is_long else groups.broadcast)((result, relayed))
+    result, relayed = (groups.store_broadcast if is_long else groups.broadcast)((result, relayed))
     if error is not None:
         raise error
     if relayed is not None:
@@ -68,7 +68,7 @@ def post_outcome(key: str, token: str, outcome: object) -> None:
     """
     relayed = _relayed(outcome) if isinstance(outcome, Exception) else None
     note = pickle.dumps((token, None if relayed else outcome, relayed))
-    groups.post(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
+    groups.store_set(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
 
 
 class Outcome(NamedTuple):
@@ -86,7 +86,7 @@ class Outcome(NamedTuple):
 
 def find_outcome(key: str, token: str, rank: int) -> Outcome | None:
     """Return what a rank left with `post_outcome` of this token; None while it has not."""
-    note = groups.posted(f"{key}/{rank}")
+    note = groups.store_get(f"{key}/{rank}")
     its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
     return Outcome(result, relayed) if its_token == token else None
 
@@ -98,7 +98,7 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
         Exception: what one of them left, as `on_rank_0` raises it elsewhere.
     """
     found: dict[int, Any] = {}
-    for pause in groups.pauses():
+    for pause in groups.poll_intervals():
         for rank in [rank for rank in range(world_size) if rank not in found]:
             if (outcome := find_outcome(key, token, rank)) is not None:
                 found[rank] = outcome.result()
@@ -137,12 +137,12 @@ def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
         note: of this machine, in the rank that has it; None in its other ranks.
     """
     if note is not None:
-        groups.post(f"{name}/{context.node_rank}", note)
+        groups.store_set(f"{name}/{context.node_rank}", note)
     own = wait_for_note(context, f"{name}/{context.node_rank}")
     if context.rank == 0:  # asks for all, so that the store is not asked for each by each rank
         for node_rank in range(num_machines(context)):
             wait_for_note(context, f"{name}/{node_rank}")
-        groups.post(f"{name}/all", "")
+        groups.store_set(f"{name}/all", "")
     wait_for_note(context, f"{name}/all")
     return own
 
@@ -160,7 +160,8 @@ def check_same(context: RankContext, what: str, contents: Mapping[str, str | int
     if num_machines(context) == 1:
         return
     machines: dict[str, list[str]] = {}  # by their contents, in order of node rank
-    found = [one for one in groups.gather((context.node_rank, socket.gethostname(), contents)) if one[2] is not None]
+    gathered = groups.all_gather_object((context.node_rank, socket.gethostname(), contents))
+    found = [one for one in gathered if one[2] is not None]
     for node_rank, host, of_machine in sorted(found, key=lambda one: one[0]):
         names = machines.setdefault(json.dumps(of_machine), [])
         if (name := f"{host} (node rank {node_rank})") not in names:
@@ -252,13 +253,13 @@ def fetched_on_node(
     else:
         model = open_changed(settings, name, revision, weights)
         folder, version = model.fetch(), model.commit or "a folder"
-    groups.post(key, version)
+    groups.store_set(key, version)
     versions = [wait_for_note(context, f"{note}/{node}", "fetch") for node in range(num_machines(context))]
     if other := next((node for node, each in enumerate(versions) if each != versions[0]), 0):
         what = f"machine 0 has {versions[0]} of {name}, and machine {other} {versions[other]}"
         fix = "write model_revision: COMMIT, or the same folder on every machine"
         raise MegatuneError(Finding(what, "model_name_or_path", fix=fix), ExitCode.INPUT)
-    groups.post(f"{key}/folder", str(folder.absolute()))
+    groups.store_set(f"{key}/folder", str(folder.absolute()))
     return folder
 
 
@@ -285,7 +286,7 @@ def num_machines(context: RankContext) -> int:
 
 def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
     """Return what a rank posts under a key, for as long as that takes."""
-    while (note := groups.posted(key)) is None:
+    while (note := groups.store_get(key)) is None:
         context.beat(phase, 0)
         time.sleep(_POLL_SECONDS)
     return note
@@ -306,9 +307,9 @@ def check_same_settings(settings: Settings) -> None:
         if not info.marks & {Mark.SECRET, Mark.MACHINE}  # what machines read is compared itself
     }
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len(set(groups.gather(digest))) == 1:
+    if len(set(groups.all_gather_object(digest))) == 1:
         return
-    everyone = groups.gather((socket.gethostname(), mine))
+    everyone = groups.all_gather_object((socket.gethostname(), mine))
     fix = "start all ranks with the same file and the same flags"
     findings = []
     for key in mine:
@@ -327,4 +328,4 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     names = sorted({hosts[rank] for rank in ranks})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     hosts_named = f"{'host' if len(names) == 1 else 'hosts'} {', '.join(names[:3])}{more}"
-    return f"{groups.named(ranks)} ({hosts_named})"
+    return f"{groups.format_ranks(ranks)} ({hosts_named})"

@@ -25,7 +25,7 @@ from megatune.data.tokenizer_files import stop_tokens
 from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.model import Chunk
-from megatune.engine.step import evaluating, likeliest_tokens
+from megatune.engine.step import eval_mode, greedy_tokens
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training.agreement import on_rank_0
 from megatune.training.callbacks.base import Generated
@@ -131,7 +131,7 @@ class Answerer:
             beat: called before each token, with its number.
         """
         rows = [_Row(prompt) for prompt in self.prompts]
-        with evaluating(model):
+        with eval_mode(model):
             for number in range(self.most):
                 beat(number)
                 if not (left := [row for row in rows if not row.stopped]):
@@ -158,11 +158,11 @@ class Answerer:
                 self.collator([documents[number - start] for number in part], length, shard=self.shard)
                 for part in parts
             ]
-            for part, tokens in zip(parts, likeliest_tokens(model, batches), strict=False):
+            for part, tokens in zip(parts, greedy_tokens(model, batches), strict=False):
                 if keeps and part:
                     ends = [len(documents[number - start].input_ids) - 2 for number in part]
                     found[part.start : part.stop : part.step] = tokens[range(len(part)), ends]
-        groups.add_up(found)
+        groups.all_reduce(found)
         return [int(token) for token in found.tolist()]
 
     def report(self, step: int, answers: Sequence[Sequence[int]]) -> Generated:

@@ -209,7 +209,7 @@ def _raise_damage(checkpoint: Path) -> None:
     """Raise what any rank found while it loaded. Collective."""
     check = end_check()
     mine = [] if check is None else [*check.problems.values()]
-    if problems := sorted({problem for part in groups.gather(mine) for problem in part}):
+    if problems := sorted({problem for part in groups.all_gather_object(mine) for problem in part}):
         raise DamagedCheckpointError([Finding(each, str(checkpoint)) for each in problems], ExitCode.INPUT)
 
 

@@ -235,7 +235,7 @@ def _machines(context: RankContext) -> Machines | None:
     if context.rank == 0:
         store = open_store(context.master_addr)
         _stores.append(store)
-        groups.post("stream store", str(store.port))
+        groups.store_set("stream store", str(store.port))
     port = int(wait_for_note(context, "stream store"))
     return Machines(context.node_rank, num_machines(context), context.master_addr, port)
 

@@ -146,14 +146,14 @@ def without_unreadable(
     Raises:
         MegatuneError: DATA, on every rank, naming the files.
     """
-    if not groups.total(sum(len(batch.unreadable) for batch in batches)):
+    if not groups.sum_over_ranks(sum(len(batch.unreadable) for batch in batches)):
         return list(batches), []
     mine = [
         (coords.dp_rank, number, each._replace(document=each.document - each.document % batch.documents_per_sample))
         for number, batch in enumerate(batches)
         for each in batch.unreadable
     ]
-    found = list(dict.fromkeys(each for of_rank in groups.gather(mine) for each in of_rank))
+    found = list(dict.fromkeys(each for of_rank in groups.all_gather_object(mine) for each in of_rank))
     if refuse:
         findings = [Finding(each.reason, each.where, each.detail) for _, _, each in found[:MOST_NAMED]]
         fix = "repair the files, or write on_bad_row: skip, which leaves their rows out of the loss"

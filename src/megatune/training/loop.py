@@ -124,7 +124,7 @@ class Trainer:
                 if error.exit_code == ExitCode.NOT_FINITE:  # raised on all ranks
                     self._settle()
                 raise
-            memory = groups.gather(self.memory.now)
+            memory = groups.all_gather_object(self.memory.now)
         finally:
             if manual_gc:
                 gc.enable()
@@ -142,7 +142,7 @@ class Trainer:
 
     def _train(self) -> Outcome:
         steps = range(self.state.step, self.schedule.total_steps)
-        self._pace = Pace(groups.gather(Place(socket.gethostname(), self.assembly.coords.pp_rank)))
+        self._pace = Pace(groups.all_gather_object(Place(socket.gethostname(), self.assembly.coords.pp_rank)))
         self._clock, read = StepClock(), self._read(steps)
         if self.settings.evaluation.eval_on_start and self.state.step == 0:
             self.callbacks.on_evaluate(self._evaluate())

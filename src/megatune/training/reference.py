@@ -38,7 +38,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.model import Chunk
-from megatune.engine.sequences import LocalBatch, MicroBatch, document_sums
+from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, evaluate
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -99,7 +99,7 @@ class Reference:
         companions = None if feed.companions is None else feed.companions.rows
         optional = (feed.evaluation, companions, feed.companions_evaluation)
         parts = [steps.rows, *(rows for rows in optional if rows is not None)]
-        missing = [rows for rows in parts if groups.total(int(not self._is_kept(rows)))]
+        missing = [rows for rows in parts if groups.sum_over_ranks(int(not self._is_kept(rows)))]
         kept = {rows.digest: self._path(rows) for rows in parts}
         began = time.monotonic()
         if missing and not self.is_loaded:
@@ -200,7 +200,7 @@ class Reference:
                 _write(path, values)
             written = str(path)
         # Ranks of a machine are next to each other.
-        return Path(groups.gather(written)[self.context.rank - self.context.local_rank])
+        return Path(groups.all_gather_object(written)[self.context.rank - self.context.local_rank])
 
 
 def open_reference(
@@ -294,7 +294,7 @@ class _LogProbs:
         return torch.zeros((), dtype=torch.int64)
 
     def __call__(self, token_losses: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        sums = document_sums(-token_losses.double(), batch.sequences)
+        sums = sequence_sums(-token_losses.double(), batch.sequences)
         self.of_micro_batches.append(sums.to(token_losses.dtype))
         return ObjectiveOutput(token_losses.new_zeros(()), replicated=True)
 
@@ -348,5 +348,5 @@ def row_log_probs(
 
     with progress:
         evaluate(model, batches(), found)
-    groups.add_up(values)
+    groups.all_reduce(values)
     return values.cpu().numpy()

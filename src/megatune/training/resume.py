@@ -109,9 +109,9 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
     progress = _Reading(context, key, Progress("verifying", total, shows=context.rank == 0))
     heads = later[context.rank :: context.world_size]
     _verify_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads, progress)
-    while (posted := groups.posted(f"{key}/all")) is None:
+    while (posted := groups.store_get(f"{key}/all")) is None:
         if context.rank == 0 and None not in (gathered := [problems for _, problems in progress.gather()]):
-            groups.post(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
+            groups.store_set(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
             continue
         context.beat("verify", 0)
         time.sleep(_POLL_SECONDS)
@@ -191,14 +191,14 @@ class _Reading:
         """Note what is read, and at the end what is wrong. No beat without progress: a disk that hangs is noticed."""
         if self._read > self._posted or problems is not None:
             self._posted = self._read
-            groups.post(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
+            groups.store_set(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
             self._context.beat("verify", 0)
         if self._context.rank == 0 and time.monotonic() - self._gathered > _GATHER_SECONDS:
             self.gather()
 
     def gather(self) -> list[tuple[int, list[str] | None]]:
         """Read every rank's note: bytes, and what is wrong once it has read all."""
-        posted = [groups.posted(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
+        posted = [groups.store_get(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
         notes = [json.loads(note) if note else (0, None) for note in posted]
         self._gathered = time.monotonic()
         self.shown.to(sum(num_bytes for num_bytes, _ in notes))
@@ -220,7 +220,7 @@ def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> st
     paths = weight_files(model_dir) + [path for each in merged for path in SafetensorsFolder(each, ADAPTER).files()]
     files = [FileDigest(str(path), path.stat().st_size, "") for path in paths]
     mine = [(file.size, remembered_digest(Path(file.name))) for file in shares(files, context.world_size)[context.rank]]
-    digests = sorted(digest for part in groups.gather(mine) for digest in part)
+    digests = sorted(digest for part in groups.all_gather_object(mine) for digest in part)
     if (form := form_of(finetuning)) is not None:
         digests.append((0, repr(form)))
     return xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())

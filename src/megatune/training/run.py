@@ -97,7 +97,7 @@ def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, 
             return _train_from(damaged, context, settings, run_yaml, *args, **options)
         except DamagedCheckpointError as error:
             damaged[Path(error.findings[0].where)] = error.findings
-        groups.unbuild()
+        groups.destroy_model_parallel()
 
 
 def _train_from(

@@ -86,10 +86,10 @@ class CheckpointSaver:
         gather_parameters(self._assembly.model)
         files = CheckpointFiles(self._assembly, self._settings, state, beside)
         copies = max(0, files.num_bytes - self._buffers.num_bytes)  # what the last copies were made into is there
-        claims = groups.gather((socket.gethostname(), copies, free_memory()))
-        needed = groups.total(files.num_bytes)
+        claims = groups.all_gather_object((socket.gethostname(), copies, free_memory()))
+        needed = groups.sum_over_ranks(files.num_bytes)
         if self._settings.checkpoint.save_format == "torch_dist":
-            needed += groups.total(files.model_bytes)
+            needed += groups.sum_over_ranks(files.model_bytes)
         on_rank_0(lambda: self._ensure_place(needed))
         folder = on_rank_0(lambda: self._store.begin(state.step))
         background = background and self._has_memory(claims)
@@ -202,7 +202,7 @@ class _Save(threading.Thread):
             os.nice(_NICENESS)  # on Linux of this thread alone
         outcome: object
         try:
-            with device.of_thread(self._device), writing(self._folder, self._needed):
+            with device.bind_thread(self._device), writing(self._folder, self._needed):
                 outcome = [FileDigest(file.name, file.size, file.digest) for file in self._stream.write()]
         except Exception as error:
             outcome = self._error = error
@@ -223,7 +223,7 @@ class _Save(threading.Thread):
             MegatuneError: CANNOT_WRITE.
         """
         written = -1
-        for pause in groups.pauses():
+        for pause in groups.poll_intervals():
             if (found := find_outcome(_COMMITTED, self._token, 0)) is not None:
                 break
             if self._has_written or self._stream.written > written:  # a disk that hangs is noticed

@@ -17,7 +17,7 @@ from megatune.bridge.parameters import LocalParameter
 from megatune.config.groups.optimizer import OptimizerSettings
 from megatune.data.batches import Batch
 from megatune.engine import device, groups, optimizer
-from megatune.engine.agreement import Held, check_agreement, check_scalars
+from megatune.engine.agreement import NamedValues, check_agreement, check_scalars
 from megatune.engine.collectives import BusyTime
 from megatune.engine.layers.moe.router import expert_biases
 from megatune.engine.model import gather_parameters
@@ -124,7 +124,7 @@ def check_gradients(assembly: Assembly, step: int) -> None:
     """
     shards = optimizer.main_shards(assembly.optimizer)
     held = [
-        Held(_name(local, assembly), local.parameter, shards[local.parameter].grad)
+        NamedValues(_name(local, assembly), local.parameter, shards[local.parameter].grad)
         for local in assembly.parameters
         if local.parameter in shards
     ]
@@ -141,7 +141,7 @@ def check_weights(assembly: Assembly, step: int, **values: float) -> None:
     kept = {f"the optimizer's {name}": value for name, value in optimizer.scalars(assembly.optimizer).items()}
     check_scalars(f"step {step}", {"step": step, **values, **kept})
     gather_parameters(assembly.model)
-    held = [Held(_name(local, assembly), local.parameter, local.kept) for local in assembly.parameters]
+    held = [NamedValues(_name(local, assembly), local.parameter, local.kept) for local in assembly.parameters]
     check_agreement(f"step {step}: weights", held)
 
 
@@ -160,7 +160,7 @@ def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
         if local.parameter in shards and not shards[local.parameter].grad.isfinite().all()
         for name in local.hf_shapes(assembly.architecture)
     ]
-    return {rank: names for rank, names in enumerate(groups.gather(mine)) if names}
+    return {rank: names for rank, names in enumerate(groups.all_gather_object(mine)) if names}
 
 
 SCHEDULER_TYPES = (

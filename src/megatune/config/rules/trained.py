@@ -16,7 +16,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.peft_form import peft_problems
-from megatune.families.selection import SWITCHES, is_frozen, is_whole_match
+from megatune.families.selection import FREEZE_SETTINGS, is_frozen, is_whole_match
 from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
 from megatune.families.weights import HFTensor, Stack, layers_of
 
@@ -119,7 +119,7 @@ def parts(context: Context) -> Iterator[Problem]:
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     having = {weight.stack for weight in weights if weight.engine in beside}
     for stack in {weight.stack: None for weight in weights if weight.stack in _PARTS}:
-        switch = SWITCHES[stack]
+        switch = FREEZE_SETTINGS[stack]
         if stack in having or getattr(finetuning, switch) is not False:
             continue
         what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
@@ -192,9 +192,9 @@ def _layers_that_match(target: str, architecture: Architecture) -> str:
 
 
 def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> Problem:
-    (switch, *_) = (SWITCHES[stack] for stack in SWITCHES if stack in stacks)
+    (switch, *_) = (FREEZE_SETTINGS[stack] for stack in FREEZE_SETTINGS if stack in stacks)
     if getattr(finetuning, switch) is None:
-        switch = SWITCHES[Stack.VISION]
+        switch = FREEZE_SETTINGS[Stack.VISION]
     part = _PARTS.get(next(iter(stacks)), "language model")
     what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
     fix = f"write `{switch}: false`, or remove {target}"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class Cut(Enum):
+class Sharding(Enum):
     """Which features of a layer ranks share, and who sums what they find.
 
     OUTPUTS and INPUTS: the adapter, as the layer beside it. OUTPUTS_GATHERED and INPUTS_PARTIAL: others, before and
@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
         decomposed: bool,
         scale: float,
         dropout: float,
-        cut: Cut,
+        sharding: Sharding,
         group: ProcessGroup,
         sequence_parallel: bool,
     ) -> None:
@@ -84,13 +84,13 @@ class Adapter(torch.nn.Module):
         self.lora_A, self.lora_B = parameter(*a_shape), parameter(*b_shape)
         self.magnitude = parameter(*b_shape[:-1]) if decomposed else None
         self.rows, self.scale, self.dropout, self.enabled = rows, scale, dropout, True
-        self.cut, self.group, self.sequence_parallel = cut, group, sequence_parallel
+        self.sharding, self.group, self.sequence_parallel = sharding, group, sequence_parallel
         self._squared_rows: Tensor | None = None
         if sequence_parallel:
             # Each rank finds the gradient of its own tokens; Megatron-Core sums those of parameters with this mark.
-            whole = {Cut.OUTPUTS: (self.lora_A,), Cut.INPUTS: (self.lora_B, self.magnitude)}
+            whole = {Sharding.OUTPUTS: (self.lora_A,), Sharding.INPUTS: (self.lora_B, self.magnitude)}
             every = (self.lora_A, self.lora_B, self.magnitude)
-            for each in every if cut is Cut.NONE else whole.get(cut, ()):
+            for each in every if sharding is Sharding.NONE else whole.get(sharding, ()):
                 if each is not None:
                     each.sequence_parallel = True  # type: ignore[attr-defined]
 
@@ -119,7 +119,7 @@ class Adapter(torch.nn.Module):
     def a(self, dtype: torch.dtype) -> Tensor:
         """Return A, [n · r, i]."""
         part: Tensor = self.lora_A
-        if self.cut is Cut.OUTPUTS_GATHERED and self.group.size() > 1:
+        if self.sharding is Sharding.OUTPUTS_GATHERED and self.group.size() > 1:
             # Ranks find parts of its gradient: those of their outputs.
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
         return part.to(dtype)
@@ -127,7 +127,7 @@ class Adapter(torch.nn.Module):
     def b(self, dtype: torch.dtype) -> Tensor:
         """Return B, [o, n · r]: of an output those columns are not zero that meet its matrix's latent."""
         part: Tensor = self.lora_B
-        if self.cut is Cut.INPUTS_PARTIAL and self.group.size() > 1:
+        if self.sharding is Sharding.INPUTS_PARTIAL and self.group.size() > 1:
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
         part = part.to(dtype)
         return part if self.rows is None else (part.unsqueeze(-2) * self.rows.unsqueeze(-1)).flatten(-2)
@@ -140,7 +140,7 @@ class Adapter(torch.nn.Module):
         """
         if not self.dropout or not self.training:
             return x
-        if self.cut is Cut.INPUTS and not self.sequence_parallel:
+        if self.sharding is Sharding.INPUTS and not self.sequence_parallel:
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 return F.dropout(x, self.dropout)
         return F.dropout(x, self.dropout)
@@ -149,14 +149,14 @@ class Adapter(torch.nn.Module):
         """Bring the latent, [..., n · r], to the ranks that need it: all parts of a sum, or all tokens."""
         if self.group.size() == 1:
             return latent
-        match self.cut, self.sequence_parallel:
-            case Cut.OUTPUTS, True:
+        match self.sharding, self.sequence_parallel:
+            case Sharding.OUTPUTS, True:
                 return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=self.group)
-            case Cut.OUTPUTS, False:
+            case Sharding.OUTPUTS, False:
                 return copy_to_tensor_model_parallel_region(latent, group=self.group)
-            case Cut.INPUTS, True:
+            case Sharding.INPUTS, True:
                 return reduce_scatter_to_sequence_parallel_region(latent, group=self.group)
-            case Cut.INPUTS, False:
+            case Sharding.INPUTS, False:
                 return reduce_from_tensor_model_parallel_region(latent, group=self.group)
         return latent
 
@@ -172,7 +172,7 @@ class Adapter(torch.nn.Module):
             self._squared_rows = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
         products = F.linear(weight, a.to(weight.dtype)).float()
         squared = self._squared_rows + self.scale * (b * (2 * products + self.scale * (b @ (a @ a.t())))).sum(-1)
-        if self.cut is Cut.INPUTS and self.group.size() > 1:
+        if self.sharding is Sharding.INPUTS and self.group.size() > 1:
             torch.distributed.all_reduce(squared, group=self.group)
         return squared.sqrt()
 

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.config.kernels import LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_ON_CPU
 from megatune.engine import device
-from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
+from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gradient
 
 CHUNK_BYTES = LOSS_CHUNK_BYTES if device.HAS_GPU else LOSS_CHUNK_BYTES_ON_CPU
 
@@ -51,10 +51,10 @@ class OutputLayer(ColumnParallelLinear):
         head: Head | None = None,
     ) -> tuple[Tensor, None]:
         """Compute logits, or with `labels` and `trained` token losses or what the head asks for in their place; see
-        `token_losses`, `likeliest_tokens` and `Teaching.divergences`."""
+        `token_losses`, `greedy_tokens` and `TeacherOutputs.divergences`."""
         if labels is None or trained is None:
             logits, bias = super().forward(input_, weight)
-            return soft_capped(logits, self.softcap), bias
+            return apply_softcap(logits, self.softcap), bias
         weight = self.weight if weight is None else weight
         part, head = self.part, head or PLAIN
         if head.divergences is not None:
@@ -62,23 +62,23 @@ class OutputLayer(ColumnParallelLinear):
             if head.losses:
                 found = torch.stack((found, token_losses(input_, weight, labels, trained, part)), -1)
             return found, None
-        if head.greedy:
-            return likeliest_tokens(input_, weight, labels, trained, part), None
+        if head.only_greedy:
+            return greedy_tokens(input_, weight, labels, trained, part), None
         found = token_losses(input_, weight, labels, trained, part, head)
-        if head.likeliest:
-            tokens = likeliest_tokens(input_, weight, labels, trained, part)
+        if head.append_greedy:
+            tokens = greedy_tokens(input_, weight, labels, trained, part)
             found = torch.cat((found.view(*labels.shape, -1), tokens[..., None]), -1)
         return found, None
 
     @property
-    def part(self) -> VocabularyPart:
+    def part(self) -> VocabularyShard:
         """What this rank holds of the vocabulary."""
         first = self.tp_group.rank() * self.output_size_per_partition
-        return VocabularyPart(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
+        return VocabularyShard(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
 
 
-# `divergence.Teaching.divergences`: (hidden states, weight, labels, trained, part, temperature) -> fp32 [b, s].
-Divergences: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, VocabularyPart, float], Tensor]"
+# `divergence.TeacherOutputs.divergences`: (hidden states, weight, labels, trained, part, temperature) -> fp32 [b, s].
+Divergences: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, VocabularyShard, float], Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class Head:
     entropy: bool = False
     uniform: bool = False
     top: int = 0
-    likeliest: bool = False
-    greedy: bool = False
+    append_greedy: bool = False
+    only_greedy: bool = False
     hidden: bool = False
     divergences: Divergences | None = None
     losses: bool = False
@@ -118,7 +118,7 @@ PLAIN = Head()
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyPart:
+class VocabularyShard:
     """What a tensor-parallel rank holds of the vocabulary.
 
     Attributes:
@@ -156,7 +156,7 @@ def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
 
 
 def token_losses(
-    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart, head: Head = PLAIN
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyShard, head: Head = PLAIN
 ) -> Tensor:
     """Compute cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
 
@@ -170,26 +170,26 @@ def token_losses(
     Returns:
         fp32 [b, s], or, where the head has a second number, [b, s, 2]; 0 where a token is not trained.
     """
-    targets, rows = labels.reshape(-1).index_select(0, trained), places_in_states(labels, trained)
+    targets, rows = labels.reshape(-1).index_select(0, trained), hidden_state_indices(labels, trained)
     found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
-    return at_labels(found, labels, trained)
+    return scatter_to_labels(found, labels, trained)
 
 
-def places_in_states(labels: Tensor, trained: Tensor) -> Tensor:
+def hidden_state_indices(labels: Tensor, trained: Tensor) -> Tensor:
     """Return where trained tokens are in flattened hidden states, [s · b]: int64 [n]; see `token_losses`."""
     b, s = labels.shape
     return trained % s * b + trained // s
 
 
-def at_labels(found: Tensor, labels: Tensor, trained: Tensor) -> Tensor:
+def scatter_to_labels(found: Tensor, labels: Tensor, trained: Tensor) -> Tensor:
     """Put values of trained tokens, [n, ...], where their labels are, [b, s, ...]; 0 elsewhere."""
     kept = found.shape[1:]
     return found.new_zeros(labels.numel(), *kept).index_copy(0, trained, found).view(*labels.shape, *kept)
 
 
 @torch.no_grad()
-def likeliest_tokens(
-    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyPart
+def greedy_tokens(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyShard
 ) -> Tensor:
     """Find the token with the largest logit, the first of several that are equal, as `torch.argmax` does.
 
@@ -199,8 +199,8 @@ def likeliest_tokens(
         fp32 [b, s], which holds every number of a token exactly; 0 where a token has no label. One collective of 2 · n
         numbers.
     """
-    inputs = gathered(hidden_states, part)
-    rows = places_in_states(labels, trained)
+    inputs = gather_hidden_states(hidden_states, part)
+    rows = hidden_state_indices(labels, trained)
     best = inputs.new_full((2, len(rows)), -torch.inf, dtype=torch.float32)  # logits, and their tokens
     for chunk in part.chunks(len(rows)):
         logits = inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t()
@@ -211,7 +211,7 @@ def likeliest_tokens(
         parts = best.new_empty(part.size, *best.shape)
         torch.distributed.all_gather_into_tensor(parts.view(-1, len(rows)), best, group=part.group)
         best = parts.gather(0, parts[:, 0].argmax(0).expand(1, 2, -1))[0]
-    return at_labels(best[1], labels, trained)
+    return scatter_to_labels(best[1], labels, trained)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -220,15 +220,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_states: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, part: VocabularyPart, head: Head
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        part: VocabularyShard,
+        head: Head,
     ) -> Tensor:
-        inputs = gathered(hidden_states, part)
+        inputs = gather_hidden_states(hidden_states, part)
         real_weight = weight[: part.num_rows]
         columns, is_mine = _local(targets, part)
         log_sums = inputs.new_full(targets.shape, -torch.inf, dtype=torch.float32)
         target_logits, seconds = torch.zeros_like(log_sums), _no_seconds(log_sums, head)
         for chunk in part.chunks(len(rows)):
-            logits = soft_capped(inputs.index_select(0, rows[chunk]) @ real_weight.t(), part.softcap)
+            logits = apply_softcap(inputs.index_select(0, rows[chunk]) @ real_weight.t(), part.softcap)
             target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
             log_sums[chunk], seconds[:, chunk] = _reduced(logits, head)
             del logits  # before the next chunk's are made
@@ -268,14 +274,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return found.scatter_(1, here, torch.where(is_mine[chunk, None], there, found.gather(1, here)))
 
         parts, needed = part.chunks(len(rows)), ctx.needs_input_grad[:2]
-        return *propagated(hidden_states, weight, rows, part, parts, gradient, needed), None, None, None, None
+        return *backward_from_logits(hidden_states, weight, rows, part, parts, gradient, needed), None, None, None, None
 
 
-def propagated(
+def backward_from_logits(
     hidden_states: Tensor,
     weight: Tensor,
     rows: Tensor,
-    part: VocabularyPart,
+    part: VocabularyShard,
     parts: Iterable[slice],
     gradient: Callable[[slice, Tensor], Tensor],
     needed: Sequence[bool],
@@ -287,7 +293,7 @@ def propagated(
         gradient: returns it of some tokens' logits, [c, v], which it may overwrite.
         needed: which of the two are.
     """
-    inputs, real_weight = gathered(hidden_states, part), weight[: part.num_rows]
+    inputs, real_weight = gather_hidden_states(hidden_states, part), weight[: part.num_rows]
     grad_inputs = torch.zeros_like(inputs) if needed[0] else None
     # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
     # the weight, and that one is there.
@@ -297,7 +303,7 @@ def propagated(
         total = torch.zeros_like(weight, dtype=torch.float32)
     for chunk in parts:
         some = inputs.index_select(0, rows[chunk])
-        logits = soft_capped(some @ real_weight.t(), part.softcap)
+        logits = apply_softcap(some @ real_weight.t(), part.softcap)
         slope = None if part.softcap is None else 1 - (logits / part.softcap).square_()
         grad_logits = gradient(chunk, logits)
         del logits
@@ -313,10 +319,10 @@ def propagated(
         grad_hidden_states = _reduce(grad_inputs.view(-1, *hidden_states.shape[1:]), part)
     if not needed[1]:
         return grad_hidden_states, None
-    return grad_hidden_states, total.to(weight.dtype) if main_grad is None else announced_gradient(weight)
+    return grad_hidden_states, total.to(weight.dtype) if main_grad is None else placeholder_gradient(weight)
 
 
-def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Return softcap · tanh(logits / softcap); the logits where there is no cap."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -396,7 +402,7 @@ def _wide(logits: Tensor, temperature: float) -> Tensor:
     return logits.float() if temperature == 1 else logits.float().div_(temperature)
 
 
-def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+def _local(targets: Tensor, part: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Find where the targets are among this rank's rows, int64 [n], and whether they are there at all, bool [n]."""
     columns = targets - part.first
     is_mine = (columns >= 0) & (columns < part.num_rows)
@@ -404,7 +410,7 @@ def _local(targets: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
 
 
 def _combine(
-    log_sums: Tensor, target_logits: Tensor, seconds: Tensor, part: VocabularyPart, head: Head
+    log_sums: Tensor, target_logits: Tensor, seconds: Tensor, part: VocabularyShard, head: Head
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine those of the parts to those of the whole vocabulary, fp32 [n], [n] and [m, n]."""
     if part.size == 1 or not len(log_sums):
@@ -421,7 +427,7 @@ def _combine(
     return whole, all_parts[:, 1].sum(0), seconds
 
 
-def gathered(hidden_states: Tensor, part: VocabularyPart, *, apart: bool = False) -> Tensor:
+def gather_hidden_states(hidden_states: Tensor, part: VocabularyShard, *, apart: bool = False) -> Tensor:
     """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that
     Megatron-Core's linear layers gather into, until the next one of them does, or `apart` from it."""
     if part.sequence_parallel:
@@ -433,7 +439,7 @@ def gathered(hidden_states: Tensor, part: VocabularyPart, *, apart: bool = False
     return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
-def _reduce(grad_inputs: Tensor, part: VocabularyPart) -> Tensor:
+def _reduce(grad_inputs: Tensor, part: VocabularyShard) -> Tensor:
     """Return the sum of the ranks' gradients of all tokens [s, b, h]: [s, b, h], or this rank's [s / tp, b, h]."""
     if part.sequence_parallel:
         mine = grad_inputs.new_empty(len(grad_inputs) // part.size, *grad_inputs.shape[1:])

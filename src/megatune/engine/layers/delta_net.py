@@ -2,7 +2,7 @@
 
 Legend: s tokens of a whole row, cp context-parallel ranks, s' the tokens of a rank: s / cp, with sequence parallelism
 s / cp / tp; b rows; h hidden size; k key heads and n = r · k value heads of this rank; d channels of a query and a key,
-e channels of a value; P the places of `Documents`.
+e channels of a value; P the places of `SequenceLayout`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from megatune.architecture import DeltaNet
 from megatune.engine.layers.attention.core import back_to_tokens
-from megatune.engine.layers.attention.spans import gathered
-from megatune.engine.layers.delta_rule import Documents, chunked, documents_of
-from megatune.engine.layers.gradients import keeping_inputs
-from megatune.engine.layers.norm import wide_of
+from megatune.engine.layers.attention.spans import gather_order
+from megatune.engine.layers.delta_rule import SequenceLayout, chunked, sequence_layout
+from megatune.engine.layers.gradients import recompute_in_backward
+from megatune.engine.layers.norm import upcast
 from megatune.engine.sequences import Sequences
 
 
@@ -86,12 +86,12 @@ class GatedDeltaNet(torch.nn.Module):
         if group.size() > 1:
             rows = _whole_rows(rows, boundaries, group)
             weights = [each.chunk(group.size())[group.rank()] for each in weights]
-        output = self._mix(rows, weights, documents_of(boundaries, delta.conv_kernel_size))
+        output = self._mix(rows, weights, sequence_layout(boundaries, delta.conv_kernel_size))
         if group.size() > 1:
             output = back_to_tokens(output, boundaries, group)
         return self.out_proj(output.flatten(2))[0], None
 
-    def _mix(self, rows: Tensor, weights: list[Tensor], documents: Documents) -> Tensor:
+    def _mix(self, rows: Tensor, weights: list[Tensor], layout: SequenceLayout) -> Tensor:
         """Take whole rows [s, b, k, rows of a key head] to [s, b, k, r · e].
 
         Args:
@@ -100,14 +100,14 @@ class GatedDeltaNet(torch.nn.Module):
         delta, (conv_weight, A_log, dt_bias) = self.delta, weights
         r, d, e = delta.values_per_key, delta.key_head_dim, delta.value_head_dim
         qkv, z, b, a = rows.split((2 * d + r * e, r * e, r, r), -1)
-        mixed = convolve(qkv, conv_weight, documents)
+        mixed = convolve(qkv, conv_weight, layout)
         query, key, value = mixed.split((d, d, r * e), -1)
-        decay = -wide_of(A_log).exp() * F.softplus(wide_of(a) + wide_of(dt_bias))
+        decay = -upcast(A_log).exp() * F.softplus(upcast(a) + upcast(dt_bias))
         # Heads of values are never moved: a copy would be kept beside the projection.
-        output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), documents)
+        output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), layout)
         # Every tensor-parallel rank has the norm's weight, and the gradient from its own heads.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
-        gated = keeping_inputs(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
+        gated = recompute_in_backward(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
         return gated.flatten(3)
 
 
@@ -117,19 +117,19 @@ def _parameter(*shape: int) -> torch.nn.Parameter:
 
 def _normalize_and_gate(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return RMSNorm of the last dimension, times silu(gate); both [..., e]."""
-    wide = wide_of(hidden_states)
-    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * wide_of(weight)
-    return (normalized * F.silu(wide_of(gate))).to(hidden_states.dtype)
+    wide = upcast(hidden_states)
+    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * upcast(weight)
+    return (normalized * F.silu(upcast(gate))).to(hidden_states.dtype)
 
 
 def _whole_rows(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
     """Exchange tokens for key heads: [s / cp, b, k, ...] to [s, b, k / cp, ...], in the order of the row."""
-    to_row, _ = gathered(boundaries, group.size())
+    to_row, _ = gather_order(boundaries, group.size())
     sent = rows.unflatten(2, (group.size(), -1)).movedim(2, 0).contiguous()
     return all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
 
 
-def convolve(rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:
+def convolve(rows: Tensor, weight: Tensor, layout: SequenceLayout) -> Tensor:
     """Mix each channel's last tokens of its document, causally, and apply silu; the arguments are kept for backward.
 
     Args:
@@ -139,7 +139,7 @@ def convolve(rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:
     Returns:
         A tensor as `rows`.
     """
-    output: Tensor = _Convolution.apply(rows, weight, documents)
+    output: Tensor = _Convolution.apply(rows, weight, layout)
     return output
 
 
@@ -147,19 +147,19 @@ class _Convolution(torch.autograd.Function):
     """Autograd would keep the row once for each tap, and add up as many gradients of it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, documents: Documents) -> Tensor:  # type: ignore[override]
-        ctx.documents = documents
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, layout: SequenceLayout) -> Tensor:  # type: ignore[override]
+        ctx.layout = layout
         ctx.save_for_backward(rows, weight)
-        mixed = _mixed(_placed(rows, documents), _taps(weight))
-        return F.silu(_tokens(mixed, documents)).to(rows.dtype)
+        mixed = _mixed(_placed(rows, layout), _taps(weight))
+        return F.silu(_tokens(mixed, layout)).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows, weight), documents = ctx.saved_tensors, ctx.documents
-        placed, taps = _placed(rows, documents), _taps(weight)
-        mixed = _tokens(_mixed(placed, taps), documents)
-        grad_mixed = _placed(torch.ops.aten.silu_backward(wide_of(grad), mixed), documents)
+        (rows, weight), layout = ctx.saved_tensors, ctx.layout
+        placed, taps = _placed(rows, layout), _taps(weight)
+        mixed = _tokens(_mixed(placed, taps), layout)
+        grad_mixed = _placed(torch.ops.aten.silu_backward(upcast(grad), mixed), layout)
         end = len(placed)
         grad_taps = [torch.mul(grad_mixed[back:], placed[: end - back]).sum((0, 1)) for back in range(len(taps))]
         # Places behind a token hold no gradient of another document.
@@ -167,22 +167,22 @@ class _Convolution(torch.autograd.Function):
         for back, tap in enumerate(taps[1:], 1):
             grad_placed[:-back].addcmul_(grad_mixed[back:], tap)
         grad_weight = torch.stack(grad_taps[::-1], -1).to(weight.dtype)
-        return _tokens(grad_placed, documents).to(rows.dtype), grad_weight, None
+        return _tokens(grad_placed, layout).to(rows.dtype), grad_weight, None
 
 
 def _taps(weight: Tensor) -> list[Tensor]:
     """Return the weights of a token's own tap, of the token before it, and so on: [k, channels] each."""
-    return [each.contiguous() for each in reversed(wide_of(weight).unbind(-1))]
+    return [each.contiguous() for each in reversed(upcast(weight).unbind(-1))]
 
 
-def _placed(rows: Tensor, documents: Documents) -> Tensor:
+def _placed(rows: Tensor, layout: SequenceLayout) -> Tensor:
     """Put tokens [s, ...] to their places [P, ...], with zeros where none is."""
-    wide = wide_of(rows)
-    return wide.new_zeros(documents.num_places, *wide.shape[1:]).index_copy_(0, documents.places, wide)
+    wide = upcast(rows)
+    return wide.new_zeros(layout.num_places, *wide.shape[1:]).index_copy_(0, layout.places, wide)
 
 
-def _tokens(placed: Tensor, documents: Documents) -> Tensor:
-    return placed.index_select(0, documents.places)
+def _tokens(placed: Tensor, layout: SequenceLayout) -> Tensor:
+    return placed.index_select(0, layout.places)
 
 
 def _mixed(placed: Tensor, taps: list[Tensor]) -> Tensor:

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatune.engine import device
-from megatune.engine.layers.norm import wide_of
+from megatune.engine.layers.norm import upcast
 
 CHUNK = 64
 # Patterns that are kept: more than micro-batches are under way in a pipeline.
 _REMEMBERED = 64
 
 
-class Documents(NamedTuple):
-    """The documents of a row; every tensor is on the device.
+class SequenceLayout(NamedTuple):
+    """The layout of a row; every tensor is on the device.
 
     Attributes:
         sees: bool [N, C, C + 1], whether a token sees an earlier one, or itself, of its chunk: of its document.
@@ -46,7 +46,7 @@ class Documents(NamedTuple):
 
 
 @lru_cache(_REMEMBERED)
-def documents_of(boundaries: tuple[int, ...], num_taps: int) -> Documents:
+def sequence_layout(boundaries: tuple[int, ...], num_taps: int) -> SequenceLayout:
     """Return what a row's boundaries say.
 
     Args:
@@ -60,7 +60,7 @@ def documents_of(boundaries: tuple[int, ...], num_taps: int) -> Documents:
     earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     sees = (padded[:, :, None] == seen[:, None, :]) & torch.nn.functional.pad(earlier, (0, 1), value=True)
     places = torch.arange(s) + gap * document
-    return Documents(device.send(sees), device.send(places), s + gap * len(boundaries))
+    return SequenceLayout(device.send(sees), device.send(places), s + gap * len(boundaries))
 
 
 # Chunks that are in memory at once, with all that is computed of them.
@@ -68,7 +68,7 @@ _CHUNKS_AT_ONCE = 16
 _NORM_EPSILON = 1e-6  # Transformers' l2norm has it
 
 
-def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Documents) -> Tensor:
+def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout) -> Tensor:
     """Apply the rule inside each document, in fp32 at least; the backward pass keeps the arguments and little else.
 
     Args:
@@ -80,7 +80,7 @@ def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tens
     Returns:
         [s, b, k, r, e] in the dtype of the value.
     """
-    output: Tensor = _Chunked.apply(query.unsqueeze(3), key.unsqueeze(3), value, decay, beta, documents)
+    output: Tensor = _Chunked.apply(query.unsqueeze(3), key.unsqueeze(3), value, decay, beta, layout)
     return output
 
 
@@ -88,13 +88,13 @@ def recurrent(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: tuple[int, ...]
 ) -> Tensor:
     """Apply the rule token by token, for arguments as those of `chunked`."""
-    query, key = (_normalize(wide_of(each)).unsqueeze(3).expand(*value.shape[:4], -1) for each in (query, key))
-    wide, outputs = wide_of(value), []
+    query, key = (_normalize(upcast(each)).unsqueeze(3).expand(*value.shape[:4], -1) for each in (query, key))
+    wide, outputs = upcast(value), []
     state = wide.new_zeros(*value.shape[1:4], key.shape[-1], value.shape[-1])
     for token in range(len(value)):
-        state = state * (wide_of(decay[token]).exp() * (token not in boundaries))[..., None, None]
+        state = state * (upcast(decay[token]).exp() * (token not in boundaries))[..., None, None]
         correction = wide[token] - torch.einsum("bkrde,bkrd->bkre", state, key[token])
-        correction = correction * wide_of(beta[token])[..., None]
+        correction = correction * upcast(beta[token])[..., None]
         state = state + torch.einsum("bkrd,bkre->bkrde", key[token], correction)
         outputs.append(torch.einsum("bkrde,bkrd->bkre", state, query[token] * key.shape[-1] ** -0.5))
     return torch.stack(outputs).to(value.dtype)
@@ -121,15 +121,15 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, documents: Documents
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout
     ) -> Tensor:
-        ctx.documents = documents
+        ctx.layout = layout
         rows = query, key, value, decay, beta
         state = _first_state(key, value)
         states, outputs = [], []
-        for part in _parts(documents):
+        for part in _parts(layout):
             states.append(state)
-            chunks = _inside([_cut(each, part) for each in rows], documents.sees[part])
+            chunks = _inside([_cut(each, part) for each in rows], layout.sees[part])
             before, state, corrections = _through(chunks, state)
             outputs.append(chunks.queries @ before + chunks.scores @ corrections)
         ctx.save_for_backward(*rows, *states)
@@ -138,15 +138,15 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, documents = ctx.saved_tensors, ctx.documents
+        saved, layout = ctx.saved_tensors, ctx.layout
         rows, states = saved[:5], saved[5:]
         grads: list[tuple[Tensor, ...]] = []
         grad_state = torch.zeros_like(states[0])
-        for part, state in reversed(list(zip(_parts(documents), states, strict=True))):
+        for part, state in reversed(list(zip(_parts(layout), states, strict=True))):
             inputs = [_cut(each, part).detach().requires_grad_() for each in rows]
             with torch.enable_grad():
-                chunks = _inside(inputs, documents.sees[part])
-            grad_outputs = wide_of(_cut(grad, part)).flatten(1, 3)
+                chunks = _inside(inputs, layout.sees[part])
+            grad_outputs = upcast(_cut(grad, part)).flatten(1, 3)
             grad_chunks, grad_state = _backward_through(
                 _Chunks(*(each.detach() for each in chunks)), state, grad_outputs, grad_state
             )
@@ -155,16 +155,16 @@ class _Chunked(torch.autograd.Function):
         return *(_joined(parts, row) for parts, row in zip(by_row, rows, strict=True)), None
 
 
-def _parts(documents: Documents) -> list[slice]:
+def _parts(layout: SequenceLayout) -> list[slice]:
     """Return the chunks that are computed together, one part after another."""
     size = _CHUNKS_AT_ONCE
-    return [slice(first, first + size) for first in range(0, len(documents.sees), size)]
+    return [slice(first, first + size) for first in range(0, len(layout.sees), size)]
 
 
 def _first_state(key: Tensor, value: Tensor) -> Tensor:
     """Return zeros [H, d, e]."""
     b, k, r, e = value.shape[1:]
-    return wide_of(value.new_zeros(())).new_zeros(b * k * r, key.shape[-1], e)
+    return upcast(value.new_zeros(())).new_zeros(b * k * r, key.shape[-1], e)
 
 
 def _cut(row: Tensor, part: slice) -> Tensor:
@@ -190,12 +190,12 @@ def _inside(rows: Sequence[Tensor], sees: Tensor) -> _Chunks:
 
     Args:
         rows: query, key, value, decay and beta, as `_cut` returns them.
-        sees: bool [N, C, C + 1], see Documents.
+        sees: bool [N, C, C + 1], see SequenceLayout.
     """
     query, key, value, decay, beta = rows
-    query, key = (_normalize(wide_of(each)) for each in (query, key))
+    query, key = (_normalize(upcast(each)) for each in (query, key))
     query = query * key.shape[-1] ** -0.5
-    value, decay, beta = (wide_of(each) for each in (value, decay, beta))
+    value, decay, beta = (upcast(each) for each in (value, decay, beta))
     between = _decay_between(decay, sees)
     between, from_start = between[..., :-1], between[..., -1:]
     to_end, kept = between[..., -1, :, None], from_start[..., -1:, :]

@@ -21,27 +21,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatune.engine.layers.cross_entropy import (
-    VocabularyPart,
-    at_labels,
+    VocabularyShard,
+    apply_softcap,
+    backward_from_logits,
     chunks,
-    gathered,
-    places_in_states,
-    propagated,
-    soft_capped,
+    gather_hidden_states,
+    hidden_state_indices,
+    scatter_to_labels,
 )
 
 _COPIES = 6  # fp32 tensors as large as a chunk's logits that are there together
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Teaching:
+class TeacherOutputs:
     """What a rank holds of a teacher's distributions of a micro-batch's tokens.
 
     Attributes:
         hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism, what goes into its output layer.
         weight: [rows, h], its output layer's rows of the same tokens as the model's part of the vocabulary.
         num_rows: how many of them are real in both vocabularies; others have no probability.
-        softcap: see `VocabularyPart`.
+        softcap: see `VocabularyShard`.
         beta: β.
         top_k: only the teacher's likeliest tokens of each place have a probability, in both; None: all have.
     """
@@ -59,7 +59,7 @@ class Teaching:
         weight: Tensor,
         labels: Tensor,
         trained: Tensor,
-        part: VocabularyPart,
+        part: VocabularyShard,
         temperature: float,
     ) -> Tensor:
         """Compute the divergence of each token's distribution, in fp32, of logits divided by the temperature.
@@ -69,9 +69,9 @@ class Teaching:
         Returns:
             fp32 [b, s]; 0 where a token is not trained.
         """
-        rows, shared = places_in_states(labels, trained), replace(part, num_rows=self.num_rows)
+        rows, shared = hidden_state_indices(labels, trained), replace(part, num_rows=self.num_rows)
         found = _Divergence.apply(hidden_states, weight, rows, shared, self, temperature)
-        return at_labels(found, labels, trained)
+        return scatter_to_labels(found, labels, trained)
 
 
 class _Divergence(torch.autograd.Function):
@@ -84,15 +84,18 @@ class _Divergence(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         rows: Tensor,
-        part: VocabularyPart,
-        teaching: Teaching,
+        part: VocabularyShard,
+        teaching: TeacherOutputs,
         temperature: float,
     ) -> Tensor:
-        inputs, theirs = gathered(hidden_states, part), gathered(teaching.hidden_states, part, apart=True)
+        inputs, theirs = (
+            gather_hidden_states(hidden_states, part),
+            gather_hidden_states(teaching.hidden_states, part, apart=True),
+        )
         # Of each token: of both what makes probabilities of logits, the smallest logit that counts, and two sums.
         kept = torch.zeros(7, len(rows), dtype=torch.float32, device=weight.device)
         for chunk in _parts(rows, weight):
-            own = soft_capped(inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t(), part.softcap)
+            own = apply_softcap(inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t(), part.softcap)
             own, other = own.float().div_(temperature), _logits(theirs, rows[chunk], teaching, temperature)
             least = _least(other, teaching.top_k, part)
             own, other = own.masked_fill_(other < least, -torch.inf), other.masked_fill_(other < least, -torch.inf)
@@ -110,7 +113,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_states, weight, rows, kept = ctx.saved_tensors
         part, teaching, temperature = ctx.part, ctx.teaching, ctx.temperature
-        theirs = gathered(teaching.hidden_states, part, apart=True)
+        theirs = gather_hidden_states(teaching.hidden_states, part, apart=True)
 
         def gradient(chunk: slice, logits: Tensor) -> Tensor:
             least, means = kept[4, chunk], kept[6, chunk]
@@ -123,7 +126,7 @@ class _Divergence(torch.autograd.Function):
             return weighted.sub_(probabilities.mul_(means[:, None])).mul_(scale).to(logits.dtype)
 
         parts = _parts(rows, weight) if part.num_rows else ()
-        found = propagated(hidden_states, weight, rows, part, parts, gradient, ctx.needs_input_grad[:2])
+        found = backward_from_logits(hidden_states, weight, rows, part, parts, gradient, ctx.needs_input_grad[:2])
         return *found, None, None, None, None
 
 
@@ -157,13 +160,13 @@ def _terms(own: Tensor, other: Tensor, sums: Tensor, beta: float) -> tuple[Tenso
     return weighted + beta * t * (other - mixed), weighted, p
 
 
-def _logits(inputs: Tensor, rows: Tensor, teaching: Teaching, temperature: float) -> Tensor:
+def _logits(inputs: Tensor, rows: Tensor, teaching: TeacherOutputs, temperature: float) -> Tensor:
     """Compute the teacher's logits of some tokens, fp32 [c, v]."""
     found = inputs.index_select(0, rows) @ teaching.weight[: teaching.num_rows].t()
-    return soft_capped(found, teaching.softcap).float().div_(temperature)
+    return apply_softcap(found, teaching.softcap).float().div_(temperature)
 
 
-def _least(logits: Tensor, top_k: int | None, part: VocabularyPart) -> Tensor:
+def _least(logits: Tensor, top_k: int | None, part: VocabularyShard) -> Tensor:
     """Return the smallest of the `top_k` largest logits of the whole vocabulary, [c, 1]; -inf where all count."""
     if top_k is None:
         return logits.new_full((len(logits), 1), -torch.inf)
@@ -183,7 +186,7 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (logits - largest[:, None]).exp_().sum(1).log_()
 
 
-def _whole(sums: Tensor, part: VocabularyPart) -> Tensor:
+def _whole(sums: Tensor, part: VocabularyShard) -> Tensor:
     """Combine `_sums` of the parts, of two models [4, c], to those of the whole vocabulary."""
     if part.size == 1:
         return sums
@@ -194,7 +197,7 @@ def _whole(sums: Tensor, part: VocabularyPart) -> Tensor:
     return torch.stack((largest, logarithms), 1).flatten(0, 1)
 
 
-def aligned(weight: Tensor, size: int, part: VocabularyPart) -> Tensor:
+def aligned(weight: Tensor, size: int, part: VocabularyShard) -> Tensor:
     """Return a teacher's rows of the tokens that the model's part of the vocabulary has.
 
     Args:

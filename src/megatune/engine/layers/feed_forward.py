@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.engine import device
 from megatune.engine.layers.linear import linear_layer
-from megatune.engine.layers.norm import wide_of
+from megatune.engine.layers.norm import upcast
 
 
 def linear_layers(config: TransformerConfig) -> MLPSubmodules:
@@ -127,7 +127,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
 @device.compiled
 def _clamped_backward(gate_up: Tensor, probs: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of gates and ups, [R, 2 · f], and of probabilities, [R]; nothing beyond a limit has one."""
-    wide, grad = wide_of(gate_up), wide_of(grad)
+    wide, grad = upcast(gate_up), upcast(grad)
     gate, up = wide[:, ::2], wide[:, 1::2]
     swish, more = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
     share = torch.sigmoid(1.702 * swish)

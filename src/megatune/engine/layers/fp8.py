@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.config.settings import Settings
 from megatune.engine import device
-from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
+from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gradient
 from megatune.engine.layers.self_attention import ReplicatedLinear
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -120,7 +120,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor, accumulates: 
     if not accumulates:
         return grad.t() @ inputs
     add_weight_gradient(weight.main_grad, grad, inputs)  # type: ignore[attr-defined]
-    return announced_gradient(weight)
+    return placeholder_gradient(weight)
 
 
 def _gathered(part: Tensor, group: ProcessGroup | None, *, wait: bool = True) -> tuple[Tensor, Any]:

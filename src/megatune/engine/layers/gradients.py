@@ -30,7 +30,7 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), input.to(main_grad.dtype))
 
 
-def announced_gradient(weight: Tensor) -> Tensor | None:
+def placeholder_gradient(weight: Tensor) -> Tensor | None:
     """Return what a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
 
     DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and discards it unread
@@ -41,13 +41,13 @@ def announced_gradient(weight: Tensor) -> Tensor | None:
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
 
 
-def keeping_inputs(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def recompute_in_backward(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Compute pointwise operations that keep only their arguments for the backward pass, where they run again."""
-    output: Tensor = _KeepingInputs.apply(compute, *arguments)
+    output: Tensor = _RecomputeInBackward.apply(compute, *arguments)
     return output
 
 
-class _KeepingInputs(torch.autograd.Function):
+class _RecomputeInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], *arguments: Any) -> Tensor:  # type: ignore[override]
         ctx.compute = compute

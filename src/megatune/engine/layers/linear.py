@@ -51,7 +51,7 @@ def linear_layer(kind: type, config: Any) -> type:
 _KEY = "transformer_impl"
 
 
-def missing() -> str:
+def why_unavailable() -> str:
     """Return what this machine lacks for Transformer Engine's layers; "" where nothing."""
     if not device.HAS_GPU:
         return "it has no kernels for a CPU"
@@ -59,7 +59,7 @@ def missing() -> str:
 
 
 def _obstacle(settings: Settings, architecture: Architecture) -> str:
-    return missing() or te_obstacle(settings, architecture)
+    return why_unavailable() or te_obstacle(settings, architecture)
 
 
 def uses_transformer_engine(settings: Settings, architecture: Architecture) -> bool:

@@ -16,7 +16,7 @@ from megatune.engine.layers.self_attention import ReplicatedLinear
 from megatune.engine.sequences import Sequences
 
 
-class PredictingLayer(MegatronModule):
+class MTPLayer(MegatronModule):
     """Megatron-Core's layer of multi-token prediction, with the names of its parameters.
 
     Megatron-Core's own shifts tokens itself, which it cannot in rows as ours are, and cuts its projection over ranks

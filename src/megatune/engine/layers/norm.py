@@ -32,14 +32,14 @@ class RMSNorm(torch.nn.Module):
         """Normalize the last dimension; shape and dtype are kept."""
         if not self.is_fused:
             # Operator by operator.
-            wide = wide_of(hidden_states)
+            wide = upcast(hidden_states)
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            weight = 1 + wide_of(self.weight) if self.is_zero_centered else self.weight
+            weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
             return (wide * scale * weight).to(hidden_states.dtype)
         if device.HAS_GPU and not self.is_zero_centered:  # one kernel each way
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
         # 1 + weight has more bits than a 16-bit weight.
-        weight = 1 + wide_of(self.weight) if self.is_zero_centered else self.weight
+        weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
         return _Normalize.apply(hidden_states, weight, self.eps)
 
 
@@ -53,7 +53,7 @@ class UnweightedNorm(torch.nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension; shape and dtype are kept."""
         if not self.is_fused:
-            wide = wide_of(hidden_states)
+            wide = upcast(hidden_states)
             return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden_states.dtype)
         if device.HAS_GPU:
             return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], None, self.eps)
@@ -78,7 +78,7 @@ class _Normalize(torch.autograd.Function):
 @device.compiled
 def _normalize(hidden_states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of the last dimension and what it was multiplied by, fp32 [..., 1]."""
-    wide = wide_of(hidden_states)
+    wide = upcast(hidden_states)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * scale).mul_(weight).to(hidden_states.dtype), scale
 
@@ -87,7 +87,7 @@ def _normalize(hidden_states: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 def _gradients(
     hidden_states: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    normalized, wide_grad = wide_of(hidden_states) * scale, wide_of(grad)
+    normalized, wide_grad = upcast(hidden_states) * scale, upcast(grad)
     grad_hidden = grad_weight = None
     if of_weight:
         grad_weight = (wide_grad * normalized).flatten(0, -2).sum(0).to(weight.dtype)
@@ -97,6 +97,6 @@ def _gradients(
     return grad_hidden, grad_weight
 
 
-def wide_of(values: Tensor) -> Tensor:
+def upcast(values: Tensor) -> Tensor:
     """Return the values in fp32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -36,7 +36,7 @@ def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Te
     Returns:
         fp32 [d / 2], in radians per token.
     """
-    dim = architecture.num_turned
+    dim = architecture.rotary_dim
     wavelengths = architecture.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     match architecture.rope_scaling:
         case LinearRopeScaling(factor):
@@ -110,7 +110,7 @@ def _table(angles: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     return table[:, :, :, None, :].to(dtype)
 
 
-def rows_of_frequencies(mrope: MultimodalRope) -> Tensor:
+def mrope_axes(mrope: MultimodalRope) -> Tensor:
     """Return which position turns each pair of channels: int64 [d / 2], 0 time, 1 height, 2 width."""
     if not mrope.interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(mrope.section))
@@ -127,7 +127,7 @@ def multimodal_cos_sin(
 
     Args:
         position_ids: int64 [3, b, s].
-        rows: as `rows_of_frequencies` returns them.
+        rows: as `mrope_axes` returns them.
 
     Returns:
         [2, s, b, 1, d]; where the three positions are the same, the same numbers as `cos_sin` of them, to the last bit.
@@ -192,8 +192,8 @@ def _turn(hidden_states: Tensor, cos: Tensor, sin: Tensor, from_neighbours: bool
     return _join(rest, turned)
 
 
-def _split(hidden_states: Tensor, num_turned: int) -> tuple[Tensor, Tensor]:
-    return hidden_states[..., :-num_turned], hidden_states[..., -num_turned:]
+def _split(hidden_states: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    return hidden_states[..., :-rotary_dim], hidden_states[..., -rotary_dim:]
 
 
 def _join(rest: Tensor, turned: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megatune.architecture import GlobalHeads
-from megatune.engine.layers.norm import RMSNorm, UnweightedNorm, wide_of
+from megatune.engine.layers.norm import RMSNorm, UnweightedNorm, upcast
 from megatune.engine.layers.rotary import fused_rotate, rotate, rotate_first
 from megatune.engine.sequences import Sequences
 
@@ -51,7 +51,7 @@ class GroupedQueryAttention(SelfAttention):
         if (channels := self.config.global_rotary_channels) is not None:  # those with a window turn by others
             has_window = self.core_attention.window is not None
             rotary_pos_emb = rotary_pos_emb[..., channels:] if has_window else rotary_pos_emb[..., :channels]
-        if not self._is_unturned():
+        if not self._has_no_rope():
             turn = fused_rotate if self.config.apply_rope_fusion else rotate
             turn = functools.partial(turn, interleaved=self.config.rotary_interleaved)
             query, key = (rotate_first(turn, each, rotary_pos_emb) for each in (query, key))
@@ -72,7 +72,7 @@ class GroupedQueryAttention(SelfAttention):
         growth = 1 + scaling.beta * torch.log1p((sequences.position_ids // scaling.length).float())
         return query * growth.to(query.dtype)[:, None, None, None]
 
-    def _is_unturned(self) -> bool:
+    def _has_no_rope(self) -> bool:
         """Return whether the layer has no rotary embedding."""
         unturned = self.config.no_rope_freq
         return bool(unturned and unturned[self.layer_number - 1])
@@ -170,7 +170,7 @@ class AllHeadsNorm(RMSNorm):
         """Normalize [s, b, n, channels of a head]."""
         group = get_tensor_model_parallel_group()
         n, channels = hidden_states.shape[-2:]
-        wide = wide_of(hidden_states)
+        wide = upcast(hidden_states)
         total = wide.square().sum((-2, -1), keepdim=True)
         if group.size() > 1:
             total = tensor_parallel.reduce_from_tensor_model_parallel_region(total, group=group)
@@ -178,7 +178,7 @@ class AllHeadsNorm(RMSNorm):
             total = tensor_parallel.copy_to_tensor_model_parallel_region(total, group=group)
             total = total * (self.num_heads / (n * group.size()))  # several ranks may have the same key
         first = group.rank() * self.num_heads // group.size()
-        weight = wide_of(self.weight).view(self.num_heads, channels)[first : first + n]
+        weight = upcast(self.weight).view(self.num_heads, channels)[first : first + n]
         scale = torch.rsqrt(total / (self.num_heads * channels) + self.eps)
         return (wide * scale * weight).to(hidden_states.dtype)
 

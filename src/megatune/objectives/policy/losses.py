@@ -18,7 +18,7 @@ from torch import Tensor
 from megatune.config.named import named
 from megatune.config.rl.algorithm import Aggregation, AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
-from megatune.engine.sequences import MicroBatch, Sequences, document_totals
+from megatune.engine.sequences import MicroBatch, Sequences, sequence_totals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.base import tokens_of_documents
 
@@ -131,7 +131,7 @@ def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:
 def shares(mask: Tensor, sequences: Sequences) -> Tensor:
     """Return what each of this rank's tokens is of its response's tokens that count, fp32 [b, s / cp]; 0 where the mask
     is. They add up to the number of responses with a token that counts."""
-    return mask / document_totals(mask, sequences).clamp(min=1).to(mask.dtype)
+    return mask / sequence_totals(mask, sequences).clamp(min=1).to(mask.dtype)
 
 
 def token_weights(mode: Aggregation, mask: Tensor, sequences: Sequences, norm: float) -> Tensor:

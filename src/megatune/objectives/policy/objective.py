@@ -15,7 +15,7 @@ from torch import Tensor
 from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
 from megatune.engine.layers.cross_entropy import Head
-from megatune.engine.sequences import LocalBatch, MicroBatch, at_tokens, document_totals, run_totals
+from megatune.engine.sequences import LocalBatch, MicroBatch, expand_to_tokens, run_totals, sequence_totals
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.policy.losses import (
     Range,
@@ -143,12 +143,12 @@ class PolicyObjective:
         of those of its tokens."""
         mask = batch.extras[MASK]
         if self.variant is None and self.settings.importance_sampling == "seq":
-            sizes = document_totals(mask, batch.sequences).clamp(min=1)
-            log_ratio = (document_totals(log_ratio, batch.sequences) / sizes).to(log_ratio.dtype)
+            sizes = sequence_totals(mask, batch.sequences).clamp(min=1)
+            log_ratio = (sequence_totals(log_ratio, batch.sequences) / sizes).to(log_ratio.dtype)
             log_ratio = torch.where(mask > 0, log_ratio, 0.0)
         is_positive = None
         if self.variant == "topr":
-            is_positive = at_tokens(batch.extras[SCORES], batch.sequences) > 0
+            is_positive = expand_to_tokens(batch.extras[SCORES], batch.sequences) > 0
         return Terms(log_probs, log_ratio, batch.extras[ADVANTAGES], is_positive)
 
     def _corrected(
@@ -156,7 +156,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]:
         """Apply the train-infer correction to weights of the policy loss, and of all losses."""
         is_response = batch.labels >= 0  # not at what an environment wrote, which lies between turns
-        totals = partial(document_totals, sequences=batch.sequences)
+        totals = partial(sequence_totals, sequences=batch.sequences)
         of_turns = partial(run_totals, mask=is_response, sequences=batch.sequences)
         found = correct(old, batch.extras[ROLLOUT], is_response, totals, of_turns, self.settings)
         return weights * found.weights.to(weights.dtype), of_tokens * found.keep, found.metrics
@@ -188,7 +188,7 @@ class PolicyObjective:
 @dataclass(frozen=True, slots=True)
 class DivergenceObjective:
     """The divergence from a teacher's distributions, a mean over the tokens that count, of all micro-batches and ranks
-    of an update; see `engine.layers.divergence`. Micro-batches have the extra TEACHING.
+    of an update; see `engine.layers.divergence`. Micro-batches have the extra TEACHER_OUTPUTS.
 
     Attributes:
         temperature: of sampling, by which logits of both are divided.

@@ -102,7 +102,7 @@ def inputs(shapes: Shapes) -> Memory:
     copied, rows = 0 if shapes.on_cpu and shapes.cp == 1 else 33 * shapes.tokens, 1
     if shapes.architecture.mrope is not None:  # the rows of a micro-batch have positions of their own, three a token
         rows, copied = shapes.rows, copied + (24 * shapes.tokens if copied else 0)
-    return Memory(2 * rows * shapes.length * shapes.architecture.num_turned * shapes.itemsize + copied)
+    return Memory(2 * rows * shapes.length * shapes.architecture.rotary_dim * shapes.itemsize + copied)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatune.architecture import Architecture
 from megatune.config.rl.settings import InferRole, ModelRole
 from megatune.config.settings import Settings, with_settings
-from megatune.families.adapters import adapter_weights, is_plain
+from megatune.families.adapters import adapter_weights, is_standard_lora
 from megatune.families.weights import all_shapes
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.flops import num_parameters
@@ -354,7 +354,7 @@ def sync_bytes(question: RLQuestion) -> int:
     actor = question.settings.actor_train
     architecture, selection = question.models[actor.name].architecture, actor.settings.finetuning
     size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
-    if question.settings.actor_infer.engine == "vllm" and is_plain(architecture, selection):
+    if question.settings.actor_infer.engine == "vllm" and is_standard_lora(architecture, selection):
         shapes = all_shapes(adapter_weights(architecture, selection), architecture)
         return size * sum(math.prod(shape) for shape in shapes.values())
     return num_parameters(architecture) * size

@@ -12,7 +12,7 @@ from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAd
 from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.families.adapters import is_plain
+from megatune.families.adapters import is_standard_lora
 from megatune.families.peft_form import adapter_config, trained_tensors
 from megatune.generation.inputs import check_writes, find_model
 from megatune.generation.vllm import lora_arguments
@@ -111,7 +111,7 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
         return settings
     architecture = load_architecture(source, settings.actor_train.settings.run.stage)
     selection = as_adapter(selection, architecture)
-    if not is_plain(architecture, selection) or role.model_name_or_path != str(source):
+    if not is_standard_lora(architecture, selection) or role.model_name_or_path != str(source):
         return settings
     shapes = {place.name: place.shape for _, place in trained_tensors(architecture, selection)}
     adapter = SentAdapter(adapter_config(architecture, selection, str(source)), shapes)

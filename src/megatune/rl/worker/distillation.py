@@ -9,10 +9,10 @@ import torch
 
 from megatune.bridge.assemble import LoadedModel, load_model
 from megatune.data.batches import Batch
-from megatune.engine.layers.divergence import Teaching
+from megatune.engine.layers.divergence import TeacherOutputs
 from megatune.engine.offload import Offload
 from megatune.engine.sequences import ROUTING
-from megatune.engine.step import TEACHING, teachings
+from megatune.engine.step import TEACHER_OUTPUTS, teacher_outputs
 from megatune.objectives.policy.objective import DivergenceObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.model import Ready
@@ -25,9 +25,9 @@ from megatune.training.agreement import fetched_on_node
 class _OnRank:
     """An extra of a micro-batch that was made where it is used."""
 
-    value: Teaching
+    value: TeacherOutputs
 
-    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> Teaching:
+    def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> TeacherOutputs:
         return self.value
 
     def pin_memory(self) -> _OnRank:
@@ -73,10 +73,10 @@ class DistillationWorker(PolicyWorker):
         # Its routers choose by themselves, whatever the student's replay.
         others = [{name: each for name, each in batch.extras.items() if name != ROUTING} for batch in batches]
         asked = [replace(batch, extras=extras) for batch, extras in zip(batches, others, strict=True)]
-        found = teachings(*models, vocab_size, asked, algorithm.opd_beta, algorithm.opd_top_k)
+        found = teacher_outputs(*models, vocab_size, asked, algorithm.opd_beta, algorithm.opd_top_k)
         if not found:  # before the last pipeline stage
             return batches
         return [
-            replace(batch, extras={**batch.extras, TEACHING: _OnRank(each)})
+            replace(batch, extras={**batch.extras, TEACHER_OUTPUTS: _OnRank(each)})
             for batch, each in zip(batches, found, strict=True)
         ]

@@ -22,7 +22,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import build
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
-from megatune.engine.step import evaluating, token_log_probs, token_scores
+from megatune.engine.step import eval_mode, token_log_probs, token_scores
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -139,7 +139,7 @@ class ModelWorker(ABC):
         return Ready(self.loaded.coords.dp_size, num_tensors, device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
-        missing = [part for part in parts if part in self._offload.away]
+        missing = [part for part in parts if part in self._offload.offloaded]
         assert not missing, f"{self.role.name}: {', '.join(missing)} on the host: onload first"
 
     def _sharing(self, *, training: bool) -> Sharing:
@@ -199,7 +199,7 @@ class ModelWorker(ABC):
         shares = sharing.shares(rollouts.lengths)
         mine, batches = shares[coords.dp_rank], self._batches(rollouts, shares, sharing)
         size = _GROUP * coords.pp_size
-        with evaluating(self.loaded.model):
+        with eval_mode(self.loaded.model):
             for first in range(0, len(batches), size):
                 self.context.beat(f"{phase}, micro-batch {first + 1} of {len(batches)}", self.step)
                 part = slice(first, first + size)

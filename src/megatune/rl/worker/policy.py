@@ -84,7 +84,7 @@ class PolicyWorker(TrainedWorker):
         coords, found = self.loaded.coords, Answer()
         for samples, batch, (values, boundaries) in zip(mine, batches, objective.first, strict=False):
             found |= answer(rollouts, samples, batch, whole_rows(values, boundaries))
-        for each in groups.gather(found if coords.tp_rank == coords.cp_rank == 0 else Answer()):
+        for each in groups.all_gather_object(found if coords.tp_rank == coords.cp_rank == 0 else Answer()):
             self._first |= each
 
     def reference_log_probs(self, rollouts: Rollouts) -> Answer:

@@ -19,7 +19,7 @@ from megatune.config.kernels import PLAIN_BACKENDS, attends_in_runs, attention_k
 from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import FlashOnGPU, Kernel
-from megatune.engine.layers.attention.spans import documents
+from megatune.engine.layers.attention.spans import causal_spans
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _KEY = "attention_backend"
@@ -182,7 +182,7 @@ def _results(
         return numbers.to(device=device.current(), dtype=dtype)
 
     query, key, value = random(_HEADS, channels), random(_GROUPS, channels), random(_GROUPS, value_channels)
-    spans, scale = documents(_BOUNDARIES, window), channels**-0.5
+    spans, scale = causal_spans(_BOUNDARIES, window), channels**-0.5
     output, lse = kernel.forward(query, key, value, spans, scale)
     grad = random(_HEADS, value_channels)
     return output, lse, *kernel.backward(grad, (query, key, value, output, lse), spans, scale)

@@ -37,7 +37,7 @@ from megatune.engine.layers.attention.kernels import (
     pick,
     sinks_gradient,
 )
-from megatune.engine.layers.attention.spans import RingStep, documents, gathered, later_tokens, prefixes, ring
+from megatune.engine.layers.attention.spans import RingStep, causal_spans, gather_order, later_tokens, prefixes, ring
 from megatune.engine.sequences import Runs, Sequences
 
 Boundaries: TypeAlias = tuple[int, ...]
@@ -68,7 +68,7 @@ def attend_rows(
 ) -> Tensor:
     """Attend causally inside each document, by the fastest kernel that the backend allows; the tokens of each of
     `pictures` see all of it, too."""
-    spans = documents(boundaries, window)
+    spans = causal_spans(boundaries, window)
     if (later := later_tokens(pictures, query.shape[1], len(query))) is not None:
         assert sinks is None, "no family has both"
         return attend_with_pictures(query, key, value, spans, later, scale, backend)
@@ -127,7 +127,7 @@ def attend_all_to_all(
     """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
     exchanges; n is a multiple of cp."""
     cp_size = group.size()
-    to_row, _ = gathered(boundaries, cp_size)
+    to_row, _ = gather_order(boundaries, cp_size)
     # Where ranks cannot share the key/value heads equally they get copies, of which autograd adds up the gradients.
     copies = math.lcm(key.shape[2], cp_size) // key.shape[2]
     if copies > 1:
@@ -146,7 +146,7 @@ def attend_all_to_all(
 def back_to_tokens(rows: Tensor, boundaries: Boundaries, group: Group) -> Tensor:
     """Trade heads for sequence: from whole rows of a rank's heads, [s, b, n / cp, ...], to its tokens of all heads,
     [s / cp, b, n, ...]."""
-    _, from_row = gathered(boundaries, group.size())
+    _, from_row = gather_order(boundaries, group.size())
     back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 

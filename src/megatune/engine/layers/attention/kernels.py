@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from megatune.config.kernels import attention_kernels
 from megatune.engine import device
 from megatune.engine.layers.attention.spans import LaterTokens, Spans
-from megatune.engine.layers.norm import wide_of
+from megatune.engine.layers.norm import upcast
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ class Kernel(Protocol):
         """Return the gradients of query, key and value."""
 
 
-class Plain:
+class MathKernel:
     """Matrix products with all scores of a run in memory, in fp32 at least: any device, dtype and shape."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
@@ -55,24 +55,24 @@ class Plain:
             scores = _scores(query[queries], key[keys], spans, scale)
             lse = scores.logsumexp(-1)
             shares = (scores - lse[..., None]).exp()
-            outputs.append(torch.einsum("grqk,kgd->qgrd", shares, wide_of(value[keys])).flatten(1, 2))
+            outputs.append(torch.einsum("grqk,kgd->qgrd", shares, upcast(value[keys])).flatten(1, 2))
             lses.append(lse.flatten(0, 1))
         return torch.cat(outputs).to(query.dtype), torch.cat(lses, 1)
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
         query, key, value, output, lse = saved
         groups = (key.shape[1], -1)
-        delta = (wide_of(grad_output) * wide_of(output)).sum(-1).T.unflatten(0, groups)
+        delta = (upcast(grad_output) * upcast(output)).sum(-1).T.unflatten(0, groups)
         lse = lse.unflatten(0, groups)
         gradients: tuple[list[Tensor], ...] = ([], [], [])
         for queries, keys in spans.runs:
             scores = _scores(query[queries], key[keys], spans, scale)
             shares = (scores - lse[..., queries, None]).exp()
-            grad_run = wide_of(grad_output[queries]).unflatten(1, groups)
-            grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, wide_of(value[keys]))
+            grad_run = upcast(grad_output[queries]).unflatten(1, groups)
+            grad_shares = torch.einsum("qgrd,kgd->grqk", grad_run, upcast(value[keys]))
             grad_scores = shares * (grad_shares - delta[..., queries, None]) * scale
-            query_run = wide_of(query[queries]).unflatten(1, groups)
-            gradients[0].append(torch.einsum("grqk,kgd->qgrd", grad_scores, wide_of(key[keys])).flatten(1, 2))
+            query_run = upcast(query[queries]).unflatten(1, groups)
+            gradients[0].append(torch.einsum("grqk,kgd->qgrd", grad_scores, upcast(key[keys])).flatten(1, 2))
             gradients[1].append(torch.einsum("grqk,qgrd->kgd", grad_scores, query_run))
             gradients[2].append(torch.einsum("grqk,qgrd->kgd", shares, grad_run))
         return tuple(torch.cat(parts).to(query.dtype) for parts in gradients)
@@ -80,7 +80,7 @@ class Plain:
 
 def _scores(query: Tensor, key: Tensor, spans: Spans, scale: float) -> Tensor:
     """Return [g, n / g, t, u], -inf where a query does not see a key."""
-    scores = torch.einsum("qgrd,kgd->grqk", wide_of(query).unflatten(1, (key.shape[1], -1)), wide_of(key)) * scale
+    scores = torch.einsum("qgrd,kgd->grqk", upcast(query).unflatten(1, (key.shape[1], -1)), upcast(key)) * scale
     return scores + _unseen(scores, len(query), len(key), spans.window) if spans.causal else scores
 
 
@@ -98,7 +98,7 @@ class FlashOnCPU:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         channels = value.shape[-1]
         query, key, value = equal_channels(query, key, value)
-        output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=wide_of(query[:0]).dtype)
+        output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=upcast(query[:0]).dtype)
         for queries, keys, count in spans.equal_runs:
             runs = _heads_first(count, query[queries], key[keys], value[keys])
             mask = _cpu_mask(runs[0], runs[1], spans)
@@ -184,7 +184,7 @@ def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
             yield tensor if tensor.stride(-1) == 1 and not tensor.stride(-2) % multiple else tensor.contiguous()
 
 
-_PLAIN = Plain()
+_MATH = MathKernel()
 _FLASH: Kernel = FlashOnGPU() if device.HAS_GPU else FlashOnCPU()
 
 
@@ -193,7 +193,7 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
     channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
     capability = device.compute_capability()
     (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)
-    return _PLAIN if kernel == "plain" else _FLASH
+    return _MATH if kernel == "plain" else _FLASH
 
 
 def merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def sinks_gradient(grad_output: Tensor, output: Tensor, lse: Tensor, sinks: Tens
     if sinks is None:
         return None
     shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(shares * (wide_of(grad_output) * wide_of(output)).sum(-1).T).sum(1).to(sinks.dtype)
+    return -(shares * (upcast(grad_output) * upcast(output)).sum(-1).T).sum(1).to(sinks.dtype)
 
 
 class _Attention(torch.autograd.Function):

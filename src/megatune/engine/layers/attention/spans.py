@@ -94,13 +94,13 @@ RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
 
 
 @lru_cache(_REMEMBERED)
-def documents(boundaries: tuple[int, ...], window: int | None = None) -> Spans:
+def causal_spans(boundaries: tuple[int, ...], window: int | None = None) -> Spans:
     """Return the spans of whole rows: every document attends to itself."""
     return Spans(boundaries, boundaries, causal=True, window=window)
 
 
 @lru_cache(_REMEMBERED)
-def gathered(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]:
+def gather_order(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]:
     """Return how tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Megatron-Core's dispatchers pass masks of tokens × experts around, ask the host for counts that the device needs, and
 split by tensors that gloo refuses. These send choices, and ask the host once where ranks exchange different numbers of
-rows, and otherwise not at all; recomputation finds the same numbers without waiting (`asking_once`).
+rows, and otherwise not at all; recomputation finds the same numbers without waiting (`caching_host_values`).
 
 Legend: n tokens of this rank, k choices of each, E experts, L of them local, h hidden size, R rows of local experts;
 ep and etp the expert-parallel and expert-tensor-parallel sizes.
@@ -84,7 +84,7 @@ class AllGatherDispatcher(Dispatcher):
             permutation = group_by_expert(mine, num_local, capacity=capacity)
         else:
             is_complete = ep_size == 1 and not self.capacity
-            permutation = group_by_expert(mine, num_local, num_rows=None if is_complete else on_host(counts.sum()))
+            permutation = group_by_expert(mine, num_local, num_rows=None if is_complete else host_values(counts.sum()))
 
         def combine(output: Tensor) -> Tensor:
             return reduce_scatter(permutation.unpermute(output), group, sizes)
@@ -102,7 +102,7 @@ class AllToAllDispatcher(Dispatcher):
             capacity = self.capacity(tokens.shape[0])
             counts = torch.full_like(counts, capacity)
         elif self.capacity:
-            num_rows = on_host(counts.sum())
+            num_rows = host_values(counts.sum())
         permutation = group_by_expert(experts, self.num_experts, num_rows=num_rows, capacity=capacity)
         rows, probs = permutation.permute(tokens), permutation.permute_choices(probs)
         if self.groups.tp_ep.size() == 1:
@@ -138,7 +138,7 @@ class _Exchange:
         gathered = gather_from_sequence_parallel_region(counts, group=groups.tp_ep)
         # [sending ep, sending etp, receiving ep, L]
         table = gathered.view(ep.size(), etp.size(), ep.size(), -1)
-        by_rank = on_host(table.sum(-1))  # the one wait for the device: collectives must know their sizes
+        by_rank = host_values(table.sum(-1))  # the one wait for the device: collectives must know their sizes
         received = [[by_rank[sender][slot][ep.rank()] for sender in range(ep.size())] for slot in range(etp.size())]
         self.counts = table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1)
         self.sent, self.received = by_rank[ep.rank()][etp.rank()], received[etp.rank()]
@@ -180,7 +180,7 @@ def _gather_sizes(size: int, group: ProcessGroup) -> list[int]:
     if group.size() == 1:
         return [size]
     sizes = torch.tensor([size], device=torch.cuda.current_device())
-    found: list[int] = on_host(gather_from_sequence_parallel_region(sizes, group=group))
+    found: list[int] = host_values(gather_from_sequence_parallel_region(sizes, group=group))
     return found
 
 
@@ -292,7 +292,7 @@ def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
     return sums
 
 
-class _Answers:
+class _HostValues:
     """What a function that runs again has asked for, in order.
 
     Attributes:
@@ -304,20 +304,20 @@ class _Answers:
         self.position = 0
 
 
-_CURRENT: ContextVar[_Answers | None] = ContextVar("answers", default=None)
+_CURRENT: ContextVar[_HostValues | None] = ContextVar("answers", default=None)
 
 
-def on_host(values: Tensor) -> Any:
+def host_values(values: Tensor) -> Any:
     """Return a tensor's values as `tolist` does; in a function that runs again, those of its first run."""
-    return _found_once(values.tolist)
+    return _cached(values.tolist)
 
 
-def copied_once(values: Tensor) -> device.HostCopy:
+def cached_host_copy(values: Tensor) -> device.HostCopy:
     """Return a tensor on its way to the host; in a function that runs again, the copy of its first run."""
-    return _found_once(lambda: device.HostCopy(values))
+    return _cached(lambda: device.HostCopy(values))
 
 
-def _found_once(find: Callable[[], Any]) -> Any:
+def _cached(find: Callable[[], Any]) -> Any:
     answers = _CURRENT.get()
     if answers is None:
         return find()
@@ -327,9 +327,9 @@ def _found_once(find: Callable[[], Any]) -> Any:
     return answers.kept[answers.position - 1]
 
 
-def asking_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def caching_host_values(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, to be run several times on the same inputs: the host waits in its first run only."""
-    answers = _Answers()
+    answers = _HostValues()
 
     def run(*args: Any) -> Any:
         answers.position = 0

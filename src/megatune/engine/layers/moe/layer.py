@@ -22,8 +22,8 @@ from torch import Tensor
 from megatune.engine import device
 from megatune.engine.layers.adapter import ExpertAdapter
 from megatune.engine.layers.feed_forward import SharedExperts, clamped_swiglu, fused_clamped_swiglu
-from megatune.engine.layers.gradients import add_weight_gradient, announced_gradient
-from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, copied_once, on_host
+from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gradient
+from megatune.engine.layers.moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, cached_host_copy, host_values
 from megatune.engine.layers.moe.router import Router, capacity_of
 from megatune.engine.layers.norm import RMSNorm
 from megatune.engine.layers.quantized import QuantizedMatrix
@@ -109,7 +109,8 @@ class GroupedExperts(torch.nn.Module):
         is_aligned = not any(length * weight.itemsize % _ALIGNMENT for length in weight.shape[1:])
         linear = grouped_linear if self.is_grouped and is_aligned else looped_linear
         if self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
-            counts = copied_once(tokens_per_expert)  # also in a first pass without gradients: recomputation finds it
+            # Also in a first pass without gradients: recomputation reuses it.
+            counts = cached_host_copy(tokens_per_expert)
             if torch.is_grad_enabled():
                 return _Accumulating.apply(rows, weight, tokens_per_expert, counts, linear)
         return linear(rows, weight, tokens_per_expert)
@@ -144,7 +145,7 @@ def _membership(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
 
 def looped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Compute rows · weightᵀ, expert by expert: the reference of `grouped_linear`. Asks the host for the counts."""
-    parts = zip(rows.split(on_host(tokens_per_expert)), weight.unbind(), strict=True)
+    parts = zip(rows.split(host_values(tokens_per_expert)), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, expert) for part, expert in parts])
 
 
@@ -211,7 +212,7 @@ class _Accumulating(torch.autograd.Function):
         for main_grad, of_outputs, of_inputs in parts:
             if len(of_inputs):
                 add_weight_gradient(main_grad, of_outputs, of_inputs)
-        return grad_rows, announced_gradient(weight), None, None, None
+        return grad_rows, placeholder_gradient(weight), None, None, None
 
 
 class MoELayer(moe_layer.MoELayer):

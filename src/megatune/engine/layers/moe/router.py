@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.engine.layers.norm import UnweightedNorm
 from megatune.engine.patches import define_missing_names
-from megatune.engine.sequences import Sequences, at_tokens
+from megatune.engine.sequences import Sequences, expand_to_tokens
 
 define_missing_names()
 
@@ -117,7 +117,7 @@ class Router(TopKRouter):
         if balance_coeff:
             documents, num_documents = torch.zeros_like(is_real, dtype=torch.int64), 1
             if self.routing_type == "seq_aux_loss":
-                documents, num_documents = documents_of_tokens(sequences, self.config.sequence_parallel)
+                documents, num_documents = sequence_ids(sequences, self.config.sequence_parallel)
             affinities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
             # What the router would choose by itself: its bias and groups are no merit of its weight.
             own = choose(scores.detach(), self.topk)
@@ -252,12 +252,12 @@ def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
     return _of_this_rank(~sequences.is_padding.t(), sequence_parallel)
 
 
-def documents_of_tokens(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
+def sequence_ids(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
     """Return the document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the
     rows, or the documents of the packed row."""
-    num_documents = len(sequences.document_lengths if sequences.is_packed else sequences.is_padding)
+    num_documents = len(sequences.local_lengths if sequences.is_packed else sequences.is_padding)
     numbers = torch.arange(num_documents, device=sequences.is_padding.device)
-    return _of_this_rank(at_tokens(numbers, sequences).t(), sequence_parallel), num_documents
+    return _of_this_rank(expand_to_tokens(numbers, sequences).t(), sequence_parallel), num_documents
 
 
 def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:

@@ -23,7 +23,7 @@ from megatune.encoders import Vision, VisionLayers
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
-from megatune.engine.layers.norm import wide_of
+from megatune.engine.layers.norm import upcast
 from megatune.engine.layers.rotary import rotate
 
 
@@ -232,7 +232,7 @@ class AveragingProjector(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """Project [n, V] to [n / m², h]."""
         average = patches.unflatten(0, (-1, self.patches_of_token)).mean(1)
-        normalized = rms_norm(wide_of(average), self.norm.shape, 1 + wide_of(self.norm), self.epsilon)
+        normalized = rms_norm(upcast(average), self.norm.shape, 1 + upcast(self.norm), self.epsilon)
         return normalized.to(patches.dtype) @ self.projection
 
 
@@ -269,10 +269,10 @@ class ScaledAverageProjector(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Project [n, V] to [n / m², h]."""
-        average = wide_of(patches.unflatten(0, (-1, self.patches_of_token))).mean(1).to(patches.dtype)
-        scaled = wide_of(average) * patches.shape[-1] ** 0.5
+        average = upcast(patches.unflatten(0, (-1, self.patches_of_token))).mean(1).to(patches.dtype)
+        scaled = upcast(average) * patches.shape[-1] ** 0.5
         if self.std_bias is not None:
-            scaled = (scaled - wide_of(self.std_bias)) * wide_of(self.std_scale)
+            scaled = (scaled - upcast(self.std_bias)) * upcast(self.std_scale)
         normalized = rms_norm(scaled.to(patches.dtype), scaled.shape[-1:], None, self.epsilon)
         return self.projection(normalized)  # type: ignore[no-any-return]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatune.engine.layers.vision.tower import Tower
 
 
-class PictureFeatures:
+class VisionFeatures:
     """Makes the features of a micro-batch."""
 
     def __init__(self, tower: Tower, vision: Vision) -> None:
@@ -48,9 +48,9 @@ class PictureFeatures:
         if pictures is None:
             return self._of_no_picture() if trained else None
         with torch.set_grad_enabled(trained):
-            return self._dealt(pictures, trained)
+            return self._encode_own(pictures, trained)
 
-    def _dealt(self, pictures: Pictures, trained: bool) -> Tensor:
+    def _encode_own(self, pictures: Pictures, trained: bool) -> Tensor:
         rank, size = (
             parallel_state.get_tensor_and_context_parallel_rank(),
             parallel_state.get_tensor_and_context_parallel_world_size(),
@@ -66,7 +66,7 @@ class PictureFeatures:
         if size == 1:
             return features
         counts = pictures.grids.prod(1) // self._vision.spatial_merge_size**2
-        return gather_features(features, deal(counts, pictures.owners, rank, size))
+        return gather_features(features, plan_gather(counts, pictures.owners, rank, size))
 
     def _of_no_picture(self) -> Tensor:
         """Run the encoder on zeros, and return none of what it makes of them: [0, 1 + k, h]."""
@@ -82,7 +82,7 @@ def place_features(
     """Put features in the place of embeddings.
 
     Args:
-        features: [N, 1 + k, h], as PictureFeatures makes them.
+        features: [N, 1 + k, h], as VisionFeatures makes them.
         embeddings: [s / cp, b, h], whole on every tensor-parallel rank.
         boundaries: as in Sequences.
 
@@ -112,7 +112,7 @@ def place_features(
     return embeddings, deepstack.unflatten(0, (t, b))
 
 
-class Deal(NamedTuple):
+class GatherPlan(NamedTuple):
     """Where features are after they were gathered, on the host.
 
     Attributes:
@@ -126,7 +126,7 @@ class Deal(NamedTuple):
     own: Tensor
 
 
-def deal(counts: Tensor, owners: Tensor, rank: int, size: int) -> Deal:
+def plan_gather(counts: Tensor, owners: Tensor, rank: int, size: int) -> GatherPlan:
     """Find out where features will be.
 
     Args:
@@ -142,16 +142,16 @@ def deal(counts: Tensor, owners: Tensor, rank: int, size: int) -> Deal:
     gaps = torch.arange(size) * longest - (by_owner.cumsum(0) - by_owner)
     order = torch.empty_like(sorted_tokens)
     order[sorted_tokens] = torch.arange(len(order)) + gaps[owner_of_token[sorted_tokens]]
-    return Deal(longest, order, (owner_of_token == rank).nonzero()[:, 0])
+    return GatherPlan(longest, order, (owner_of_token == rank).nonzero()[:, 0])
 
 
-def gather_features(own: Tensor, dealt: Deal) -> Tensor:
+def gather_features(own: Tensor, plan: GatherPlan) -> Tensor:
     """Gather what every rank has encoded, [m, ...] of this one, to [n, ...] in the order of the tokens.
 
     Every rank must find the same loss of the tokens that it holds: tensor-parallel ranks the same gradient of all
     features, context-parallel ranks that of their own tokens.
     """
-    gathered: Tensor = _Gather.apply(own, dealt.longest, device.send(dealt.order), device.send(dealt.own))
+    gathered: Tensor = _Gather.apply(own, plan.longest, device.send(plan.order), device.send(plan.own))
     return gathered
 
 
@@ -176,7 +176,7 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def sum_dealt_gradients(model: Sequence[DistributedDataParallel]) -> None:
+def sum_vision_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Sum the gradients of an encoder's parameters, marked so, over tensor-parallel ranks, after those of replicas were
     summed: each rank has found a part."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -184,11 +184,11 @@ def sum_dealt_gradients(model: Sequence[DistributedDataParallel]) -> None:
         return
     for buffer in (buffer for chunk in model for buffer in chunk.buffers):
         places = sorted(
-            (start, stop, getattr(parameter, "is_dealt", False))
+            (start, stop, getattr(parameter, "sum_over_tp", False))
             for parameter, (start, stop, _) in buffer.param_index_map.items()
         )
         # Parameters of one module lie side by side.
-        for is_dealt, side_by_side in groupby(places, key=itemgetter(2)):
-            if is_dealt:
+        for sum_over_tp, side_by_side in groupby(places, key=itemgetter(2)):
+            if sum_over_tp:
                 run = list(side_by_side)
                 torch.distributed.all_reduce(buffer.grad_data[run[0][0] : run[-1][1]], group=group)
