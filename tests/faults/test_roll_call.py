@@ -30,11 +30,11 @@ def test_the_first_rank_names_those_that_are_missing(told: Callable[..., None]) 
         said.append(text)
         times.append(time.monotonic() - began)
 
-    expected = r"ranks 1, 4 to 5 of 6 \(NODE_RANK 0, 2\) did not come to host:1 within 4 s"
+    expected = r"ranks 1, 4 to 5 of 6 \(NODE_RANK 0, 2\) did not connect to host:1 within 4 s"
     with pytest.raises(MegatuneError, match=expected) as caught:
         groups._call_roll(store, 0, 6, "host:1", 4, announce, 2)
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
-    assert said == ["waiting for ranks 1, 4 to 5 of 6 (NODE_RANK 0, 2) to come to host:1"]
+    assert said == ["waiting for ranks 1, 4 to 5 of 6 (NODE_RANK 0, 2) to connect to host:1"]
     told(case="T8", fault="two of three machines start a part of their ranks, or none", got=said[0], seconds=times[0])
 
 
@@ -46,11 +46,11 @@ def test_a_rank_that_nobody_answers_says_whom_it_asked(
     with socket.socket() as silent:  # takes no connection: it does not listen
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        with pytest.raises(MegatuneError, match="did not meet the other 3 ranks") as caught:
+        with pytest.raises(MegatuneError, match="could not connect to the other 3 ranks") as caught:
             groups.join(1, 4, 0, "127.0.0.1", port, timeout=1, announce=said.append)
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert len(said) == 1
-    assert f"waits for rank 0 at 127.0.0.1:{port}" in said[0]
+    assert f"is waiting for rank 0 at 127.0.0.1:{port}" in said[0]
     told(case="T8", fault="the first machine does not start", got=said[0].replace(str(port), "29500"))
 
 
@@ -67,8 +67,8 @@ def roll(store: torch.distributed.Store, rank: int, world_size: int, ended: dict
 @pytest.mark.parametrize(
     ("stale", "words"),
     [
-        ((1, 3), "two processes came as rank 1: process 7 on host old, and process"),
-        ((1, 2), "process 7 on host old came as rank 1 of 2, to a run of 3 ranks"),
+        ((1, 3), "two processes joined as rank 1: process 7 on host old, and process"),
+        ((1, 2), "process 7 on host old joined as rank 1 of 2, but the run has 3 ranks"),
     ],
     ids=["the same rank", "another world"],
 )
@@ -105,6 +105,6 @@ def test_a_process_that_comes_when_all_are_there_is_refused(told: Callable[..., 
     roll(store, 1, 2, ended)
     late = ended["rank 1"]
     assert late is not None
-    assert "has all its 2 ranks" in str(late)
+    assert "already has all its 2 ranks" in str(late)
     what = late.findings[0].what.partition(": process")[0]
     told(case="T11", fault="a process of an earlier run comes late to one that is complete", got=what, seconds=0.0)

@@ -295,7 +295,7 @@ def test_a_stranger_has_the_port(ray: None, tmp_path: Path, monkeypatch: pytest.
         port = stranger.getsockname()[1]
         monkeypatch.setattr(Machine, "free_port", lambda machine: port)
         trainer = cluster.start([train])["actor_train"]
-        says = rf"rank 0 on \S+ did not meet the other 1 ranks at 127.0.0.1:{port}"
+        says = rf"rank 0 on \S+ could not connect to the other 1 ranks at 127.0.0.1:{port}"
         with pytest.raises(MegatuneError, match=rf"{says}\n.*why: .*(in use|listen)(.|\n)*start again") as caught:
             trainer.start_one(0, "join").result()
         assert caught.value.exit_code == ExitCode.UNAVAILABLE

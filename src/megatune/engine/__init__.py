@@ -1,4 +1,4 @@
-"""The only room that imports megatron. Importing it prepares the process for Megatron-Core; see also device.py."""
+"""The only package that imports megatron. Importing it prepares the process for Megatron-Core; see also device.py."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import warnings
 
 from megatune.engine.device import install
 
-# Each is about a package that this engine replaces, or about an interface between two libraries below us.
+# Warnings about packages that this engine replaces, or about interfaces between two of its dependencies.
 _NOISE = (
     "Apex is not installed", "Transformer Engine and Apex are not installed", ".*Transformer Engine.*",
     ".*torch.cuda.amp.*", ".*_all_gather_base.*", ".*_reduce_scatter_base.*", ".*is deprecated.*",
@@ -16,12 +16,12 @@ _NOISE = (
 
 
 def quiet() -> None:
-    """Silence what a user can neither act on nor needs to know. Must run before megatron is imported."""
+    """Silence warnings that users cannot act on. Must run before megatron is imported."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", module=r"megatron(\.|$)")
     warnings.filterwarnings("ignore", module=r"torch\.distributed(\.|$)")
-    # torch's names a folder of CUDA where there is no GPU; Megatron-Core imports it.
+    # torch.utils.cpp_extension, which Megatron-Core imports, reports a missing CUDA_HOME on machines without a GPU.
     for name in ("megatron", "bitsandbytes", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("NVTE_SUPPRESS_WARNINGS", "1")

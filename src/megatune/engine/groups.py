@@ -26,40 +26,40 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 T = TypeVar("T")
 
-# The ranks that hold slices of the same weights, get different rows, and hold copies of the same slices; experts aside,
-# and of experts.
+# Ranks that hold slices of the same weights, that get different rows, and that hold copies of the same slices; for
+# weights outside experts, then for experts.
 tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
 data_parallel_group = parallel_state.get_data_parallel_group
 replica_group = functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
 expert_tensor_parallel_group = parallel_state.get_expert_tensor_parallel_group
 expert_replica_group = parallel_state.get_expert_data_parallel_group
-# The ranks that together hold all experts of a stage; those of expert tensor parallelism are next to each other.
+# Ranks that together hold all experts of a stage; expert-tensor-parallel ranks are adjacent.
 expert_slices_group = parallel_state.get_expert_tensor_and_model_parallel_group
 
 _store: torch.distributed.Store | None = None
-_num_relayed = 0  # values, since this process met the others
-_gloo_devices: list[Any] = []  # of the first group, which the others take over
+_num_relayed = 0  # values sent by `store_broadcast` since init_process_group
+_gloo_devices: list[Any] = []  # of the first gloo group, which later groups share
 _make_gloo_group = ProcessGroupGloo.__init__
 
 _ANNOUNCE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-_LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # seconds between looks for a note
+_LEAST_PAUSE, _MOST_PAUSE = 0.02, 1.0  # seconds between reads of the store
 _CHECK = "check MASTER_ADDR and MASTER_PORT on every node, and that every node was started"
-_EARLIER = "one of them is left over from an earlier run, or machines have the same NODE_RANK, or another NNODES"
-_RESTART_ALL = "end what is left on every machine, and start all of them again"
+_EARLIER = "one of them is left over from an earlier run, or machines use the same NODE_RANK or different NNODES"
+_RESTART_ALL = "stop the remaining processes on every machine, and start all of them again"
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """This rank's numbers in the layout's groups, and their sizes.
+    """This rank's coordinates in the parallel layout, and the sizes of the groups.
 
     Attributes:
         dp_rank, dp_size: among the ranks that get different rows.
-        cp_rank, cp_size: among those that share the tokens of a row.
-        replica_rank, replica_size: among those that hold copies of the same weights, experts aside: dp times cp.
-        ep_rank, ep_size: among those that hold different experts.
-        etp_rank, etp_size: among those that hold slices of the same experts.
-        expert_replica_rank, expert_replica_size: among those that hold copies of the same experts.
+        cp_rank, cp_size: among the ranks that share the tokens of a row.
+        replica_rank, replica_size: among the ranks that hold copies of the same weights, outside experts: dp times cp.
+        ep_rank, ep_size: among the ranks that hold different experts.
+        etp_rank, etp_size: among the ranks that hold slices of the same experts.
+        expert_replica_rank, expert_replica_size: among the ranks that hold copies of the same experts.
     """
 
     rank: int
@@ -98,24 +98,24 @@ def join(
     announce: Callable[[str], None] = lambda text: None,
     local_world_size: int | None = None,
 ) -> None:
-    """Join the other ranks.
+    """Join the process group.
 
     Args:
-        local_world_size: ranks of each machine, to name machines that are missing.
-        timeout: seconds to wait for them here and in every later collective.
-        announce: told what this rank waits for, once that has taken some seconds.
+        local_world_size: ranks of each machine, to name the machines that are missing.
+        timeout: seconds to wait for the other ranks here and in every later collective.
+        announce: called with what this rank waits for, after some seconds of waiting.
 
     Raises:
-        MegatuneError: UNAVAILABLE, naming the address and who is missing, or who is of another run.
+        MegatuneError: UNAVAILABLE, naming the address and the ranks that are missing, or that belong to another run.
     """
     limit = datetime.timedelta(seconds=timeout)
     device.select(local_rank)
     place = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     try:
-        # torchrun may keep a store at that address already, which it announces.
+        # torchrun may already host a store at that address, which this variable states.
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         with _announced(
-            announce, f"rank {rank} of {world_size} waits for rank 0 at {place}, which has not answered yet"
+            announce, f"rank {rank} of {world_size} is waiting for rank 0 at {place}, which has not answered yet"
         ):
             host = torch.distributed.TCPStore(
                 address, port, world_size, is_master=hosts, timeout=limit, wait_for_workers=False
@@ -125,12 +125,15 @@ def join(
         _wait_for_ranks(store, rank, world_size, place, timeout, announce, local_world_size)
         init_process_group(store, rank, world_size, timeout=timeout)
     except (torch.distributed.DistError, RuntimeError) as error:
-        who = f"rank {rank} on {socket.gethostname()} did not meet the other {world_size - 1} ranks at {address}:{port}"
+        who = (
+            f"rank {rank} on {socket.gethostname()} could not connect to the other {world_size - 1} ranks at "
+            f"{address}:{port}"
+        )
         raise MegatuneError(Finding(who, why=str(error).splitlines()[0], fix=_CHECK), ExitCode.UNAVAILABLE) from error
 
 
 class _Arrival(NamedTuple):
-    """A process that came to the store: as which rank of how many, and who it is."""
+    """A process that has registered in the store: its rank, its world size, and its description."""
 
     rank: int
     world_size: int
@@ -149,7 +152,7 @@ def _wait_for_ranks(
     announce: Callable[[str], None],
     local_world_size: int | None = None,
 ) -> None:
-    """Wait until every rank has come to the store, once; rank 0 knows which ones are missing, and who is too many."""
+    """Wait until every rank has registered in the store exactly once; rank 0 finds missing and duplicate ranks."""
     number = store.add("here", 1)
     me = _Arrival(rank, world_size, f"process {os.getpid()} on host {socket.gethostname()}")
     store.set(f"here/{number}", json.dumps(me))
@@ -158,11 +161,11 @@ def _wait_for_ranks(
         if (said := store.get("all here").decode()) != _ALL_JOINED:
             raise MegatuneError(Finding(said, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
         if number > world_size:
-            what = f"the run at {place} has all its {world_size} ranks: {me.who} came too late, as rank {rank}"
+            what = f"the run at {place} already has all its {world_size} ranks: {me.who} came too late, as rank {rank}"
             raise MegatuneError(Finding(what, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
         return
     began = time.monotonic()
-    next_word = began + _ANNOUNCE_SECONDS
+    next_announcement = began + _ANNOUNCE_SECONDS
     here: dict[int, _Arrival] = {}
     seen = 0
     while len(here) < world_size:
@@ -172,28 +175,28 @@ def _wait_for_ranks(
         if len(here) == world_size:
             break
         time.sleep(_POLL_SECONDS)
-        if (now := time.monotonic()) < min(next_word, began + timeout):
+        if (now := time.monotonic()) < min(next_announcement, began + timeout):
             continue
         missing = _missing(sorted(set(range(world_size)) - set(here)), world_size, local_world_size)
         if now > began + timeout:
-            what = f"{missing} did not come to {place} within {timeout:.0f} s"
+            what = f"{missing} did not connect to {place} within {timeout:.0f} s"
             raise MegatuneError(Finding(what, fix=_CHECK), ExitCode.UNAVAILABLE)
-        announce(f"waiting for {missing} to come to {place}")
-        next_word = now + 10 * (next_word - began)  # after 3 s, half a minute, minutes
+        announce(f"waiting for {missing} to connect to {place}")
+        next_announcement = now + 10 * (next_announcement - began)  # after 3 s, half a minute, minutes
     store.set("all here", _ALL_JOINED)
 
 
 def _add_arrival(store: torch.distributed.Store, new: _Arrival, here: dict[int, _Arrival], world_size: int) -> None:
-    """Add a process to those that are here; one that is of another run ends this one, on all ranks: which of the two
-    was meant, nobody here can know, and they must not train together.
+    """Add a process to those that have registered. A process of another run ends this run, on all ranks: it is
+    unknown which of the two was meant, and they must not train together.
 
     Raises:
         MegatuneError: UNAVAILABLE.
     """
     if new.world_size != world_size:
-        what = f"{new.who} came as rank {new.rank} of {new.world_size}, to a run of {world_size} ranks"
+        what = f"{new.who} joined as rank {new.rank} of {new.world_size}, but the run has {world_size} ranks"
     elif (other := here.setdefault(new.rank, new)) is not new:
-        what = f"two processes came as rank {new.rank}: {other.who}, and {new.who}"
+        what = f"two processes joined as rank {new.rank}: {other.who}, and {new.who}"
     else:
         return
     store.set("all here", what)
@@ -211,7 +214,7 @@ def _missing(ranks: Sequence[int], world_size: int, local_world_size: int | None
 
 @contextlib.contextmanager
 def _announced(announce: Callable[[str], None], text: str) -> Iterator[None]:
-    """Announce what is waited for, where the block takes that long."""
+    """Announce a text if the block takes longer than a few seconds."""
     timer = threading.Timer(_ANNOUNCE_SECONDS, announce, [text])
     timer.daemon = True
     timer.start()
@@ -234,13 +237,13 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def init_process_group(store: torch.distributed.Store, rank: int, world_size: int, *, timeout: float) -> None:
-    """Join the other ranks through a store that all of them reach; see `join`."""
+    """Create the default process group through a store that all ranks can reach; see `join`."""
     global _store, _num_relayed
     _store, _num_relayed = store, 0
     limit = datetime.timedelta(seconds=timeout)
     ProcessGroupGloo.__init__ = _init_gloo_group  # type: ignore[assignment,method-assign]
-    # Bound to the device, NCCL connects now, so that what keeps ranks from it shows here; Megatron-Core's groups are
-    # then parts of this one.
+    # With a device ID, NCCL connects now, so that connection errors show here; Megatron-Core's groups are then split
+    # from this one.
     own = device.current() if device.HAS_GPU else None
     torch.distributed.init_process_group(
         device.BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=own
@@ -248,8 +251,8 @@ def init_process_group(store: torch.distributed.Store, rank: int, world_size: in
 
 
 def _init_gloo_group(group: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Make a group of gloo that shares the sockets' thread of this process's first one: each thread looks for messages
-    a hundred times a second, and a rank is in some 25 groups."""
+    """Create a gloo group that shares the socket thread of this process's first one: each such thread polls a hundred
+    times a second, and a rank is in about 25 groups."""
     if _gloo_devices:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout = _gloo_devices, timeout
@@ -260,10 +263,10 @@ def _init_gloo_group(group: ProcessGroupGloo, store: Any, rank: int, size: int, 
 
 
 def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoordinates:
-    """Build Megatron-Core's groups for the layout. `join` comes first.
+    """Build Megatron-Core's groups for the layout. Call `join` first.
 
     Args:
-        seed: of the generators that tensor-parallel regions draw from.
+        seed: of the random generators used in tensor-parallel regions.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -273,15 +276,15 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoord
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         distributed_timeout_minutes=max(1, int(timeout // 60)),
-        create_gloo_process_groups=False,  # for checkpoints of its own, which nobody writes here
+        create_gloo_process_groups=False,  # only needed for Megatron-Core's own checkpoints
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return coordinates()
 
 
-def coordinates() -> RankCoordinates:
-    """Return this rank's coordinates in the groups that `build` made."""
+def rank_coordinates() -> RankCoordinates:
+    """Return this rank's coordinates in the groups that `build` created."""
     by_name = {
         "tp": tensor_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
@@ -299,50 +302,50 @@ def coordinates() -> RankCoordinates:
 
 
 def rank() -> int:
-    """Return this process's number among all."""
+    """Return this process's global rank."""
     return torch.distributed.get_rank()
 
 
 def broadcast(value: T) -> T:
-    """Return rank 0's value on every rank. Pickled: for small things only."""
+    """Return rank 0's value on every rank. It is pickled: for small objects only."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return every rank's value, by rank, on every rank. Pickled: for small things only."""
+    """Return every rank's value, by rank, on every rank. They are pickled: for small objects only."""
     box: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(box, value)
     return box
 
 
 def sum_over_ranks(number: int) -> int:
-    """Return the sum of every rank's number, on every rank."""
+    """Return the sum of a number over all ranks."""
     box = torch.tensor(number, device=torch.cuda.current_device())
     torch.distributed.all_reduce(box)
     return int(box)
 
 
 def all_reduce(values: torch.Tensor) -> None:
-    """Replace a tensor by the sum of every rank's, on every rank."""
+    """Sum a tensor over all ranks, in place."""
     torch.distributed.all_reduce(values)
 
 
 def store_set(key: str, text: str) -> None:
-    """Leave a note that any rank can read with `store_get`: for waits too long for a collective operation."""
-    assert _store is not None, "join first"
+    """Set a key that any rank can read with `store_get`: for waits that are too long for a collective."""
+    assert _store is not None, "call join first"
     _store.set(key, text)
 
 
 def store_get(key: str) -> str | None:
-    """Return the note that a rank left under `key`, None while there is none."""
-    assert _store is not None, "join first"
+    """Return the value that a rank has set under `key`; None if there is none yet."""
+    assert _store is not None, "call join first"
     return _store.get(key).decode() if _store.check([key]) else None
 
 
 def store_broadcast(value: T) -> T:
-    """Return rank 0's value on every rank, as `broadcast`; however long rank 0 takes, for ranks look into the store."""
+    """Return rank 0's value on every rank. Unlike `broadcast` it has no timeout: the other ranks poll the store."""
     global _num_relayed
     _num_relayed += 1
     key = f"relayed/{_num_relayed}"
@@ -356,7 +359,7 @@ def store_broadcast(value: T) -> T:
 
 
 def poll_intervals() -> Iterator[float]:
-    """Yield for how long to wait between looks into the store, which all ranks ask: the longer, the less often."""
+    """Yield growing intervals, in seconds, between reads of the store, which all ranks poll."""
     pause = _LEAST_PAUSE
     while True:
         yield pause
@@ -364,19 +367,19 @@ def poll_intervals() -> Iterator[float]:
 
 
 def barrier() -> None:
-    """Wait for every rank."""
+    """Wait until every rank has called this."""
     torch.distributed.barrier()
 
 
 def destroy_model_parallel() -> None:
-    """Take the layout's groups down, so that `build` can build them again."""
+    """Destroy the layout's groups, so that `build` can create new ones."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Leave the groups after the block. Where it fails, the process ends, and does not wait for the others first."""
+    """Call `leave` after the block; if the block fails, only where that does not wait for the other ranks."""
     try:
         yield
     except BaseException:
@@ -387,7 +390,7 @@ def leaving() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Take the groups down, so that the process can end or build other ones."""
+    """Destroy all groups, so that the process can exit or join another run."""
     destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

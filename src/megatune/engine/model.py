@@ -1,4 +1,4 @@
-"""Builds the model of a layout: one factory, so that nothing else depends on where Megatron-Core keeps its classes."""
+"""Build the model for a parallel layout. Only this module knows where Megatron-Core keeps its classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatune.families.weights import Weight, padded_vocab_size
 from megatune.half_precision import multiply_in_fp32
 from megatune.rope_scaling import LongRopeScaling
 
-# A pipeline chunk as the rest of the project sees it. A frozen one is wrapped like a trained one, without buffers.
+# A pipeline chunk as the rest of the project sees it. A frozen chunk is wrapped too, but has no gradient buffers.
 Chunk: TypeAlias = DistributedDataParallel
 
 
@@ -50,9 +50,9 @@ class DecoderModel(GPTModel):
     """One pipeline chunk of the decoder.
 
     Attributes:
-        propagates_gradient: something before the chunk is trained: the stage before gets a gradient.
-        input_requires_grad: what goes into the first layer has a gradient, whatever is before it.
-        adapter_weights: entries of adapters beside its weights.
+        propagates_gradient: whether earlier stages have trained weights, and so need a gradient from this chunk.
+        input_requires_grad: whether the input of the first layer requires a gradient even if nothing before it does.
+        adapter_weights: weight-map entries of this chunk's adapters.
     """
 
     propagates_gradient = True
@@ -70,11 +70,11 @@ class DecoderModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=is_last,
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-            # Rotary embeddings follow the positions of each micro-batch, below.
+            # Rotary embeddings are computed from each micro-batch's positions, see `_rotary_embedding`.
             position_embedding_type="none",
-            # Features of pictures take their places in whole rows first.
+            # Image features are inserted into whole rows, before sequence parallelism splits them.
             scatter_embedding_sequence_parallel=architecture.vision is None,
-            # They need a word embedding where they are, a copy of the first stage's.
+            # MTP layers need a copy of the first stage's word embedding on their own stage.
             mtp_block_spec=mtp_spec(architecture, config, vp_stage)
             if is_last and architecture.mtp_num_layers
             else None,
@@ -90,7 +90,7 @@ class DecoderModel(GPTModel):
         if architecture.local_rotary_base is not None:
             local = replace(architecture, rotary_base=architecture.local_rotary_base, rope_scaling=None)
             self.local_frequencies = inverse_frequencies(local).to(torch.cuda.current_device())
-        # In the dtype of the embeddings, as Transformers has it.
+        # Rounded to the dtype of the embeddings, as in Transformers.
         self.embedding_multiplier = torch.tensor(architecture.embedding_multiplier, dtype=config.params_dtype).item()
         self.noise_multiplier = architecture.noise_multiplier / architecture.hidden_size**0.5
         self.padding_token = architecture.padding_token
@@ -98,7 +98,7 @@ class DecoderModel(GPTModel):
         mrope = architecture.mrope
         self.mrope_axes = None if mrope is None else device.send(mrope_axes(mrope))
         size = self.vocab_size // tp_size
-        # Rows of this rank's part of the vocabulary that are real; the rest only pads it.
+        # Rows of this rank's vocabulary shard that are not padding.
         before = parallel_state.get_tensor_model_parallel_rank() * size
         self.num_vocabulary_rows = min(max(architecture.vocab_size - before, 0), size)
         self.score: Score | None = None
@@ -106,12 +106,12 @@ class DecoderModel(GPTModel):
             del self.output_layer
             self.score = Score(self.config, architecture.num_labels)
         elif self.post_process:
-            # GPTModel makes the layer itself. The subclass has no state of its own, only another way to call it.
+            # GPTModel creates the layer itself. The subclass adds no state, only another forward().
             self.output_layer.__class__ = OutputLayer
             self.output_layer.num_vocabulary_rows = self.num_vocabulary_rows
             self.output_layer.softcap = self.logits_softcap
             if self.mtp_process and architecture.tie_word_embeddings:
-                # The word embedding beside it is. As on one stage, it gets gradients from both.
+                # Shares this stage's word embedding, which accumulates the gradients of both uses.
                 self.output_layer.weight = None
                 self.embedding.word_embeddings.weight.zero_out_wgrad = True
         self.vision_features: VisionFeatures | None = None
@@ -119,11 +119,11 @@ class DecoderModel(GPTModel):
             self._add_vision(architecture, architecture.vision)
 
     def _add_vision(self, architecture: Architecture, vision: Vision) -> None:
-        # It imports Transformers, which models of text can do without.
+        # Imported here because it imports Transformers, which text-only models do not need.
         from megatune.engine.layers.vision.tower import Tower, build_encoder
 
         encoder = build_encoder(architecture, self.config).to(self.config.params_dtype)
-        # First, as it computes first: buckets of gradients are made in this order, backward.
+        # Registered first because it runs first: DDP assigns parameters to buckets in reverse order of registration.
         decoder = dict(self._modules)
         self._modules.clear()
         self.vision_model = encoder
@@ -131,7 +131,7 @@ class DecoderModel(GPTModel):
         self.vision_features = VisionFeatures(Tower(encoder, vision, self.config), vision)
 
     def _set_attention_backend(self) -> None:
-        """Megatron-Core sets Transformer Engine's environment here; the core attention reads the configuration."""
+        """Do nothing: Megatron-Core sets environment variables here; our core attention reads the configuration."""
 
     def forward(  # type: ignore[override]
         self,
@@ -142,22 +142,23 @@ class DecoderModel(GPTModel):
         head: Head = PLAIN,
         mtp_targets: MTPTargets | None = None,
     ) -> Tensor:
-        """Compute this chunk's layers.
+        """Run this chunk's layers.
 
         Args:
             input_ids: int64 [b, s / cp].
-            labels: int64 [b, s / cp], below 0 where a token is not trained; None asks for logits.
-            pictures: of the whole micro-batch, on the host.
-            head: what the last chunk computes of labels.
-            mtp_targets: of a model that predicts further tokens, what it is to predict: losses of these are put behind
-                all that is computed of labels, [b, s / cp, 2] of a plain head.
+            labels: int64 [b, s / cp], negative for tokens that are not trained; None returns logits.
+            pictures: the images and videos of the whole micro-batch, on the host.
+            head: what the last chunk computes for the labels.
+            mtp_targets: inputs and labels of the multi-token prediction layer; its losses are appended to the output
+                as the last channel, [b, s / cp, 2] for a plain head.
 
         Returns:
-            Hidden states [s / cp (/ tp), b, h] for the next chunk; from the last one the loss of each token, fp32
-            [b, s / cp], 0 where it is not trained (with its entropy [b, s / cp, 2], see `token_losses`, or in its place
-            what else a head asks for), or logits [b, s / cp, padded vocabulary / tp], or, where the head asks for it,
-            what goes into the output layer, [s / cp (/ tp), b, h]; with a score in its place the scores of each
-            token, fp32 [b, s / cp], or [b, s / cp, labels] of several, with labels or without.
+            Hidden states [s / cp (/ tp), b, h] for the next chunk. From the last chunk:
+            with labels the loss of each token, fp32 [b, s / cp], 0 where it is not trained (with its entropy
+            [b, s / cp, 2], see `token_losses`, or another quantity that the head selects); without labels logits
+            [b, s / cp, padded vocabulary / tp]; with `head.hidden` the input of the output layer,
+            [s / cp (/ tp), b, h]; from a model with a score instead of an output layer, with or without labels, the
+            scores of each token, fp32 [b, s / cp], or [b, s / cp, labels] for several labels.
         """
         embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
         rotary = self._rotary_embedding(sequences)
@@ -181,7 +182,7 @@ class DecoderModel(GPTModel):
     def _embed(
         self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings [s / cp (/ tp), b, h], of pictures their features; and the layers' `context`."""
+        """Return embeddings [s / cp (/ tp), b, h] with image features inserted, and the `context` of the layers."""
         features = self.vision_features(pictures) if self.vision_features is not None else None
         embeddings, deepstack = self._word_embeddings(input_ids), None
         if sequences.noise is not None:
@@ -192,13 +193,13 @@ class DecoderModel(GPTModel):
             embeddings, deepstack = place_features(features, embeddings, pictures, sequences.boundaries)
         if not self.config.sequence_parallel:
             return embeddings, deepstack
-        # Clones: parts of whole rows would keep them in memory.
+        # Cloned: a view would keep the whole rows in memory.
         embeddings = scatter_to_sequence_parallel_region(embeddings).clone()
         return embeddings, None if deepstack is None else scatter_to_sequence_parallel_region(deepstack).clone()
 
     def _word_embeddings(self, input_ids: Tensor) -> Tensor:
-        """Return embeddings [s / cp (/ tp), b, h]; as in Transformers, that of the padding token, which may end every
-        answer too, gets no gradient."""
+        """Return embeddings [s / cp (/ tp), b, h]. As in Transformers, the embedding of the padding token, which may
+        also end every answer, gets no gradient."""
         embeddings: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
         if self.padding_token is not None and embeddings.requires_grad:
             is_padding = (input_ids == self.padding_token).t()[..., None]
@@ -208,7 +209,7 @@ class DecoderModel(GPTModel):
         return embeddings if self.embedding_multiplier == 1 else embeddings * self.embedding_multiplier
 
     def _with_noise(self, embeddings: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-        """Return word embeddings with noise of up to alpha / √(L · h), where L is the length of a token's document."""
+        """Add noise of up to alpha / √(L · h) to word embeddings, where L is the length of a token's sequence."""
         alpha = self.config.neftune_noise_alpha * self.noise_multiplier
         keys, largest = keys.t(), (alpha / lengths.clamp(min=1).sqrt()).expand_as(keys).t()
         if len(embeddings) < len(keys):
@@ -216,8 +217,8 @@ class DecoderModel(GPTModel):
         return with_noise(embeddings, keys, largest)
 
     def _first_layer_input(self, embeddings: Tensor | None) -> Tensor:
-        """Return what goes into the first layer: embeddings, or what the stage before sent; with a gradient where one
-        is needed, and only there."""
+        """Return the input of the first layer: the embeddings, or the output of the previous stage. It requires a
+        gradient only if something needs one."""
         hidden_states: Tensor = self.decoder.input_tensor if embeddings is None else embeddings
         if not torch.is_grad_enabled():
             return hidden_states
@@ -227,11 +228,11 @@ class DecoderModel(GPTModel):
         return hidden_states.requires_grad_() if self.input_requires_grad else hidden_states
 
     def head(self, hidden_states: Tensor, labels: Tensor | None, trained: Tensor, head: Head = PLAIN) -> Tensor:
-        """Compute from the last layer's [s (/ tp), b, h] what `forward` returns: scores, logits, or losses of labels.
+        """Compute the output of `forward` from the last layer's [s (/ tp), b, h]: scores, logits, or losses.
 
         Args:
-            trained: int64 [n], places of the trained tokens in the flattened labels.
-            head: one that is not plain is computed fused with the output layer, whatever the settings say.
+            trained: int64 [n], indices of the trained tokens in the flattened labels.
+            head: unless it is PLAIN, it is computed fused with the output layer, regardless of the settings.
         """
         if self.score is not None:
             return self.score(hidden_states)
@@ -249,15 +250,15 @@ class DecoderModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's part of the output layer, [padded vocabulary / tp, h]; of the last stage."""
+        """This rank's shard of the output layer, [padded vocabulary / tp, h]; only on the last stage."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
     def _rotary_embedding(self, sequences: Sequences) -> Tensor:
-        """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; of each row, with pictures or where
-        long documents have other angles, [2, s / cp, b, 1, channels]. Where layers with a window have angles of their
-        own, their channels come behind."""
+        """Compute cosine and sine once for all layers, [2, s / cp, 1, 1, channels]; per row, [2, s / cp, b, 1,
+        channels], with images, or if long sequences use other frequencies. If layers with a sliding window have their
+        own frequencies, their channels are appended."""
         arguments = self.inverse_frequencies, self.attention_factor, self.config.params_dtype
         if self.local_frequencies is not None:
             local = cos_sin(sequences.position_ids, self.local_frequencies, 1.0, self.config.params_dtype)
@@ -271,9 +272,9 @@ class DecoderModel(GPTModel):
         return multimodal_cos_sin(sequences.rotary_position_ids, self.mrope_axes, *arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Compute cross-entropy over the real vocabulary from all logits: what `cross_entropy_loss_fusion` replaces.
+        """Compute cross-entropy over the real vocabulary from all logits, without `cross_entropy_loss_fusion`.
 
-        From int64 [b, s], below 0 where a token is not trained, and [s, b, padded vocabulary / tp] to fp32 [b, s].
+        From int64 [b, s], negative for tokens that are not trained, and [s, b, padded vocabulary / tp] to fp32 [b, s].
         """
         if self.num_vocabulary_rows < logits.shape[-1]:
             logits = logits.clone()
@@ -284,11 +285,10 @@ class DecoderModel(GPTModel):
 def build_model(architecture: Architecture, settings: Settings, *, trained: bool = True) -> list[Chunk]:
     """Build this rank's pipeline chunks, in order, in Megatron-Core's DDP. Weights are uninitialized: load them next.
 
-    `engine.groups.build` comes first. Each call has a configuration of its own, so that several models share the groups
-    and nothing else.
+    Call `engine.groups.build` first. Each call creates its own configuration, so several models share only the groups.
 
     Args:
-        trained: False freezes all parameters; they have no gradient buffers, and the model is in eval mode.
+        trained: False freezes all parameters: they have no gradient buffers, and the model is in eval mode.
     """
     device.set_deterministic(settings.performance.deterministic_mode)  # decides about kernels
     require(settings, architecture)
@@ -316,13 +316,13 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
         freeze(chunk, architecture, settings.finetuning)
         if not trained:
             chunk.requires_grad_(False).eval()
-            # What a pipeline stage receives asks for a gradient.
+            # The input that a pipeline stage receives requires a gradient.
             chunk.forward = torch.no_grad()(chunk.forward)
         if ddp_config.use_distributed_optimizer:
             _free_parameters(chunk)
         chunks.append(chunk)
     model = [
-        # The first chunk's buckets overlap with the later chunks' backward passes; those go out as one.
+        # Only the first chunk is split into buckets: their reduction overlaps with later chunks' backward passes.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
@@ -331,9 +331,9 @@ def build_model(architecture: Architecture, settings: Settings, *, trained: bool
 
 
 def _free_parameters(chunk: torch.nn.Module) -> None:
-    """Free the memory of parameters that DDP will map into its buffers; until then it would hold both.
+    """Free the memory of parameters that DDP will map into its buffers; otherwise it would hold both.
 
-    A parameter keeps its shape: each of its elements is one and the same.
+    A parameter keeps its shape: it becomes a single expanded element.
     """
     for parameter in chunk.parameters():
         if parameter.requires_grad:
@@ -342,10 +342,10 @@ def _free_parameters(chunk: torch.nn.Module) -> None:
 
 
 def gather_parameters(model: list[Chunk]) -> None:
-    """Bring parameters up to date that the distributed optimizer has updated and not yet sent to the other ranks.
+    """All-gather parameters that the distributed optimizer has updated but not yet sent to the other ranks.
 
-    With overlap_param_gather they are sent during the next forward pass of training; evaluation and saving, which read
-    them before, call this first.
+    With overlap_param_gather they are sent during the next forward pass of training. Evaluation and saving, which read
+    them earlier, call this first.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:
@@ -353,7 +353,7 @@ def gather_parameters(model: list[Chunk]) -> None:
 
 
 def _set_overlaps(config: TransformerConfig, model: list[Chunk]) -> None:
-    """Let the pipeline schedules start and hold back communication of gradients and parameters."""
+    """Set the hooks by which pipeline schedules start or defer communication of gradients and parameters."""
     hooks: dict[str, list[Callable[..., Any]]] = {}
     if model[0].ddp_config.overlap_grad_reduce:
         hooks["no_sync_func"] = [chunk.no_sync for chunk in model]

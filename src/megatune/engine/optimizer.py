@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizer over our Adam, and a view of its state by model parameter."""
+"""Megatron-Core's optimizer with our Adam, and a view of its state by model parameter."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Optimizer: TypeAlias = ChainedOptimizer
 
 @dataclass(frozen=True, slots=True)
 class MainShard:
-    """What this rank's optimizer holds of one model parameter: elements start..stop of it, flattened.
+    """This rank's optimizer shard of one model parameter: elements start..stop of it, flattened.
 
     Attributes:
-        main: the values that the optimizer updates, fp32 [stop - start]; the parameter's own memory where that is fp32,
-            the host's with optimizer_cpu_offload.
+        main: the values that the optimizer updates, fp32 [stop - start]; for an fp32 parameter its own memory; on the
+            host with optimizer_cpu_offload.
         grad: the gradient of those elements after the backward pass, fp32 [stop - start].
         state: the optimizer's running averages, each like `main`; empty before `init_state`.
     """
@@ -55,31 +55,31 @@ class MainShard:
 
 
 class SharedLossScale(DynamicGradScaler):
-    """The loss scale of fp16, one for all parts of the optimizer.
+    """The loss scale of fp16, shared by all parts of the optimizer.
 
-    Experts' parameters are in a part of their own, and Megatron-Core gives each part a scaler that follows the part's
-    own overflows, while the loss is multiplied by the first part's. Here all parts have one, which changes once a step,
-    after all of them have unscaled their gradients.
+    Experts' parameters are in a part of their own. Megatron-Core gives each part a scaler that reacts to the overflows
+    of that part only, while the loss is multiplied by the first part's scale. Here all parts share one scaler, which
+    changes once a step, after all parts have unscaled their gradients.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
-        # The factors are those of Megatron-Core's own.
+        # The growth and backoff factors are Megatron-Core's.
         super().__init__(
             config.initial_loss_scale, config.min_loss_scale, 2.0, 0.5, config.loss_scale_window, config.hysteresis
         )
         self._overflowed = False
 
     def update(self, found_inf: bool) -> None:
-        """Note what one part found."""
+        """Record whether one part overflowed."""
         self._overflowed |= found_inf
 
     @property
     def is_smallest(self) -> bool:
-        """Whether it cannot fall any further; waits for the device."""
+        """Whether the scale has reached its minimum; synchronizes with the device."""
         return bool(self.scale <= self.min_scale)
 
     def finish_step(self) -> None:
-        """Adapt to what all parts found."""
+        """Update the scale once all parts have reported."""
         super().update(self._overflowed)
         self._overflowed = False
 
@@ -92,14 +92,14 @@ def build_optimizer(
     precision: PrecisionSettings,
     adapter_ratio: float | None = None,
 ) -> ChainedOptimizer:
-    """Build Megatron-Core's optimizer for these model chunks, its state allocated.
+    """Build Megatron-Core's optimizer for these model chunks, with its state allocated.
 
     Args:
         adapter_ratio: loraplus_lr_ratio.
     """
     patch_optimizer(settings)
     config = OptimizerConfig(
-        # Muon is an Adam with matrices of its own; Megatron-Core's wants a package that Python 3.11 cannot have.
+        # Muon is our Adam with other updates for matrices; Megatron-Core's needs a package that requires Python 3.12.
         optimizer="sgd" if settings.optimizer == "sgd" else "adam",
         lr=settings.learning_rate,
         min_lr=0.0,
@@ -117,7 +117,7 @@ def build_optimizer(
         use_distributed_optimizer=shards_optimizer(parallel, settings),
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    # Megatron-Core's own way for an optimizer that holds the master weights: none are made on the device.
+    # Megatron-Core's flag for an optimizer that holds the master weights: none are allocated on the device.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = settings.optimizer_cpu_offload
     overrides = get_standard_config_overrides(config) | dict(_own_learning_rates(settings, adapter_ratio or 1.0))
     optimizer = get_megatron_optimizer(config, model, overrides, use_gloo_process_groups=False)
@@ -126,10 +126,10 @@ def build_optimizer(
         for part in optimizer.chained_optimizers:
             part.grad_scaler = scale
     for group in optimizer.param_groups:
-        # Megatron-LM's scheduler does this; the optimizer alone would decay norms and biases, too.
+        # As Megatron-LM's scheduler does; otherwise norms and biases would be decayed, too.
         group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
-    # The loss is scaled where Megatron-Core's schedules start the backward pass. The model must not hold the optimizer:
-    # that holds the model through autograd nodes, a circle that Python's collector cannot see and never frees.
+    # Megatron-Core's schedules scale the loss before the backward pass. The model must not hold the optimizer:
+    # the optimizer holds the model through autograd nodes, a reference cycle that the garbage collector cannot see.
     scale_loss = weakref.WeakMethod(optimizer.scale_loss)
     model[0].config.grad_scale_func = lambda loss: scale_loss()(loss)  # type: ignore[misc]
     _init_state(optimizer, architecture, settings)
@@ -137,12 +137,12 @@ def build_optimizer(
 
 
 def _own_learning_rates(settings: OptimizerSettings, ratio: float) -> Iterator[tuple[ParamKey, Any]]:
-    """Yield which parameters have a learning rate of their own, and by which factor of the others' it is.
+    """Yield the parameters that have their own learning rate, and the factor by which it differs.
 
-    A parameter is in no more than one of these groups.
+    A parameter is in at most one of these groups.
 
     Args:
-        ratio: of what adapters multiply their latent by, B and lengths of rows (LoRA+, arXiv:2402.12354).
+        ratio: of the parameters that are applied after A: B and magnitudes (LoRA+, arXiv:2402.12354).
     """
     for name, rate, stacks in (
         ("", None, {Stack.DECODER}),
@@ -150,21 +150,21 @@ def _own_learning_rates(settings: OptimizerSettings, ratio: float) -> Iterator[t
         ("merger_lr", settings.merger_lr, {Stack.PROJECTOR, Stack.DEEPSTACK}),
     ):
         own = 1.0 if rate is None else rate / settings.learning_rate
-        for behind, factor in ((False, own), (True, own * ratio)):
+        for after_a, factor in ((False, own), (True, own * ratio)):
             if factor != 1.0:
-                which = f"{name} behind the latent" if behind else name
-                yield ParamKey(predicate=ParamPredicate(which, partial(_matches, stacks, behind))), {"lr_mult": factor}
+                which = f"{name} after lora_A" if after_a else name
+                yield ParamKey(predicate=ParamPredicate(which, partial(_matches, stacks, after_a))), {"lr_mult": factor}
 
 
-def _matches(stacks: set[Stack], behind: bool, parameter: Any) -> bool:
+def _matches(stacks: set[Stack], after_a: bool, parameter: Any) -> bool:
     entry: Weight = parameter.entry
-    is_behind = entry.role is Role.ADAPTER and not entry.engine.endswith(".lora_A")
-    return entry.stack in stacks and is_behind == behind
+    is_after_a = entry.role is Role.ADAPTER and not entry.engine.endswith(".lora_A")
+    return entry.stack in stacks and is_after_a == after_a
 
 
 def shards_optimizer(parallel: ParallelSettings, optimizer: OptimizerSettings) -> bool:
     """Return whether optimizer state is sharded. Without replicas to shard it over, the distributed optimizer would
-    only copy gradients and parameters to and fro; but it alone has a place for master weights on the host."""
+    only copy gradients and parameters back and forth, but only it supports master weights on the host."""
     coords = groups.coordinates()
     has_replicas = max(coords.replica_size, coords.expert_replica_size) > 1
     shards = parallel.use_distributed_optimizer and (has_replicas or parallel.overlap_param_gather)
@@ -189,8 +189,8 @@ def _init_state(optimizer: ChainedOptimizer, architecture: Architecture, setting
 
 
 def main_shards(optimizer: ChainedOptimizer) -> dict[Tensor, MainShard]:
-    """Find this rank's share of the optimizer, by model parameter. Under the distributed optimizer a data-parallel rank
-    holds a part of some parameters and nothing of others."""
+    """Return this rank's shard of the optimizer by model parameter. With the distributed optimizer a data-parallel rank
+    holds parts of some parameters and nothing of others."""
     shards: dict[Tensor, MainShard] = {}
     for part in _parts(optimizer):
         for param, (main, start, stop) in _param_ranges(part):
@@ -218,7 +218,7 @@ def _param_ranges(part: Any) -> Iterator[tuple[Any, ParamRange]]:
 
 
 def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
-    """Yield what the optimizer holds of this rank's parameters: main values and running averages."""
+    """Yield the tensors that the optimizer holds on this rank: main values and running averages."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -227,7 +227,7 @@ def state_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
 
 
 def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
-    """Read what the optimizer keeps besides tensors of parameters: its step count and, in fp16, the loss scaling."""
+    """Return the optimizer's state besides tensors: its step count and, in fp16, the loss scale."""
     counts = [group.get("step", 0) for part in _parts(optimizer) for group in part.optimizer.param_groups]
     values: dict[str, float] = {"step": max(counts)} if counts else {}
     scale = loss_scale(optimizer)
@@ -239,7 +239,7 @@ def scalars(optimizer: ChainedOptimizer) -> dict[str, float]:
 
 
 def load_scalars(optimizer: ChainedOptimizer, values: dict[str, float]) -> None:
-    """Put back what `scalars` returned."""
+    """Restore the state that `scalars` returned."""
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
             if "step" in group:
@@ -251,12 +251,12 @@ def load_scalars(optimizer: ChainedOptimizer, values: dict[str, float]) -> None:
 
 
 def _parts(optimizer: ChainedOptimizer) -> Iterator[Any]:
-    """Iterate over the parts of the optimizer that have parameters on this rank."""
+    """Return the parts of the optimizer that have parameters on this rank."""
     return (part for part in optimizer.chained_optimizers if part.optimizer is not None)
 
 
 def loss_scale(optimizer: ChainedOptimizer) -> SharedLossScale | None:
-    """Find the loss scale; None where nothing is scaled, which is everywhere but in fp16."""
+    """Return the loss scale of fp16; None for other dtypes."""
     return getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
 
 
@@ -264,14 +264,14 @@ def loss_scale(optimizer: ChainedOptimizer) -> SharedLossScale | None:
 def step(
     optimizer: ChainedOptimizer, learning_rate: float, accepts: Callable[[float], bool] = math.isfinite
 ) -> tuple[bool, float]:
-    """Unscale, check, clip and update.
+    """Unscale, check and clip gradients, and update parameters.
 
     Args:
-        accepts: gets the norm of all gradients; where it returns False, nothing is changed. Ranks must agree.
+        accepts: called with the norm of all gradients; if it returns False, the update is skipped. Ranks must agree.
 
     Returns:
-        Whether the parameters were updated, and the norm of all gradients before clipping: infinite where fp16
-        overflowed, which `accepts` is not asked about, and NaN where even the smallest loss scale did.
+        Whether the parameters were updated, and the norm of all gradients before clipping: infinite if fp16
+        overflowed (`accepts` is then not called), and NaN if it overflowed at the smallest loss scale.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
@@ -294,5 +294,5 @@ def step(
         optimizer.step_with_ready_grads()
         return True, grad_norm
     finally:
-        # Gradients alias main_grad in fp32: left in place, the next backward pass would add to itself.
+        # In fp32 gradients alias main_grad: if they stayed set, the next backward pass would add them to themselves.
         optimizer.zero_grad()

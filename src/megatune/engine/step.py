@@ -1,6 +1,6 @@
-"""Passes over micro-batches through Megatron-Core's pipeline schedules: training, evaluation, logits, log-probs.
+"""Run micro-batches through Megatron-Core's pipeline schedules: training, evaluation, logits and log-probabilities.
 
-An objective makes a sum, its normalizer and metrics of token losses.
+An objective turns token losses into a sum, its normalizer and metrics.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from megatune.engine.layers.moe.router import router_metrics
 from megatune.engine.model import Chunk, gather_parameters
 from megatune.engine.sequences import LocalBatch, MicroBatch, local_batch, whole_rows
 
-# An extra of a micro-batch, `TeacherOutputs`: an objective gets the divergence from it in place of losses.
+# Key in `extras` for `TeacherOutputs`: the objective then gets divergences from the teacher instead of losses.
 TEACHER_OUTPUTS = "teaching"
-# A metric: the mean cross-entropy of tokens that are predicted one token further than labels are.
+# Metric: the mean cross-entropy of the multi-token prediction layer.
 MTP_LOSS = "mtp_loss"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """What an objective computes of one micro-batch on one rank of the last pipeline stage.
+    """The result of an objective for one micro-batch on one rank of the last pipeline stage.
 
     Attributes:
         loss: fp32 [], with gradient: a sum, which the step divides once by the global normalizer.
-        metrics: name -> (sum, count), scalars without gradient; what is reported is Σ sums / Σ counts over all
+        metrics: name -> (sum, count), scalars without gradient; the reported value is Σ sums / Σ counts over all
             micro-batches and ranks.
-        replicated: whether every context-parallel rank computes the same numbers, of whole documents (True), or each
-            the part of its own tokens (False). Replicated numbers count once; gradients are right either way, as each
-            rank passes them to its own tokens only.
+        replicated: whether every context-parallel rank computes the same numbers from whole sequences (True), or only
+            the part of its own tokens (False). Replicated numbers count once. Gradients are right in both cases, since
+            each rank passes them only to its own tokens.
     """
 
     loss: Tensor
@@ -49,40 +49,40 @@ class ObjectiveOutput:
 
 
 class Objective(Protocol):
-    """A loss, from what the model puts out: losses of tokens, or scores.
+    """A loss computed from the output of the model: token losses, or scores.
 
-    One that has an attribute `head` gets what that `Head` says of labels.
+    If it has an attribute `head`, the model computes what that `Head` selects.
     """
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What `metrics` of every output may hold; ranks without the output layer need to know."""
+        """Names of all metrics that an output may have; ranks without the output layer need them, too."""
         ...
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Return what a whole micro-batch adds to the number that the step's sum is divided by (trained tokens,
-        documents, pairs): int64 [], on the host."""
+        """Return what a whole micro-batch adds to the divisor of the step's sum (trained tokens, sequences, pairs):
+        int64 [], on the host."""
         ...
 
     def __call__(self, output: Tensor, batch: LocalBatch, /) -> ObjectiveOutput:
         """Compute the loss.
 
         Args:
-            output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; of a model with a
-                score the scores of tokens, several of them [b, s / cp, labels]; [b, s / cp, 2] with entropies, where
-                its `head` says so.
-            batch: what this rank holds of the micro-batch; `engine.sequences.sequence_sums` adds up documents.
+            output: of the model, fp32 [b, s / cp]: -log p(label), 0 where a token is not trained; for a model with a
+                score its token scores, [b, s / cp, labels] for several labels; [b, s / cp, 2] with entropies, if
+                `head` asks for them.
+            batch: this rank's part of the micro-batch; `engine.sequences.sequence_sums` sums over sequences.
         """
         ...
 
 
 class Votes(NamedTuple):
-    """What a rank asks of all, sent along with a step's loss; of `StepTotals`, whether any rank does.
+    """Requests of a rank to all ranks, sent along with a step's loss; in `StepTotals`, whether any rank made them.
 
     Attributes:
         stop: stop after the step.
         save: save after the step.
-        settle: a checkpoint that was written in the background is whole, or has failed: take note of it.
+        settle: a checkpoint that was written in the background is complete, or has failed: handle it.
     """
 
     stop: bool = False
@@ -94,11 +94,11 @@ NO_VOTES = Votes()
 
 
 class StepTotals:
-    """Sums over all micro-batches and ranks, equal on all ranks. They are on the device until one is asked for.
+    """Sums over all micro-batches and ranks, equal on all ranks. They stay on the device until one is read.
 
     Args:
-        totals: fp64 [6 + 2 · metrics + ranks, or none]: loss, normalizer, trained tokens, the ranks with each of
-            `Votes`, then sum and count of each metric, and what each rank was busy.
+        totals: fp64 [6 + 2 · metrics (+ ranks)]: loss, normalizer, trained tokens, the number of ranks that made each
+            of the `Votes`, then sum and count of each metric, and optionally the busy seconds of each rank.
         names: of the metrics.
     """
 
@@ -116,27 +116,27 @@ class StepTotals:
 
     @property
     def loss_sum(self) -> float:
-        """Sum of the objective."""
+        """The summed loss of the objective."""
         return self._values[0]
 
     @property
     def normalizer(self) -> float:
-        """What the sum is divided by; trained tokens, of a language model."""
+        """The divisor of the sum; for a language model the number of trained tokens."""
         return self._values[1]
 
     @property
     def num_tokens(self) -> int:
-        """Trained tokens."""
+        """The number of trained tokens."""
         return int(self._values[2])
 
     @property
     def loss(self) -> float:
-        """The loss of the step; 0 where there is nothing to divide by."""
+        """The loss of the step; 0 if the normalizer is 0."""
         return self.loss_sum / max(self.normalizer, 1)
 
     @property
     def votes(self) -> Votes:
-        """What any rank asked for."""
+        """The requests that any rank made."""
         return Votes(*(count > 0 for count in self._values[3:6]))
 
     @property
@@ -145,13 +145,13 @@ class StepTotals:
 
     @property
     def busy_seconds(self) -> list[float]:
-        """How long each rank did not wait for others between two steps, of a GPU between the two before (`BusyTime`);
-        empty where it was not measured."""
+        """Seconds that each rank did not wait for others since the previous step (on a GPU: one step earlier, see
+        `BusyTime`); empty if it was not measured."""
         return self._values[self._num_before :]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the objective's metrics and of the routers' auxiliary losses; without those of which none came."""
+        """Means of the objective's metrics and of the routers' auxiliary losses, except those with a count of 0."""
         sums = self._values[6 : self._num_before]
         pairs = zip(self._names, sums[::2], sums[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
@@ -169,10 +169,10 @@ def forward_backward(
     """Run all micro-batches and leave the gradient of the objective, divided by its global normalizer, in main_grad.
 
     Args:
-        batches: this data-parallel rank's micro-batches; with pipeline parallelism all of one shape.
+        batches: this data-parallel rank's micro-batches; with pipeline parallelism all of the same shape.
         forward_only: evaluate, without gradients.
-        votes: what this rank asks of all.
-        busy: of this rank; taken once all is launched, for `StepTotals`.
+        votes: this rank's requests to all ranks.
+        busy: this rank's timer; read after all work is launched, for `StepTotals`.
     """
     if not forward_only:
         for chunk in model:
@@ -203,8 +203,8 @@ def evaluate(model: list[Chunk], steps: Iterable[Sequence[MicroBatch]], objectiv
     """Compute the objective over all batches, in eval mode and without gradients; collective.
 
     Args:
-        model: pipeline chunks; in the mode that they were in at the end, also where an exception ends the evaluation.
-        steps: of each step this data-parallel rank's micro-batches.
+        model: pipeline chunks; their train/eval mode is restored at the end, also after an exception.
+        steps: for each step this data-parallel rank's micro-batches.
     """
     with eval_mode(model):
         found = [forward_backward(model, batches, objective, forward_only=True) for batches in steps]
@@ -213,8 +213,8 @@ def evaluate(model: list[Chunk], steps: Iterable[Sequence[MicroBatch]], objectiv
 
 @contextmanager
 def eval_mode(model: list[Chunk]) -> Iterator[None]:
-    """Compute with the newest weights, in eval mode and without gradients; collective at its start. Chunks are in the
-    mode that they were in at the end."""
+    """Run the block with the newest weights, in eval mode and without gradients; collective at its start. The previous
+    mode of the chunks is restored at the end."""
     gather_parameters(model)
     modes = [chunk.training for chunk in model]
     for chunk in model:
@@ -229,10 +229,10 @@ def eval_mode(model: list[Chunk]) -> Iterator[None]:
 
 @torch.no_grad()
 def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return logits of each micro-batch, [b, s, padded vocabulary / tp] of this rank; none before the last stage.
+    """Return this rank's logits of each micro-batch, [b, s, padded vocabulary / tp]; none before the last stage.
 
     Args:
-        batches: of one shape; with virtual stages a multiple of the pipeline's size of them.
+        batches: all of the same shape; with virtual stages a multiple of the pipeline-parallel size.
     """
     return _collect(model, batches, None)
 
@@ -243,16 +243,16 @@ def token_log_probs(
 ) -> list[Tensor]:
     """Return log-probabilities of the labels of each micro-batch, fp32 [b, s], 0 where a token has no label.
 
-    The logits of all tokens are never in memory (with `cross_entropy_loss_fusion`). Empty before the last pipeline
-    stage; every tensor- and context-parallel rank of it gets whole rows. `batches` are as for `logits`.
+    With `cross_entropy_loss_fusion` the logits of all tokens are never in memory. The list is empty before the last
+    pipeline stage, of which every tensor- and context-parallel rank gets whole rows. For `batches` see `logits`.
     """
     return [-losses for losses in _collect(model, batches, Head(temperature))]
 
 
 @torch.no_grad()
 def greedy_tokens(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return the token that the model holds for the likeliest at each label of each micro-batch, int64 [b, s], 0 where
-    there is no label; see `token_log_probs`."""
+    """Return the token ID with the largest logit at each label of each micro-batch, int64 [b, s], 0 where there is no
+    label; see `token_log_probs`."""
     return [found.long() for found in _collect(model, batches, Head(only_greedy=True))]
 
 
@@ -271,12 +271,12 @@ def teacher_outputs(
     beta: float,
     top_k: int | None,
 ) -> list[TeacherOutputs]:
-    """Return what the teacher says of each micro-batch, to be its extra TEACHER_OUTPUTS; none before the last stage.
+    """Return the teacher's outputs of each micro-batch, for its extra TEACHER_OUTPUTS; empty before the last stage.
 
     Args:
-        teacher: a model in the layout of the one that learns.
-        vocab_size: tokens that the teacher knows.
-        batches: as for `logits`.
+        teacher: a model in the same parallel layout as the student.
+        vocab_size: number of tokens in the teacher's vocabulary.
+        batches: see `logits`.
         beta, top_k: see `divergence.TeacherOutputs`.
     """
     with eval_mode(teacher):
@@ -298,7 +298,7 @@ def _collect(
     *,
     whole: bool = True,
 ) -> list[Tensor]:
-    """Return what the last stage puts out, in whole rows or as it is; without a head logits."""
+    """Return the last stage's output, gathered to whole rows if `whole`; logits if there is no head."""
     found: list[Tensor] = []
 
     def forward_step(
@@ -323,7 +323,7 @@ def _schedule(
     forward_step: Callable[..., Any],
     **options: bool,
 ) -> list[Tensor]:
-    """Run Megatron-Core's schedule of this layout."""
+    """Run Megatron-Core's pipeline schedule for this layout."""
     b, s = batches[0].input_ids.shape
     reports: list[Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -363,16 +363,16 @@ def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None, he
 
 
 def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, this rank's part of the normalizer, and what is reported: fp64 [3 + 2 · metrics].
+    """Return the loss, this rank's part of the normalizer, and the values to report: fp64 [3 + 2 · metrics].
 
     Args:
-        factor: of losses of further tokens, which are added to the loss that is trained, not to the one reported.
+        factor: weight of the MTP losses, which are added to the trained loss, but not to the reported one.
     """
     further = None
     if mine.mtp_targets is not None:
         output, further = output[..., :-1].squeeze(-1), output[..., -1]
     found = objective(output, mine)
-    # Context-parallel ranks hold the same micro-batch: the first one counts what belongs to all of it.
+    # Context-parallel ranks hold the same micro-batch: only the first one counts what belongs to all of it.
     first = parallel_state.get_context_parallel_rank() == 0
     normalizer = mine.sequences.normalizer if first else torch.zeros_like(mine.sequences.normalizer)
     nothing = torch.zeros((), device=found.loss.device)
@@ -381,7 +381,7 @@ def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor)
     values = [found.loss, *counts, *metrics]
     if found.replicated and not first:
         values = [nothing, *counts, *[nothing] * len(metrics)]
-    # The schedule scales the loss in place for fp16; what is reported must be a copy.
+    # The schedule scales the loss in place for fp16, so the reported value must be a copy.
     report = torch.stack([value.detach().double() for value in values])
     if further is None or mine.mtp_targets is None:
         return found.loss, normalizer.int(), report

@@ -1,6 +1,6 @@
-"""What of a built chunk is trained: adapters beside its linear layers, and the weights that are not frozen.
+"""Select what is trained in a built chunk: add adapters to linear layers, and freeze the other weights.
 
-Gradients end at the first weight that is trained, in whatever stage it is.
+The backward pass ends at the first trained weight, whichever stage it is in.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_exp
 
 
 def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSettings) -> None:
-    """Add the adapters of a DecoderModel's layers; their parameters are uninitialized."""
+    """Add adapters to the layers of a DecoderModel; their parameters are uninitialized."""
     chunk.adapter_weights = adapter_weights(architecture, settings)
-    beside, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
+    entries, rows = adapters(architecture, settings), dict[str, torch.Tensor | None]()
     base = {weight.engine: weight for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     coords = groups.coordinates()
     for path, _ in list(named_tensors(chunk)):
         name, _ = entry_name(chunk, path, base)
-        if name not in beside:
+        if name not in entries:
             continue
         module_path, _, attribute = path.rpartition(".")
-        linear, weight, its = chunk.get_submodule(module_path), base[name], beside[name]
+        linear, weight, entry = chunk.get_submodule(module_path), base[name], entries[name]
         part = rank_slice(weight, coords)
-        if name not in rows:  # layers share it
-            rows[name] = _rows(its, architecture, part)
+        if name not in rows:  # the layers share it
+            rows[name] = _rows(entry, architecture, part)
         adapter = (ExpertAdapter if weight.per_expert else Adapter)(
-            engine_shape(its.a, architecture, part),
-            engine_shape(its.b, architecture, part),
+            engine_shape(entry.a, architecture, part),
+            engine_shape(entry.b, architecture, part),
             rows[name],
-            decomposed=its.magnitude is not None,
+            decomposed=entry.magnitude is not None,
             scale=scaling(settings),
             dropout=settings.lora_dropout,
             **_parallel(weight, linear, chunk.config),
@@ -55,7 +55,7 @@ def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSet
 
 
 def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[str, Any]:
-    """Return how ranks share a layer, and which they are."""
+    """Return how a layer is sharded, and the group of ranks."""
     if weight.per_expert:
         of_inputs = weight.layout is TensorLayout.COLUMNS
         sharding = Sharding.INPUTS_PARTIAL if of_inputs else Sharding.OUTPUTS_GATHERED
@@ -68,31 +68,31 @@ def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[st
             sharding = Sharding.INPUTS_PARTIAL if explicit else Sharding.INPUTS
         case _:
             sharding = Sharding.OUTPUTS_GATHERED if explicit else Sharding.OUTPUTS
-    # Pictures are dealt over ranks whole.
+    # Images are distributed over ranks as a whole.
     sequence_parallel = config.sequence_parallel and weight.stack is Stack.DECODER
     return {"sharding": sharding, "group": groups.tensor_parallel_group(), "sequence_parallel": sequence_parallel}
 
 
-def _rows(beside: AdapterWeights, architecture: Architecture, part: Slice) -> torch.Tensor | None:
-    """Return which of a rank's outputs are which matrix's, bool [o, n]; None where all are the only one's."""
-    (one, *_) = by_expert(beside.b, architecture, part)
-    rank = engine_shape(beside.b, architecture, part)[-1]
-    counts: list[tuple[int, int]] = []  # rows, and the place of their matrix, below 0 for none
-    names = [tensor.name.format(layer=0, expert=one.ep_rank) for tensor in beside.b.hf if tensor.name]
-    for segment in segments(beside.b, architecture, one):
+def _rows(entry: AdapterWeights, architecture: Architecture, part: Slice) -> torch.Tensor | None:
+    """Return which of a rank's outputs belong to which matrix, bool [o, n]; None if all belong to a single matrix."""
+    (one, *_) = by_expert(entry.b, architecture, part)
+    rank = engine_shape(entry.b, architecture, part)[-1]
+    counts: list[tuple[int, int]] = []  # rows, and the index of their matrix, -1 for none
+    names = [tensor.name.format(layer=0, expert=one.ep_rank) for tensor in entry.b.hf if tensor.name]
+    for segment in segments(entry.b, architecture, one):
         if segment.dim or not segment.name:
             counts.append(((segment.stop - segment.start) // rank, -1))
         else:
             counts.append((segment.stop - segment.start, names.index(segment.name)))
-    places = torch.tensor([place for size, place in counts for _ in range(size)])
-    if len(names) == 1 and not (places < 0).any():
+    indices = torch.tensor([index for size, index in counts for _ in range(size)])
+    if len(names) == 1 and not (indices < 0).any():
         return None
-    rows = places[:, None] == torch.arange(len(names))
+    rows = indices[:, None] == torch.arange(len(names))
     return rows.to(torch.cuda.current_device())
 
 
 def freeze(chunk: Any, architecture: Architecture, selection: Selection) -> None:
-    """Freeze the weights of a DecoderModel that are not trained, and tell it where its gradients begin."""
+    """Freeze the weights of a DecoderModel that are not trained, and set where its backward pass ends."""
     for weight, layer, tensor, _ in named_weights(chunk, architecture):
         if isinstance(tensor, torch.nn.Parameter):
             tensor.requires_grad_(is_trained(weight, layer, architecture, selection))
@@ -102,7 +102,7 @@ def freeze(chunk: Any, architecture: Architecture, selection: Selection) -> None
     chunk.propagates_gradient = chunk.pre_process or first < 0
     if config.recompute_granularity is None or not 0 <= first < len(layers):
         return
-    # Recomputation gives weights a gradient only where an input of what is recomputed together has one.
+    # Recomputation computes gradients of weights only if an input of the recomputed block requires one.
     is_uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
     if start := first - first % (config.recompute_num_layers if is_uniform else 1):
         layers[start - 1].register_forward_hook(_require_output_grad)
@@ -116,6 +116,6 @@ def _require_output_grad(layer: torch.nn.Module, inputs: Any, output: tuple[Tens
 
 
 def detach_stage_input(hidden_states: Tensor) -> Tensor:
-    """Cut the graph at what a stage received. The schedule sends a gradient back all the same: zeros."""
+    """Detach the input of a stage. The schedule sends a gradient back nevertheless: zeros."""
     hidden_states.grad = torch.zeros_like(hidden_states)
     return hidden_states.detach()
