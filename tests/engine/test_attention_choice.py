@@ -33,7 +33,7 @@ def test_runs_take_plain_products_where_flash_takes_no_such_numbers(monkeypatch)
     for capability in ((7, 0), (8, 0)):
         monkeypatch.setattr(device, "compute_capability", lambda capability=capability: capability)
         picked.append(kernels.pick(query, query, AttnBackend.auto))
-    assert picked == [kernels._PLAIN, kernels._FLASH]
+    assert picked == [kernels._MATH, kernels._FLASH]
 
 
 class Flash(kernels.MathKernel):

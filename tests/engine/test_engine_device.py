@@ -55,7 +55,7 @@ def test_a_machine_whose_gpus_torch_cannot_use_is_refused(monkeypatch):
         device.require_gpus(8)
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     (finding,) = caught.value.findings
-    assert finding.what == "this machine shows 8 GPUs, and torch can use none"
+    assert finding.what == "this machine has 8 GPUs, but torch cannot use any of them"
     assert finding.why == f"torch {torch.__version__} is a build for CPUs"
     assert finding.fix.endswith("or write use_cpu: true to train on the CPU")
 

@@ -1,8 +1,8 @@
-"""AdamW in the shape that Megatron-Core's distributed optimizer expects, with some or all of its state on the host.
+"""AdamW with the interface that Megatron-Core's distributed optimizer expects, and optional offloading to the host.
 
-Of a parameter whose state is in the host's memory gradients come from the device and weights go back to it in pieces,
-through page-locked memory, on streams of their own: while the host computes one piece, the next one's gradients and the
-last one's weights are on their way. On a CPU the same is done, from memory to memory.
+For a parameter whose state is in host memory, gradients are copied from the device and weights back to it in pieces,
+through page-locked memory, on separate streams: while the host computes one piece, the next piece's gradients and the
+previous piece's weights are being copied. On a CPU the same code copies within host memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.optim.adamw import adamw
 
 from megatune.engine import device
 
-# Elements of a piece; two of them are on their way. A multiple of what the kernel computes at once.
+# Elements of a piece; two pieces are in flight. A multiple of the kernel's block size.
 PIECE = 2**24
 
-# Parameter group, parameter, gradient (fp32, where the parameter is), master weight (fp32, on the host; None of an fp32
-# parameter, which is one itself), and both averages, on the host.
+# Parameter group, parameter, gradient (fp32, on the parameter's device), master weight (fp32, on the host; None for an
+# fp32 parameter, which is its own), and both running averages, on the host.
 Work = tuple[dict[str, Any], Tensor, Any, Tensor | None, Tensor, Tensor]
 Kernel = Callable[[dict[str, Any], list[Any], list[Any], list[Any], list[Any]], None]
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Page-locked memory of a piece on its way: fp32 [PIECE] of gradients, and of weights as many bytes.
+    """Page-locked buffers of a piece in flight: fp32 [PIECE] of gradients, and as many bytes of weights.
 
     Attributes:
-        arrived: the gradients, and the weights of an fp32 parameter, are there.
-        left: the weights are on the device.
+        arrived: recorded when the gradients, and the weights of an fp32 parameter, are on the host.
+        left: recorded when the updated weights are on the device.
     """
 
     gradient: Tensor
@@ -46,12 +46,12 @@ class _Slot:
         return cls(gradient, weight, torch.cuda.Event(), torch.cuda.Event())
 
     def weights(self, values: Tensor) -> Tensor:
-        """Return the memory of as many weights of the same dtype."""
+        """Return the weight buffer as the dtype and number of elements of `values`."""
         return self.weight.view(values.dtype)[: values.numel()]
 
 
 class HostUpdates:
-    """Takes steps on the host.
+    """Updates parameters on the host.
 
     Args:
         kernel: updates fp32 tensors in place: group, weights, gradients, and both averages.
@@ -63,7 +63,7 @@ class HostUpdates:
         self._streams: list[torch.cuda.Stream] = []
 
     def run(self, work: Sequence[Work]) -> None:
-        """Update all of these parameters; what the device is given next waits until they are there."""
+        """Update all of these parameters; work that the device gets afterwards waits for the updated weights."""
         pieces = list(_pieces(work))
         if not pieces:
             return
@@ -73,7 +73,7 @@ class HostUpdates:
         if not self._streams:
             self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         fetching, sending = self._streams
-        fetching.wait_stream(torch.cuda.current_stream())  # gradients are summed and clipped
+        fetching.wait_stream(torch.cuda.current_stream())  # after gradients are summed and clipped
         self._fetch(pieces, 0)
         for index, (group, weight, gradient, master, *averages) in enumerate(pieces):
             self._fetch(pieces, index + 1)
@@ -84,9 +84,9 @@ class HostUpdates:
             value = updated if master is None else master
             self._kernel(group, [value], [slot.gradient[: gradient.numel()]], *([each] for each in wide))
             for each, new in zip(averages, wide, strict=True):
-                each.copy_(new)  # onto itself where it is fp32
+                each.copy_(new)  # for fp32 a copy onto itself
             if master is not None:
-                slot.left.synchronize()  # the weights that were here before
+                slot.left.synchronize()  # the buffer's previous weights are sent
                 updated.copy_(master)
             with torch.cuda.stream(sending):
                 weight.copy_(updated, non_blocking=True)
@@ -94,7 +94,7 @@ class HostUpdates:
         torch.cuda.current_stream().wait_stream(sending)
 
     def _fetch(self, pieces: Sequence[Any], index: int) -> None:
-        """Begin to copy what a piece needs from the device."""
+        """Start copying the inputs of a piece from the device."""
         if index >= len(pieces):
             return
         _, weight, gradient, master, *_ = pieces[index]
@@ -116,32 +116,31 @@ def _pieces(work: Sequence[Work]) -> Iterator[Work]:
             yield group, *(None if each is None else each[start : start + PIECE] for each in flat)  # type: ignore[misc]
 
 
-# Of a 16-bit parameter whose master weight the optimizer holds: fp32, in its state.
+# State key of the fp32 master weight of a 16-bit parameter.
 MASTER = "master_param"
 
 
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) through torch's fused kernel, on CPU and GPU.
 
-    Megatron-Core knows Transformer Engine's and Apex's FusedAdam, which keep one step count in each parameter group;
-    torch's AdamW keeps one in each parameter's state, which the distributed optimizer cannot save before the first
-    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape; with `holds_masters` of a
-    16-bit parameter also `master_param`, and gradients are in `decoupled_grad`, fp32, as with Transformer Engine's.
+    Megatron-Core expects Transformer Engine's or Apex's FusedAdam, which keep one step count in each parameter group.
+    torch's AdamW keeps one in each parameter's state, which the distributed optimizer can neither save before the first
+    step nor load after it. State of a parameter: `exp_avg` and `exp_avg_sq`, of its shape. With `holds_masters`, 16-bit
+    parameters also have `master_param`, and gradients are in `decoupled_grad`, fp32, as with Transformer Engine.
 
-    The update itself is always computed in fp32: averages of another dtype are brought into shape for the kernel one
-    parameter at a time.
+    The update is always computed in fp32: averages of another dtype are converted one parameter at a time.
 
     Args:
-        betas: decay of the running averages of the gradient and of its square.
-        adam_w_mode: always true; here because Megatron-Core passes it to FusedAdam.
+        betas: decay rates of the first and second moment.
+        adam_w_mode: always true; Megatron-Core passes it to FusedAdam.
         capturable: always false; newer versions of Megatron-Core pass it, for an optimizer in a CUDA graph.
-        exp_avg_dtype, exp_avg_sq_dtype: what the running averages are kept in.
-        holds_masters: parameters are the model's own, of whatever dtype.
-        host_fraction: with `holds_masters` the share of the elements whose state, master weights among it, is in the
-            host's memory, and whose update is computed there.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the running averages.
+        holds_masters: the parameters are the model's own, of any dtype, and the optimizer holds the master weights.
+        host_fraction: with `holds_masters` the fraction of elements whose state, including master weights, is in host
+            memory, and which are updated there.
 
     Attributes:
-        elsewhere: parameters that have no state here, and that a subclass updates.
+        excluded: parameters that have no state here, because a subclass updates them.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         assert adam_w_mode, "weight decay is decoupled"
         assert not capturable, "steps are counted on the host"
-        assert holds_masters or not host_fraction, "a gradient is where its parameter is, unless it is decoupled"
+        assert holds_masters or not host_fraction, "offloading needs decoupled gradients"
         self.state_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.holds_masters, self.host_fraction = holds_masters, host_fraction
         self._host = HostUpdates(_update)
@@ -169,8 +168,8 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
 
     def init_state(self) -> None:
-        """Give every parameter its state, so that it can be loaded into before the first step. Master weights begin as
-        the parameters are."""
+        """Allocate the state of every parameter, so that it can be loaded before the first step. Master weights start
+        as copies of the parameters."""
         everything = [param for group in self.param_groups for param in group["params"] if param not in self.excluded]
         left = self.host_fraction * sum(param.numel() for param in everything)
         for param in everything:
@@ -194,7 +193,7 @@ class FusedAdam(torch.optim.Optimizer):
             (group, param) for group in self.param_groups for param in group["params"]
             if self._gradient(param) is not None and param.numel() and param not in self.excluded
         ]  # fmt: skip
-        # What the device computes goes first: it is only launched here, and runs beside the host's.
+        # The device's updates come first: they are only launched here, and run while the host computes.
         for group in self.param_groups:
             self._update_here(group, [param for its, param in updated if its is group and param not in self._on_host])
         self._host.run([
@@ -209,7 +208,7 @@ class FusedAdam(torch.optim.Optimizer):
         return [self.state[param][name] for name in self.state_dtypes]
 
     def _update_here(self, group: dict[str, Any], params: _Tensors) -> None:
-        """Update parameters where they are."""
+        """Update parameters whose state is on the device."""
         values = {param: self.state[param].get(MASTER, param) for param in params}
         is_ready = {param: all(one.dtype == torch.float32 for one in self._averages(param)) for param in params}
         if ready := [param for param in params if is_ready[param]]:
@@ -227,7 +226,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _like(values: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
-    """Return memory for state, of the shape of `values`. Page-locked it need not be: nothing of it is transferred."""
+    """Allocate state with the shape of `values`. It is not page-locked, since it is never transferred."""
     return torch.empty(values.shape, dtype=dtype, device="cpu" if on_host else values.device)
 
 

@@ -1,7 +1,7 @@
-"""Whether ranks that must hold the same numbers do.
+"""Check that replicas hold the same numbers.
 
-Copies are compared bit for bit, through a digest of each tensor: whatever makes two copies differ at all, a fault or a
-missing exchange, keeps making them differ more.
+Copies are compared bit for bit, through a digest of each tensor: once two copies differ at all, because of a hardware
+fault or a missing collective, they keep diverging.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 21  # elements digested at a time: their 64-bit copies are in memory meanwhile
-_NUM_NAMED = 3  # tensors of a group that an error names
+_CHUNK = 1 << 21  # elements per digest chunk, which limits the memory of their 64-bit copies
+_NUM_NAMED = 3  # number of tensors per group that an error names
 
 _FIX = (
-    "a machine, its memory or its network is at fault, or there is a bug: resume without these ranks' machines, and "
+    "a machine, its memory or its network is faulty, or there is a bug: resume without these ranks' machines, and "
     "compare the layout with Transformers by `megatune verify`"
 )
 
 
 class NamedValues(NamedTuple):
-    """Numbers that this rank holds of one parameter or buffer.
+    """This rank's copy of one parameter or buffer.
 
     Attributes:
         name: for reports.
-        parameter: what they belong to; says who else holds them.
+        parameter: the parameter they belong to, whose attributes tell which ranks hold copies.
         values: the parameter itself, or its gradient.
     """
 
@@ -43,7 +43,7 @@ class NamedValues(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """One rank's view of a tensor whose copies differ; `gap` is to the copy of the group's first rank."""
+    """One rank's digest of a tensor whose copies differ; `gap` is the largest difference from the first rank."""
 
     label: str
     name: str
@@ -52,7 +52,7 @@ class _Difference(NamedTuple):
 
 
 def digest(values: Tensor) -> Tensor:
-    """Compute a number that changes with any one bit: each element's bits times an odd number of its own, modulo 2^64.
+    """Hash the bits of a tensor: each element's bits times a different odd number, summed modulo 2^64.
 
     Returns:
         int64 [] on the device of `values`.
@@ -68,17 +68,16 @@ def digest(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_agreement(what: str, held: Sequence[NamedValues], *, over_replicas: bool = True) -> None:
-    """Compare this rank's numbers with those of the ranks that hold copies of them; collective over all ranks.
+    """Compare this rank's tensors with the copies on other ranks; collective over all ranks.
 
-    Copies are weights over data- and context-parallel replicas, those of experts over replicas of the experts; weights
-    that tensor parallelism does not cut over its ranks, or that of experts does not; tied embeddings over the first and
-    the last pipeline stage.
+    Copies are: weights on data- and context-parallel replicas, and experts on expert replicas; weights that are not
+    split by (expert) tensor parallelism on its ranks; tied embeddings on the first and the last pipeline stage.
 
     Args:
-        what: "step 3: weights", for the report.
+        what: for the report, such as "step 3: weights".
         held: in the same order on all ranks that hold copies of each other.
-        over_replicas: False where each replica holds a share of its own, as the distributed optimizer's gradients; the
-            shares of the two tied embeddings are not the same either, and are not compared.
+        over_replicas: False if each replica holds its own shard, such as the distributed optimizer's gradients; tied
+            embeddings are then not compared either, since their shards differ.
 
     Raises:
         MegatuneError: NOT_FINITE, on every rank, naming tensors, ranks, and the size of the differences.
@@ -102,7 +101,7 @@ def check_agreement(what: str, held: Sequence[NamedValues], *, over_replicas: bo
 
 
 def _copies(held: Sequence[NamedValues], over_replicas: bool) -> Iterator[tuple[str, ProcessGroup, list[int]]]:
-    """Find groups of ranks, and which of the numbers all ranks of a group hold."""
+    """Return groups of ranks, and the indices of the tensors that all ranks of a group hold."""
     experts = [index for index, one in enumerate(held) if not getattr(one.parameter, "allreduce", True)]
     whole_experts = [index for index in experts if getattr(held[index].parameter, "partition_dim", 0) < 0]
     dense = sorted(set(range(len(held))).difference(experts))
@@ -116,21 +115,21 @@ def _copies(held: Sequence[NamedValues], over_replicas: bool) -> Iterator[tuple[
         kinds += [
             ("data-parallel", groups.replica_group(), dense),
             ("expert data-parallel", groups.expert_replica_group(), experts),
-            # Only the first and the last stage hold any, and only they have a group.
+            # Only the first and the last stage hold tied embeddings, and have this group.
             *([("pipeline-parallel", parallel_state.get_embedding_group(), tied)] if tied else []),
         ]
     return ((label, group, indices) for label, group, indices in kinds if indices and group.size() > 1)
 
 
 def _gap(values: Tensor, group: ProcessGroup) -> float:
-    """Compute the largest difference from the group's first rank."""
+    """Return the largest absolute difference from the group's first rank."""
     first = values.detach().clone()
     torch.distributed.broadcast(first, group=group, group_src=0)
     return (values.float() - first.float()).abs().max().item()
 
 
 def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list[Finding]:
-    """Report each kind of copies that differ, and the ranks that disagree in it."""
+    """Return a finding for each kind of copies that differ, naming the ranks that disagree."""
     by_tensor: dict[str, dict[str, dict[int, _Difference]]] = {}
     for rank, found in enumerate(found_by_rank):
         for one in found:
@@ -144,7 +143,7 @@ def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list
 
 
 def _between(ranks: Mapping[int, _Difference]) -> str:
-    """Say who differs from whom, and by how much at most."""
+    """Describe which ranks differ from which, and by how much at most."""
     ((usual, times), *_) = Counter(one.digest for one in ranks.values()).most_common()
     odd = [rank for rank, one in ranks.items() if one.digest != usual]
     rest = [rank for rank in ranks if rank not in odd]
@@ -158,7 +157,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def check_scalars(what: str, values: Mapping[str, float]) -> None:
-    """Compare numbers that every rank holds; collective over all ranks.
+    """Compare scalars that every rank holds; collective over all ranks.
 
     Raises:
         MegatuneError: NOT_FINITE, on every rank, naming the values and their ranks.

@@ -1,8 +1,8 @@
-"""This process's collective operations: how long it waits in them for others, and which it has called.
+"""This process's collective operations: how long it waits in them for other ranks, and which it has called.
 
-On a CPU a collective operation returns when it is done, and its time on the host's clock is waited. On a GPU the host
-only launches operations: what waits is the device's queue. There a moment is an event in the queue, and the time
-between two events around an operation is how long the queue stood still for it.
+On a CPU a collective returns when it is done, so its wall time is waiting time. On a GPU the host only launches
+collectives, and the device's queue waits. There a point in time is an event in the queue, and the time between two
+events around a collective is how long the queue was blocked by it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup, Work
 
 from megatune.engine import device
 
-Span: TypeAlias = tuple[Any, Any]  # two moments, see `device.record_time`
+Span: TypeAlias = tuple[Any, Any]  # start and end, see `device.record_time`
 
-# What NCCL computes in the queue that launches it, where nobody asks for a Work to wait for.
+# Operations that NCCL runs in the launching queue unless the caller waits for a Work.
 _LAUNCHES = (
     "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
     "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
@@ -28,13 +28,13 @@ _LAUNCHES = (
     "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
 
-_waits: list[Span] | None = None  # of the BusyTime that counts
+_waits: list[Span] | None = None  # of the active BusyTime
 _is_counting = False
 
 
 @contextmanager
 def timed_wait() -> Iterator[None]:
-    """Count the time of the block as waited; blocks in it count once."""
+    """Record the time of the block as waiting time; nested blocks count once."""
     global _is_counting
     if _is_counting or (waits := _waits) is None:
         yield
@@ -48,7 +48,7 @@ def timed_wait() -> Iterator[None]:
 
 
 def watch() -> None:
-    """Let every collective operation of this process count as waited from here on; once is enough."""
+    """Record the waiting time of every collective of this process from now on; idempotent."""
     _time_waits(Work, "wait")
     for name in _LAUNCHES if device.HAS_GPU else ():
         if hasattr(ProcessGroup, name):  # newer versions of torch have more of them
@@ -69,12 +69,12 @@ def _time_waits(owner: Any, name: str) -> None:
 
 
 class BusyTime:
-    """What this process does between one exchange and the next, without waiting for others; in seconds.
+    """Seconds that this process works between two steps, without waiting for other ranks.
 
     Attributes:
-        wall: of the window that `take` returned last, with waiting.
-        lag: windows between the one that `take` closes and the one that it returns. A GPU has yet to come to the end
-            of the one that is closed, and the host does not wait for it.
+        wall: length of the window that `take` last returned, including waiting.
+        lag: number of windows by which the result of `take` is delayed. A GPU has not yet reached the end of the window
+            that is being closed, and the host does not wait for it.
     """
 
     lag = int(device.HAS_GPU)
@@ -88,19 +88,19 @@ class BusyTime:
         self.resume()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         global _waits
         self._began, _waits = device.record_time(), self._waits
 
     def pause(self) -> None:
-        """Leave out what comes until `resume`."""
+        """Stop measuring until `resume`."""
         global _waits
         self._spans.append((self._began, device.record_time()))
         _waits = None
 
     def take(self) -> float:
-        """Close a window and begin another; return how long it was busy in the window `lag` before, 0 where there was
-        none."""
+        """Close the current window and start another; return the busy seconds of the window `lag` windows before, 0 if
+        there was none."""
         self.pause()
         self._closed.append((self._spans, self._waits))
         self._spans, self._waits = [], []
@@ -116,24 +116,25 @@ def _seconds(spans: list[Span]) -> float:
     return sum(device.seconds_between(*span) for span in spans)
 
 
-_MOST = 64  # of each group, the newest
-# Of gloo and, where torch has it, of NCCL; whether operations run on a device, and the host waits elsewhere for them.
+_MOST = 64  # newest operations that are reported for each group
+# Flight recorders of gloo and, if torch has it, of NCCL; the value says whether operations run on the device, so that
+# the host waits for them elsewhere.
 _RECORDERS = {"_dump_fr_trace_json": False, "_dump_nccl_trace_json": True}
 
 
-_ranks: dict[str, list[int]] = {}  # of groups by their numbers
+_ranks: dict[str, list[int]] = {}  # ranks of each group, by the group's name
 
 
 def remember_groups() -> None:
-    """Note who is in which group: once groups are left, only the operations are known."""
+    """Record the ranks of each group: once a group is destroyed, only its operations are known."""
     world = torch.distributed.distributed_c10d._world
     _ranks.update({name: sorted(world.pg_group_ranks.get(group, {})) for group, name in world.pg_names.items()})
 
 
 def recent_operations() -> list[dict[str, Any]]:
-    """Return of each group its "group" (number), "kind" (what Megatron-Core calls it), "ranks", "on_device" (where its
-    operations run) and "operations": their number in the group, name, sizes of inputs, and whether this process waits
-    in them. Safe in any thread."""
+    """Return for each group "group" (its number), "kind" (Megatron-Core's name), "ranks", "on_device" (whether its
+    operations run on the device) and "operations": for each its sequence number in the group, its name, the sizes of
+    inputs, and whether this process is waiting in it. Thread-safe."""
     remember_groups()
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for entry, on_device in _entries():
@@ -149,8 +150,8 @@ def recent_operations() -> list[dict[str, Any]]:
 
 
 def _entries() -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield what was recorded of operations of whole groups, and whether they run on a device; sends between two ranks
-    have no number in it."""
+    """Yield the recorded collectives, and whether they run on the device. Point-to-point operations, which have no
+    sequence number there, are left out."""
     for name, on_device in _RECORDERS.items():
         if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
             yield from ((entry, on_device) for entry in json.loads(dump()).get("entries", []) if not entry["is_p2p"])

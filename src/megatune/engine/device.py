@@ -1,8 +1,9 @@
-"""The whole difference between a CPU and a GPU.
+"""All differences between a CPU and a GPU.
 
 Megatron-Core calls torch.cuda throughout. On a machine without a GPU, `install` patches those calls so that the same
-engine runs on CPU tensors with gloo: the current device is the CPU, streams and events do nothing (CPU work is in
-order), and CPU tensors report the CUDA type names that Megatron-Core compares as strings. With a GPU it does nothing.
+engine runs on CPU tensors with gloo: the current device is the CPU, streams and events do nothing (CPU work runs in
+program order), and CPU tensors report the CUDA type names that Megatron-Core compares as strings. With a GPU no CUDA
+call is patched.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import torch.utils._device
 from megatune.config.kernels import c_compiler
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-# Ask the driver's monitor instead of the driver: a process that has initialized CUDA cannot be forked.
+# Check for GPUs through NVML instead of the driver: a process that has initialized CUDA cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HAS_GPU = torch.cuda.is_available()
 BACKEND = "nccl" if HAS_GPU else "gloo"
-_TRACKED = "tracked."  # before the names of Megatron-Core's generators
+_TRACKED = "tracked."  # prefix of the names of Megatron-Core's generators
 
-# NCCL keeps the memory of a tensor until its send is done; gloo reads it when its thread gets to it, so that a stage
-# must not free an activation that is still being sent.
+# NCCL keeps a tensor's memory until it is sent. gloo reads it whenever its thread runs, so a pipeline stage must not
+# free an activation that is still being sent.
 SENDS_HOLD_MEMORY = HAS_GPU
-# NCCL's groups go once all that was launched in them is done: a rank that failed would wait for those that it failed.
+# Destroying NCCL's groups waits for all launched work: a rank that failed would wait for the ranks that wait for it.
 LEAVING_WAITS = HAS_GPU
 
 
@@ -43,20 +44,21 @@ def current() -> torch.device:
 
 
 def require_gpus(num_gpus: int) -> None:
-    """Refuse to compute on the CPU of a machine that shows GPUs.
+    """Refuse to compute on the CPU of a machine that has GPUs.
 
     Args:
-        num_gpus: that this machine shows (`launch.devices.count_gpus`), without torch.
+        num_gpus: of this machine, as counted without torch (`launch.devices.count_gpus`).
 
     Raises:
-        MegatuneError: UNAVAILABLE, with what keeps torch from them.
+        MegatuneError: UNAVAILABLE, with the reason why torch cannot use them.
     """
     if num_gpus and not HAS_GPU:
-        raise _unusable(f"this machine shows {num_gpus} GPU{'s' * (num_gpus > 1)}, and torch can use none", _obstacle())
+        what = f"this machine has {num_gpus} GPU{'s' * (num_gpus > 1)}, but torch cannot use any of them"
+        raise _unusable(what, _obstacle())
 
 
 def _obstacle() -> str:
-    """Return why torch has no GPU, in its own words where it has some."""
+    """Return why torch has no GPU, with torch's own error message if there is one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build for CPUs"
     try:
@@ -73,10 +75,10 @@ def _unusable(what: str, why: str) -> MegatuneError:
 
 
 def select(local_rank: int) -> None:
-    """Bind this process to its GPU. Must run before any tensor is made.
+    """Bind this process to its GPU. Must run before any tensor is created.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where CUDA does not start: the driver may be too old for this build of torch.
+        MegatuneError: UNAVAILABLE, if CUDA does not start: the driver may be too old for this build of torch.
     """
     if HAS_GPU:
         try:
@@ -88,18 +90,18 @@ def select(local_rank: int) -> None:
 
 
 def bind_thread(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Bind this thread to a device: threads begin with the machine's first, and would take memory there."""
+    """Bind this thread to a device: threads start with the first GPU, and would allocate memory there."""
     return torch.cuda.device(device) if HAS_GPU else contextlib.nullcontext()
 
 
 def synchronize() -> None:
-    """Wait until all queued work is done, so that a clock read after it counts it."""
+    """Wait until all queued work is done, so that a clock read afterwards includes it."""
     if HAS_GPU:
         torch.cuda.synchronize()
 
 
 def record_time() -> Any:
-    """Return the moment at which all work is done that was launched before: now, or on a GPU an event in its queue."""
+    """Return the time at which all previously launched work is done: now, or on a GPU an event in its queue."""
     if not HAS_GPU:
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)
@@ -108,7 +110,7 @@ def record_time() -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Return the seconds between two moments; waits until a GPU has come to the second one."""
+    """Return the seconds between two recorded times; waits until a GPU has reached the second one."""
     if not HAS_GPU:
         return float(end - begin)
     end.synchronize()
@@ -121,12 +123,12 @@ def name() -> str:
 
 
 def send(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of the host to the device, without waiting for what the device still has to do."""
+    """Copy a tensor from the host to the device, without waiting for the device."""
     return tensor.pin_memory().to(current(), non_blocking=True) if HAS_GPU else tensor
 
 
 class HostCopy:
-    """A small tensor of the device, copied to the host while the device and the host go on."""
+    """An asynchronous copy of a small tensor from the device to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor
@@ -137,7 +139,7 @@ class HostCopy:
             self._arrived.record()
 
     def tolist(self) -> list[Any]:
-        """Return its values; waits until the device has come to the copy."""
+        """Return its values; waits until the copy is done."""
         if HAS_GPU:
             self._arrived.synchronize()
         return self._copy.tolist()
@@ -145,9 +147,9 @@ class HostCopy:
 
 @functools.cache
 def why_not_compiled() -> str:
-    """Return why fused operators run operator by operator; "" where torch.compile makes kernels of them."""
+    """Return why operators are not fused by torch.compile; "" if they are."""
     if not HAS_GPU:
-        return "on a CPU torch.compile asks for a C++ compiler"
+        return "on a CPU torch.compile needs a C++ compiler"
     if find_spec("triton") is None:
         return "Triton is not installed"
     if c_compiler() is None:
@@ -159,15 +161,15 @@ _compiles = True
 
 
 def compile_operators(wanted: bool) -> None:
-    """Say whether `compiled` functions run as kernels from here on, or operator by operator."""
+    """Choose whether `compiled` functions run as compiled kernels from now on, or operator by operator."""
     global _compiles
     _compiles = wanted
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Let torch compute the same bits in every run, from here on; on a CPU it does in any case.
+    """Make torch compute the same bits in every run from now on; on a CPU it always does.
 
-    Where torch has no such kernel, an operator raises RuntimeError (`torch.use_deterministic_algorithms`).
+    If torch has no deterministic kernel, an operator raises RuntimeError (`torch.use_deterministic_algorithms`).
     """
     if HAS_GPU:
         if wanted:
@@ -177,8 +179,8 @@ def set_deterministic(wanted: bool) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for any shape, on a GPU, where it can be compiled: norms, SwiGLU, rotary embeddings, and parts
-    of cross-entropy and of matrices of few bits; and Megatron-Core's fusions. Nothing else asks torch.compile."""
+    """Compile a function for dynamic shapes on a GPU, if possible: norms, SwiGLU, rotary embeddings, parts of
+    cross-entropy and of quantized matrices, and Megatron-Core's fusions. Nothing else uses torch.compile."""
     if why_not_compiled():
         return function
     kernel = torch.compile(function, dynamic=True)
@@ -190,27 +192,27 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# The flash kernels of a GPU take channels in multiples of this.
+# GPU flash kernels need a number of channels that is a multiple of this.
 FLASH_CHANNEL_MULTIPLE = 8 if HAS_GPU else 1
 
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """Return the GPU's: (9, 0) is Hopper. (0, 0) where there is none."""
+    """Return the GPU's compute capability, such as (9, 0) for Hopper; (0, 0) without a GPU."""
     return torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
 
 
-# What `memory_bytes` and `peak_memory_bytes` count: tensors of the allocator, or all that the process holds.
+# What `memory_bytes` and `peak_memory_bytes` count: tensors of the allocator, or the process's resident memory.
 COUNTED: Literal["allocated", "resident"] = "allocated" if HAS_GPU else "resident"
 
 
 def memory_bytes() -> int:
-    """Return bytes in use now."""
+    """Return the bytes in use now."""
     return torch.cuda.memory_allocated() if HAS_GPU else int(psutil.Process().memory_info().rss)
 
 
 def peak_memory_bytes() -> int:
-    """Return the most bytes in use so far: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+    """Return the peak of bytes in use: the allocator's on a GPU, the process's resident memory on a CPU."""
     if HAS_GPU:
         return torch.cuda.max_memory_allocated()
     memory = psutil.Process().memory_info()
@@ -218,8 +220,8 @@ def peak_memory_bytes() -> int:
 
 
 def memory_overhead_bytes() -> int:
-    """Return bytes of the GPU in use beyond tensors: its context, communication libraries, and what the allocator keeps
-    at its peak beyond the tensors' peak. 0 on a CPU, where `memory_bytes` counts all."""
+    """Return the GPU's bytes in use beyond tensors: its context, communication libraries, and what the allocator
+    reserves beyond the peak of the tensors. 0 on a CPU, where `memory_bytes` includes all."""
     if not HAS_GPU:
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -228,7 +230,7 @@ def memory_overhead_bytes() -> int:
 
 
 def memory_in_gib() -> dict[str, float]:
-    """Return what is held now, by the names that log lines have: of the allocator on a GPU, of the process on a CPU."""
+    """Return the memory in use by its name in log lines: of the allocator on a GPU, of the process on a CPU."""
     if not HAS_GPU:
         return {"memory_rss_gib": memory_bytes() / 2**30}
     counts = {
@@ -245,30 +247,30 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# What a table of the profiler's operators is sorted by.
+# Key by which the profiler's operator table is sorted.
 PROFILER_SORT_KEY = "self_device_time_total" if HAS_GPU else "self_cpu_time_total"
 
 
 def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """Return what torch.profiler records here."""
+    """Return the activities that torch.profiler records on this device."""
     activity = torch.profiler.ProfilerActivity
     return [activity.CPU, activity.CUDA] if HAS_GPU else [activity.CPU]
 
 
 def record_memory_history() -> None:
-    """Keep the stack of every allocation of the GPU from here on, for `dump_memory_history`."""
+    """Record the stack of every GPU allocation from now on, for `dump_memory_history`."""
     if HAS_GPU:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def dump_memory_history(path: Path) -> None:
-    """Write what `record_memory_history` has kept; nothing on a CPU."""
+    """Write what `record_memory_history` has recorded; nothing on a CPU."""
     if HAS_GPU:
         torch.cuda.memory._dump_snapshot(str(path))
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of every generator a step can draw from, of Megatron-Core's by their names."""
+    """Return the state of every generator that a step may use, Megatron-Core's by their names."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     state = {"cpu": torch.random.get_rng_state()}
@@ -278,7 +280,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned; a CUDA state is ignored where there is no GPU."""
+    """Restore the state that `rng_state` returned; a CUDA state is ignored without a GPU."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.random.set_rng_state(state["cpu"])
@@ -290,7 +292,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 
 class _Stream:
-    """A queue of work that is always empty: CPU operators run in program order."""
+    """A stream whose queue is always empty: CPU operators run in program order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -312,19 +314,19 @@ class _Event:
 
 
 class _Generators:
-    """The one generator of the CPU, whatever device it is asked for."""
+    """The CPU's default generator, for any device index."""
 
     def __getitem__(self, device: Any) -> torch.Generator:
         return torch.random.default_generator
 
 
 def _nothing() -> Callable[..., None]:
-    """Make a function that does nothing: torch's compiler refuses one function under two of its names."""
+    """Return a function that does nothing; a new one each time, because torch.compile rejects one under two names."""
     return lambda *args, **kwargs: None
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a factory so that device="cuda" means the CPU."""
+    """Wrap a factory function so that device="cuda" means the CPU."""
 
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -349,13 +351,13 @@ def _type_with_cuda_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def install() -> None:
-    """Import Megatron-Core, with its CUDA calls patched first on a machine without a GPU."""
+    """Import Megatron-Core; on a machine without a GPU after patching its CUDA calls."""
     if not HAS_GPU:
         _patch_cuda_calls()
-    # Megatron-Core compiles its fusions when it is imported, whether there is a compiler or not.
+    # Megatron-Core compiles its fusions on import, even without a compiler.
     usual: Any = torch.compile
     torch.compile = lambda function=None, **options: usual(function, **options) if options else compiled(function)  # type: ignore[assignment]
-    # Its inference imports wandb where that is installed: half a second, for what is not used here.
+    # Its inference code imports wandb if installed, which takes half a second and is not used here.
     with _absent("wandb"):
         import megatron.core  # noqa: F401  (imported for its effect)
 
@@ -364,7 +366,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def _absent(module: str) -> Iterator[None]:
-    """Let a module that is not imported yet look as if it were not installed."""
+    """Make a module that is not imported yet look as if it were not installed."""
     hide = module not in sys.modules
     if hide:
         sys.modules[module] = None  # type: ignore[assignment]
@@ -388,12 +390,12 @@ def _patch_cuda_calls() -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.random.set_rng_state(state)
     cuda.manual_seed = torch.random.manual_seed
     cuda.default_generators = _Generators()
-    # What Megatron-Core defers to CUDA's initialization, the setting of a generator's state, needs none here.
+    # Megatron-Core defers setting a generator's state until CUDA is initialized, which is not needed here.
     cuda._lazy_call = lambda call, **unused: call()
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_with_cuda_name(torch.Tensor.type)  # type: ignore[method-assign,assignment]
-    # torch's "with device" knows the factories by identity: let it note the originals, which the wrappers call.
+    # torch's "with device" compares factories by identity: cache the originals before wrapping them.
     torch.utils._device._device_constructors()
     for factory in ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like", "rand", "randn"):
         setattr(torch, factory, _on_cpu(getattr(torch, factory)))

@@ -1,4 +1,4 @@
-"""Muon: updates of matrices are orthogonalized, and AdamW updates everything else."""
+"""Muon: orthogonalized updates for matrices, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatune.engine.adam import FusedAdam
 from megatune.engine.weights import rank_slice
 from megatune.families.weights import Slice, Weight, hf_shapes, segments
 
-# Keller Jordan's quintic iteration, as in torch.optim.Muon: five steps bring every singular value near 1.
+# Keller Jordan's quintic iteration, as in torch.optim.Muon: five steps bring every singular value close to 1.
 _COEFFICIENTS, _STEPS, _SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
-_BATCH = 2**26  # elements of matrices of one shape that are orthogonalized together
+_BATCH = 2**26  # elements of equally shaped matrices that are orthogonalized in one batch
 MOMENTUM = "momentum_buffer"
 
 
 class ParamRange(NamedTuple):
-    """Elements start..stop of a model parameter, flattened, which this rank's optimizer updates as `main`."""
+    """Elements start..stop of a flattened model parameter that this rank's optimizer updates as `main`."""
 
     main: Tensor
     start: int
@@ -38,24 +38,24 @@ class Muon(FusedAdam):
     Of a matrix M with gradient G, momentum m and running average B: B ← m B + (1 − m) G, U ← m B + (1 − m) G (with
     Nesterov's momentum, otherwise B), then
     M ← M (1 − learning rate · weight decay) − learning rate · scale · √max(rows, columns) · orthogonal(U), where
-    orthogonal(P S Qᵀ) ≈ P Qᵀ. A matrix is a Hugging Face tensor, whatever it is stacked with in the engine: a
-    query, key or value projection, a gate, one expert. It is put together from tensor-parallel ranks. Where the
-    optimizer is distributed, each replica orthogonalizes some of the matrices, and sends the others what they update.
+    orthogonal(P S Qᵀ) ≈ P Qᵀ. A matrix is a Hugging Face tensor, even if the engine stacks it with others: a query,
+    key or value projection, a gate, one expert. It is gathered from tensor-parallel ranks. With a distributed optimizer
+    each replica orthogonalizes some of the matrices, and sends the updates to the replicas that apply them.
 
-    State of a matrix: `momentum_buffer`, fp32, of its shape; of other parameters Adam's. Products are computed in bf16
-    where the model is 16-bit, otherwise in fp32.
+    State of a matrix: `momentum_buffer`, fp32, of its shape; other parameters have Adam's. Products are computed in
+    bf16 for a 16-bit model, otherwise in fp32.
 
     Args:
-        momentum: decay of the running average of gradients.
-        nesterov: what is orthogonalized has the new gradient once more.
+        momentum: decay rate of the running average of gradients.
+        nesterov: add the new gradient once more to what is orthogonalized.
         scale: 0.2 makes updates about as large as AdamW's.
-        adam: of `FusedAdam`, for everything else.
+        adam: arguments of `FusedAdam`, for all other parameters.
     """
 
     def __init__(self, params: Iterable[Any], *, momentum: float, nesterov: bool, scale: float, **adam: Any) -> None:
         super().__init__(params, **adam)
         self._momentum, self._nesterov, self._scale = momentum, nesterov, scale
-        # Of each parameter that is made of matrices whether this rank orthogonalizes them, and what it updates of it.
+        # For each parameter that consists of matrices: whether this rank orthogonalizes them, and the range it updates.
         self._parameters: list[tuple[Any, bool]] = []
         self._updated: list[tuple[Any, ParamRange]] = []
         self._exchange: _Exchange | None = None
@@ -67,11 +67,12 @@ class Muon(FusedAdam):
         buckets: Sequence[Any] = (),
         replicas: ProcessGroup | None = None,
     ) -> None:
-        """Take over the matrices among the parameters. Before the state is made; the same on all replicas.
+        """Take over the matrices among the parameters. Call it before the state is allocated, with the same arguments
+        on all replicas.
 
         Args:
-            held: what this rank updates, by parameter of the model.
-            buckets: Megatron-Core's, of a distributed optimizer; with `replicas` that share them.
+            held: the range of each model parameter that this rank updates.
+            buckets: Megatron-Core's buckets of a distributed optimizer, which `replicas` share.
         """
         self._architecture = architecture
         everything: Iterable[Any] = [param for bucket in buckets for param in bucket.params_list] if replicas else held
@@ -85,7 +86,7 @@ class Muon(FusedAdam):
             self._exchange = _Exchange([each for each in buckets if not each.params.isdisjoint(parameters)], replicas)
 
     def init_state(self) -> None:
-        """Give every parameter its state, so that it can be loaded into before the first step."""
+        """Allocate the state of every parameter, so that it can be loaded before the first step."""
         super().init_state()
         for main in self.excluded:
             if MOMENTUM not in self.state[main]:
@@ -94,7 +95,7 @@ class Muon(FusedAdam):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter."""
-        super().step()  # first: it reads gradients whose memory is needed below
+        super().step()  # first, because the code below overwrites gradients
         for param, mine in self._updated:
             _memory(param, mine).copy_(self._next(mine.main).view(-1))
         if self._exchange is not None:
@@ -113,15 +114,15 @@ class Muon(FusedAdam):
             mine.main.view(-1).add_(_memory(param, mine), alpha=-group["lr"])
 
     def _next(self, main: Tensor) -> Tensor:
-        """Update the running average, and return what is to be orthogonalized."""
+        """Update the running average, and return the matrix to orthogonalize."""
         assert main.grad is not None
         gradient, average = main.grad.float(), self.state[main][MOMENTUM]
         average.lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(average, self._momentum) if self._nesterov else average
 
     def _orthogonal(self, parameter: Any) -> Tensor:
-        """Orthogonalize the matrices in a parameter's gradient memory; return this rank's part of them, scaled."""
-        weight, part = parameter.entry, rank_slice(parameter.entry, groups.coordinates())
+        """Orthogonalize the matrices in a parameter's gradient buffer; return this rank's slice of them, scaled."""
+        weight, part = parameter.entry, rank_slice(parameter.entry, groups.rank_coordinates())
         mine = parameter.main_grad.to(torch.float32 if parameter.dtype == torch.float32 else torch.bfloat16)
         parts = _gathered(mine, weight, part)
         shapes = hf_shapes(weight, self._architecture, 0, part)
@@ -145,7 +146,7 @@ class Muon(FusedAdam):
 
 
 class _Exchange:
-    """Exchanges of a distributed optimizer's buckets between replicas, each of which holds a share of every bucket."""
+    """Collectives over a distributed optimizer's buckets, of which each replica holds a shard."""
 
     def __init__(self, buckets: Sequence[Any], replicas: ProcessGroup) -> None:
         size, rank = replicas.size(), replicas.rank()
@@ -153,24 +154,24 @@ class _Exchange:
         self._buckets = [(bucket.grad_data, bucket.grad_data.view(size, -1)[rank]) for bucket in buckets]
 
     def gather(self) -> None:
-        """Give every replica the shares of all."""
-        for whole, share in self._buckets:
-            torch.distributed.all_gather_into_tensor(whole, share, group=self._replicas)
+        """All-gather the shards of every bucket."""
+        for whole, shard in self._buckets:
+            torch.distributed.all_gather_into_tensor(whole, shard, group=self._replicas)
 
     def scatter(self) -> None:
-        """Add up what replicas hold, and leave each its share."""
-        for whole, share in self._buckets:
-            torch.distributed.reduce_scatter_tensor(share, whole, group=self._replicas)
+        """Reduce-scatter every bucket into its shards."""
+        for whole, shard in self._buckets:
+            torch.distributed.reduce_scatter_tensor(shard, whole, group=self._replicas)
 
 
 def _memory(param: Any, mine: ParamRange) -> Tensor:
-    """Return the gradient memory of what a rank updates, fp32 or bf16 [stop - start]: updates are computed in it."""
+    """Return the gradient buffer of a rank's range, fp32 or bf16 [stop - start]; updates are computed in it."""
     flat: Tensor = param.main_grad.view(-1)
     return flat[mine.start : mine.stop]
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Bring the singular values of matrices [n, rows, columns] near 1, each by itself, in their dtype."""
+    """Bring the singular values of each of the matrices [n, rows, columns] close to 1, in their dtype."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if is_tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True, dtype=torch.float32)
@@ -184,7 +185,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _gathered(mine: Tensor, weight: Weight, part: Slice) -> dict[Slice, Tensor]:
-    """Return the slices of all tensor-parallel ranks of what this rank holds a slice of."""
+    """Return the slices of all tensor-parallel ranks of a parameter of which this rank holds a slice."""
     if weight.partition_dim is None or part.tp_size == 1:
         return {part: mine}
     group = groups.expert_tensor_parallel_group() if weight.per_expert else groups.tensor_parallel_group()
@@ -196,7 +197,7 @@ def _gathered(mine: Tensor, weight: Weight, part: Slice) -> dict[Slice, Tensor]:
 def _pieces(
     weight: Weight, architecture: Architecture, part: Slice, held: Tensor, whole: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of a rank's slice, each with the view of the matrix that it is a piece of."""
+    """Yield views of a rank's slice, each with the corresponding view of the whole matrix."""
     rows, first = held.view(-1, held.shape[-1]), 0
     for one in segments(weight, architecture, part):
         of_matrix = whole[one.name].narrow(one.dim, one.start, one.stop - one.start)
@@ -205,12 +206,12 @@ def _pieces(
 
 
 def _cost(weight: Weight, architecture: Architecture) -> int:
-    """Return a number in proportion to the operations that the matrices of a parameter take."""
+    """Return a number proportional to the operations needed to orthogonalize the matrices of a parameter."""
     return sum(math.prod(shape) * min(shape) for shape in hf_shapes(weight, architecture, 0).values())
 
 
 def _balanced(costs: Sequence[int], count: int) -> list[int]:
-    """Assign to each cost one of `count` ranks, always the one with the least so far."""
+    """Assign each cost to one of `count` ranks, always the one with the smallest load so far."""
     load, chosen = [0] * count, []
     for cost in costs:
         rank = min(range(count), key=load.__getitem__)

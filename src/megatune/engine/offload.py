@@ -1,7 +1,7 @@
-"""Moves a model between its device and the host's memory, so that roles can have one device by turns.
+"""Move a model between its device and host memory, so that several roles can time-share one device.
 
-Storages are emptied and filled again in place: parameters, buffers of gradients and the optimizer's shards are views of
-each other, and stay so. On a CPU the same is done, from memory to memory.
+Storages are freed and refilled in place, so parameters, gradient buffers and optimizer shards remain views of each
+other. On a CPU the same code copies within host memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SMALL_BYTES = 2**20
 
 
 class Offload:
-    """What of a model is on the host at present.
+    """The parts of a model that are currently offloaded to the host.
 
     Args:
-        optimizer: None of a model that only runs forward.
+        optimizer: None for a model that only runs forward.
 
     Attributes:
         offloaded: the parts that are on the host.
@@ -35,7 +35,7 @@ class Offload:
 
     def __init__(self, model: Sequence[Chunk], optimizer: Optimizer | None = None) -> None:
         self._model, self._optimizer = list(model), optimizer
-        # Of each part what was emptied: the storage, its bytes, and their copy; None where its content is not kept.
+        # For each part: the freed storage, its bytes, and the copy; None if its content is not kept.
         self._emptied: dict[Part, list[tuple[UntypedStorage, int, list[Tensor] | None]]] = {}
 
     @property
@@ -44,10 +44,10 @@ class Offload:
 
     @torch.no_grad()
     def move_out(self, parts: Iterable[Part] = PARTS) -> int:
-        """Move parts to the host, and free the device's memory; return the bytes that were freed.
+        """Move parts to the host, and free the device's memory; return the number of freed bytes.
 
-        Gradients are not kept: the next backward pass begins with new ones. What the optimizer keeps on the host anyway
-        stays as it is.
+        Gradients are not kept: the next backward pass starts with zeroed ones. State that the optimizer keeps on the
+        host anyway does not move.
         """
         wanted = [part for part in parts if part not in self._emptied]
         if "weights" in wanted:
@@ -56,7 +56,7 @@ class Offload:
         for part in wanted:
             kept = part != "gradients"
             self._emptied[part] = [(each, each.nbytes(), _on_host(each) if kept else None) for each in found[part]]
-        device.synchronize()  # the copies are made
+        device.synchronize()  # until the copies are complete
         for part in wanted:
             for storage, _, _ in self._emptied[part]:
                 storage.resize_(0)
@@ -66,7 +66,7 @@ class Offload:
 
     @torch.no_grad()
     def move_in(self, parts: Iterable[Part] = PARTS) -> int:
-        """Move parts back; return the bytes that were taken."""
+        """Move parts back to the device; return the number of allocated bytes."""
         moved = 0
         for part in parts:
             for storage, num_bytes, copy in self._emptied.pop(part, []):
@@ -82,7 +82,7 @@ class Offload:
         return moved
 
     def _storages(self) -> dict[Part, list[UntypedStorage]]:
-        """Find the storages of each part that are on the device; one that parts share is the first one's."""
+        """Return the storages of each part that are on the device; a storage shared by parts belongs to the first."""
         tensors: dict[Part, Iterable[Tensor]] = {
             "weights": chain.from_iterable(
                 chain(chunk.module.parameters(), chunk.module.buffers()) for chunk in self._model
@@ -108,7 +108,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _on_host(storage: UntypedStorage) -> list[Tensor]:
-    """Copy a storage, into page-locked memory where there is a GPU; torch keeps that for the next time."""
+    """Copy a storage, into page-locked memory if there is a GPU; torch caches that memory for reuse."""
     copies = []
     for piece in _bytes_of(storage).split(piece_sizes(storage.nbytes())):
         copy = torch.empty(piece.shape, dtype=torch.uint8, pin_memory=device.HAS_GPU)
@@ -117,8 +117,8 @@ def _on_host(storage: UntypedStorage) -> list[Tensor]:
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Cut bytes into powers of two and a small rest: torch rounds page-locked memory up to a power of two, so that one
-    piece could take twice the memory."""
+    """Split bytes into powers of two and a small remainder: torch rounds page-locked memory up to a power of two, so a
+    single piece could take twice the memory."""
     sizes = []
     while num_bytes:
         size = 1 << num_bytes.bit_length() - 1 if num_bytes > _SMALL_BYTES else num_bytes

@@ -1,12 +1,12 @@
-"""Patches of Megatron-Core: names of its modules that this engine sets, each with its reason and what it relies on.
+"""Patches of Megatron-Core: the names in its modules that this engine replaces, each with its reason.
 
-A model needs some of them, the optimizer others; nothing else of the engine sets a name of Megatron-Core. (On a
-machine without a GPU device.py replaces calls of torch, and half_precision.py its kernels; groups.py replaces how
-groups of gloo are made.)
+Some are needed for a model, others for the optimizer; no other file of the engine patches Megatron-Core. (On a machine
+without a GPU, device.py replaces calls of torch, and half_precision.py its kernels; groups.py replaces how gloo groups
+are created.)
 
-A patch relies on functions of Megatron-Core: those that it replaces, and those that read what it sets. Their sources
-were read; a digest of each says of which text, from which version on. tests/engine/test_patches.py compares them with
-what is installed.
+A patch relies on functions of Megatron-Core: those that it replaces, and those that read the replaced names. A digest
+of the source of each is recorded, by the version that introduced it; tests/engine/test_patches.py compares them with
+the installed version.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gr
 from megatune.engine.layers.moe.dispatcher import caching_host_values
 from megatune.engine.muon import Muon
 
-# The versions whose sources were read.
+# The versions whose sources were reviewed.
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Names that are set in one module of Megatron-Core.
+    """Names that are replaced in one module of Megatron-Core.
 
     Attributes:
-        reason: why Megatron-Core's own do not serve.
+        reason: why Megatron-Core's implementation cannot be used.
         relies_on: functions and classes as MODULE:NAME, each with the digests of its source, by the first version that
             has this source.
     """
@@ -51,14 +51,14 @@ class Patch:
     relies_on: Mapping[str, Mapping[str, str]]
 
     def set(self, **values: Any) -> None:
-        """Set all of the names."""
+        """Replace all of the names."""
         assert set(values) == set(self.names), f"{self.module}: {set(values) ^ set(self.names)}"
         module = importlib.import_module(self.module)
         for name, value in values.items():
             setattr(module, name, value)
 
     def define(self, **values: Any) -> None:
-        """Set those of the names that the module does not have."""
+        """Define those of the names that the module lacks."""
         module = importlib.import_module(self.module)
         self.set(**{name: getattr(module, name, value) for name, value in values.items()})
 
@@ -70,8 +70,8 @@ _MOE = "megatron.core.transformer.moe"
 RECOMPUTATION = Patch(
     "megatron.core.tensor_parallel",
     ("checkpoint",),
-    "Recomputation runs what has no gradient as an evaluation, and frozen layers have none (engine/trained.py); it also"
-    " lets the host wait again for numbers that it knows (engine/layers/moe/dispatcher.py).",
+    "Recomputation runs inputs without gradient, such as those of frozen layers, as evaluation (engine/trained.py); it"
+    " also repeats host synchronizations whose results are known (engine/layers/moe/dispatcher.py).",
     {
         f"{_RANDOM}:checkpoint": {"0.16": "7d8516d00a8f", "0.17": "67b338de8dcb", "0.18": "1d01f0636666"},
         f"{_RANDOM}:CheckpointFunction": {"0.16": "933a088081ce", "0.17": "1ff4e363bb98"},
@@ -80,7 +80,7 @@ RECOMPUTATION = Patch(
 FP8 = Patch(
     _RANDOM,
     ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast"),
-    "The recomputation of single modules uses them in fp8 or not; without Transformer Engine they are missing.",
+    "Recomputation of single modules refers to them even without fp8; without Transformer Engine they are missing.",
     {
         f"{_RANDOM}:CheckpointWithoutOutput": {"0.16": "59c4aa8a5a42", "0.17": "5209ac7cdee4"},
         f"{_RANDOM}:CheckpointWithoutOutputFunction": {"0.16": "4702b39ed537", "0.17": "65badb36f491"},
@@ -89,13 +89,13 @@ FP8 = Patch(
 STORAGE = Patch(
     _RANDOM,
     ("_get_share_storage",),
-    "From 0.17 on a C++ compiler makes what gives recomputed outputs their memory back; ours copies, as 0.16 does.",
+    "From 0.17 on, a C++ extension restores the memory of recomputed outputs; ours copies, as 0.16 does.",
     {f"{_RANDOM}:CheckpointWithoutOutput": FP8.relies_on[f"{_RANDOM}:CheckpointWithoutOutput"]},
 )
 ROUTER = Patch(
     f"{_MOE}.moe_utils",
     ("te_general_gemm",),
-    "The router's product is Transformer Engine's unless it is None; without the package the name is missing.",
+    "The router uses Transformer Engine's GEMM unless this name is None; without the package it is missing.",
     {f"{_MOE}.moe_utils:RouterGatingLinearFunction": {"0.16": "32a20173b5a1"}},
 )
 LINEAR = Patch(
@@ -105,7 +105,7 @@ LINEAR = Patch(
         "fused_weight_gradient_mlp_cuda",
         "_grad_accum_fusion_available",
     ),
-    "The fusion of gradient accumulation asks for Apex, and announces gradients by tensors as large as weights.",
+    "The fusion of gradient accumulation requires Apex, and returns placeholder gradients as large as the weights.",
     {
         f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": {
             "0.16": "b670145d8e1e",
@@ -127,8 +127,8 @@ LINEAR = Patch(
 SWIGLU = Patch(
     f"{_MOE}.shared_experts",
     ("bias_swiglu_impl",),
-    "The fusion, called where shared experts overlap with the dispatch of tokens, rounds seven times where it is not"
-    " compiled; ours twice. See engine/layers/feed_forward.py.",
+    "The fusion, used when shared experts overlap with token dispatch, rounds seven times unless it is compiled; ours"
+    " rounds twice. See engine/layers/feed_forward.py.",
     {
         "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl": {"0.16": "a1876cdd0071"},
         f"{_MOE}.shared_experts:SharedExpertMLP.linear_fc1_forward_and_act": {
@@ -144,7 +144,7 @@ _OPTIMIZER = "megatron.core.optimizer"
 CLIPPING = Patch(
     f"{_OPTIMIZER}.clip_grads",
     ("l2_norm_impl", "multi_tensor_scale_impl"),
-    "The norm waits for the GPU once a tensor, and scaling copies each tensor first.",
+    "The norm synchronizes with the GPU once per tensor, and scaling copies each tensor first.",
     {
         f"{_OPTIMIZER}.clip_grads:get_grad_norm_fp32": {
             "0.16": "3ab7a7bbb25c",
@@ -162,7 +162,7 @@ CLIPPING = Patch(
 ADAM = Patch(
     _OPTIMIZER,
     ("Adam", "DistributedOptimizer", "USING_PYTORCH_OPTIMIZER"),
-    "Without Apex it takes torch's AdamW, which the distributed optimizer cannot load; ours has Apex's shape.",
+    "Without Apex it uses torch's AdamW, which the distributed optimizer cannot load; ours has Apex's interface.",
     {
         f"{_OPTIMIZER}:_get_megatron_optimizer_based_on_param_groups": {
             "0.16": "176a5068cd92",
@@ -175,7 +175,7 @@ ADAM = Patch(
 DISTRIBUTED = Patch(
     f"{_OPTIMIZER}.distrib_optimizer",
     ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
-    "It checks the class that it is given; SGD is as elementwise as Adam.",
+    "It checks the optimizer's class; SGD is as elementwise as Adam.",
     {
         f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.__init__": {
             "0.16": "1ae3e73c6c3a",
@@ -194,8 +194,8 @@ PATCHES = (RECOMPUTATION, FP8, STORAGE, ROUTER, LINEAR, SWIGLU, CLIPPING, ADAM, 
 
 
 def define_missing_names() -> None:
-    """Define names that come with Transformer Engine, and let the router do without it, recomputation without a
-    compiler."""
+    """Define names that come with Transformer Engine, and make the router work without it, and recomputation without a
+    C++ compiler."""
     FP8.define(
         FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
         activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
@@ -206,7 +206,7 @@ def define_missing_names() -> None:
 
 
 def patch_model(*, swiglu: bool, weight_gradients: bool) -> None:
-    """Patch what the next model is built of, and what its layers call.
+    """Patch what the next model uses.
 
     Args:
         swiglu: bias_activation_fusion of shared experts.
@@ -231,14 +231,14 @@ def _checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -
 
 
 def _fill_storage(output: Tensor, recomputed: Tensor) -> None:
-    """Give an output whose memory was freed that of its recomputation; its views and their versions stay."""
+    """Refill the freed storage of an output from its recomputation; views and version counters stay valid."""
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.size())
     storage.copy_(source)
 
 
 def _bias_swiglu(gate_up: Tensor, bias: Tensor | None, *unused: bool) -> Tensor:
-    """Take the arguments of Megatron-Core's bias_swiglu_impl; the rest of them is about fp8 and offloading."""
+    """Take the arguments of Megatron-Core's bias_swiglu_impl; the remaining ones concern fp8 and offloading."""
     return fused_swiglu(gate_up if bias is None else gate_up + bias)
 
 
@@ -246,30 +246,30 @@ _StockLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 class _Linear(_StockLinear):  # type: ignore[misc]
-    """Megatron-Core's linear layer, which itself announces gradients by tensors of its own as large as the weights."""
+    """Megatron-Core's linear layer without its placeholder gradients, which are as large as the weights."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.gradient_accumulation_fusion:
             return _StockLinear.backward(ctx, grad_output)  # type: ignore[no-any-return]
         _, weight = ctx.saved_tensors
-        # Without this attribute Megatron-Core makes no tensor of its own.
+        # Without this attribute Megatron-Core allocates no placeholder gradient.
         del weight.grad_added_to_main_grad
         grad_input, _, *others = _StockLinear.backward(ctx, grad_output)
         return grad_input, placeholder_gradient(weight), *others
 
 
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Take Apex's order of arguments; see `add_weight_gradient`."""
+    """Adapt Apex's argument order to `add_weight_gradient`."""
     add_weight_gradient(main_grad, grad_output, input)
 
 
-# Apex's extension has one function for fp32 gradients and one for 16-bit ones; here the dtypes decide.
+# Apex has one function for fp32 gradients and one for 16-bit ones; ours handles both.
 _APEX = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
 
 
 def patch_optimizer(settings: OptimizerSettings) -> None:
-    """Patch what the next optimizer is built of."""
+    """Patch what the next optimizer uses."""
     CLIPPING.set(l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     adam: Any = partial(
@@ -288,8 +288,8 @@ def patch_optimizer(settings: OptimizerSettings) -> None:
 
 
 class _WideGradients(DistributedOptimizer):
-    """The distributed optimizer over one that holds the master weights: gradients are checked, clipped and used in
-    fp32, as with master weights of its own, whatever they were summed in."""
+    """A distributed optimizer for an inner optimizer that holds the master weights: gradients are checked, clipped and
+    used in fp32, regardless of the dtype in which they were summed."""
 
     def _copy_model_grads_to_main_grads(self) -> None:
         super()._copy_model_grads_to_main_grads()
@@ -299,12 +299,12 @@ class _WideGradients(DistributedOptimizer):
 
 
 def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's own waits for the GPU once a tensor."""
+    """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's synchronizes with the GPU once per tensor."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
 
 
 def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
-    """Multiply in place; Megatron-Core's own makes a scaled copy of each tensor first."""
+    """Scale in place; Megatron-Core's implementation creates a scaled copy of each tensor first."""
     sources, targets = tensor_lists
     if sources is not targets:
         torch._foreach_copy_(targets, sources)

@@ -1,8 +1,8 @@
-"""Which tokens of a micro-batch this rank holds, and which document each belongs to.
+"""Which tokens of a micro-batch this rank holds, and which sequence each belongs to.
 
-A row is one document, or, packed, several. Context parallelism cuts every document into 2 · cp equal parts and gives
-rank r the parts r and 2 · cp - 1 - r: under the causal mask early tokens cost less than late ones, and so all ranks
-compute the same.
+A row is one sequence, or several packed sequences. Context parallelism cuts every sequence into 2 · cp equal parts and
+gives rank r the parts r and 2 · cp - 1 - r: under the causal mask early tokens cost less than late ones, so this
+balances the ranks.
 
 Legend: b rows, s tokens of a whole row, cp context-parallel ranks; a rank holds s / cp tokens of each row.
 """
@@ -22,32 +22,32 @@ from torch import Tensor
 
 from megatune.engine.device import current, send
 
-# An extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
-# each number + 1; 0 where a router is to choose by itself. Layers without experts have a place, too.
+# Extra of tokens, int16 [b, s, layers, k]: the experts that the rollout engine chose in every layer of the decoder,
+# each index + 1; 0 where the router chooses itself. Layers without experts have an entry, too.
 ROUTING = "routing"
-# An extra of tokens, int64 [b, s], of `engine.layers.noise.noise_keys`: their word embeddings get noise.
+# Extra of tokens, int64 [b, s], from `engine.layers.noise.noise_keys`: their word embeddings get noise.
 NOISE = "noise"
 
 
-# Runs of tokens, where each begins and ends in the flattened rows, [b · s].
+# Runs of tokens: start and end of each in the flattened rows, [b · s].
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Extra(Protocol):
-    """A part of a micro-batch beside its tokens: images, rewards, log-probabilities of a reference model."""
+    """Data of a micro-batch besides its tokens: images, rewards, log-probabilities of a reference model."""
 
     def on_rank(self, tokens: Tensor | None, device: torch.device) -> Any:
-        """Return what this rank gets of it, on the device.
+        """Return this rank's part of it, on the device.
 
         Args:
-            tokens: int64 [s / cp], places in the whole row of this context-parallel rank's tokens; None where rows are
-                not cut.
+            tokens: int64 [s / cp], indices of this context-parallel rank's tokens in the whole row; None without
+                context parallelism.
         """
         ...
 
 
 class Pictures(Protocol):
-    """The pictures of one micro-batch, as `data.batches.Pictures` has them, in the order of their tokens."""
+    """The images and videos of one micro-batch, see `data.batches.Pictures`, in the order of their tokens."""
 
     @property
     def pixel_values(self) -> Tensor: ...
@@ -62,8 +62,8 @@ class Pictures(Protocol):
 
 
 class MicroBatch(Protocol):
-    """Token rows of one micro-batch, as `data.batches.Batch` has them; `labels` are shifted: labels[:, t] is to be
-    predicted at t. What `extras` hold is between the data and the objective; `pictures` are None in text alone."""
+    """Token rows of one micro-batch, see `data.batches.Batch`. `labels` are shifted: labels[:, t] is predicted at t.
+    `extras` pass data to the objective; `pictures` is None for text alone."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -83,21 +83,21 @@ class MicroBatch(Protocol):
 
 @dataclass(kw_only=True)
 class Sequences(PackedSeqParams):
-    """What every layer needs to know of the micro-batch, as Megatron-Core's `packed_seq_params`.
+    """The metadata of a micro-batch that every layer gets as Megatron-Core's `packed_seq_params`.
 
     Attributes:
-        boundaries: where documents begin in a whole row, and s at the end. Without packing (0, s), for every row.
-        position_ids: int64 [s / cp], of this rank's tokens in their documents; the same for all rows.
-        lengths: int64 [b, 1], or packed [1, s / cp]: tokens of each token's document, without padding.
+        boundaries: where sequences begin in a whole row, and s at the end. Without packing (0, s), for every row.
+        position_ids: int64 [s / cp], of this rank's tokens in their sequences; the same for all rows.
+        lengths: int64 [b, 1], or packed [1, s / cp]: the length of each token's sequence, without padding.
         is_padding: bool [b, s / cp].
-        normalizer: int64 [], what the whole micro-batch adds to the number that the loss is divided by.
-        trained: int64 [n], where this rank's trained tokens are in its flattened rows. Found on the host: on a GPU,
-            how many there are could only be known by waiting for it.
-        rotary_position_ids: int64 [3, b, s / cp], of time, height and width, where rows hold pictures; None where a
-            token's position in its document is all three.
-        routing: [b, s / cp, layers, k], see ROUTING; None where all routers choose by themselves.
-        noise: int64 [b, s / cp], see NOISE; None where there is none.
-        pictures: of tokens of pictures that lie side by side, in whole rows.
+        normalizer: int64 [], what the whole micro-batch adds to the divisor of the loss.
+        trained: int64 [n], indices of this rank's trained tokens in its flattened rows. Computed on the host: on a GPU
+            their number would only be known after a synchronization.
+        rotary_position_ids: int64 [3, b, s / cp], of time, height and width, if rows hold images; None if all three
+            are the token's position in its sequence.
+        routing: [b, s / cp, layers, k], see ROUTING; None if all routers choose themselves.
+        noise: int64 [b, s / cp], see NOISE; None without noise.
+        pictures: runs of adjacent image tokens, in whole rows.
     """
 
     boundaries: tuple[int, ...]
@@ -112,33 +112,32 @@ class Sequences(PackedSeqParams):
     pictures: Runs = ()
 
     def __post_init__(self) -> None:
-        # Rows stay [s, b, ...] inside Megatron-Core's layers; its own packed format would drop a dimension.
+        # Rows stay [s, b, ...] inside Megatron-Core's layers; its packed format ("thd") would drop a dimension.
         self.qkv_format = "sbhd"
 
     @property
     def is_packed(self) -> bool:
-        """Several documents in a row; then there is one row."""
+        """Whether a row has several sequences; then there is only one row."""
         return len(self.boundaries) > 2
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document of a whole row, padding included."""
+        """Tokens of the longest sequence of a whole row, including padding."""
         return max(stop - start for start, stop in pairwise(self.boundaries))
 
     @property
     def local_lengths(self) -> list[int]:
-        """This rank's tokens of each document of a packed row: context parallelism takes the same part of every one."""
+        """This rank's number of tokens of each sequence of a packed row; the same share of every sequence."""
         cp_size = self.boundaries[-1] // self.is_padding.shape[1]
         return [(stop - start) // cp_size for start, stop in pairwise(self.boundaries)]
 
 
 class MTPTargets(NamedTuple):
-    """What comes one token further than a rank's tokens and labels, on the device; 0 and -100 where that is no more in
-    the document.
+    """Tokens and labels shifted by one further token, on the device; 0 and -100 after the end of a sequence.
 
     Attributes:
         input_ids, labels: int64 [b, s / cp].
-        trained: int64 [n], places of the trained ones in the flattened labels.
+        trained: int64 [n], indices of the trained tokens in the flattened labels.
     """
 
     input_ids: Tensor
@@ -152,9 +151,9 @@ class LocalBatch:
 
     Attributes:
         input_ids, labels: int64 [b, s / cp].
-        extras: what `Extra.on_rank` returned.
-        pictures: those of the micro-batch, on the host: what becomes of them is known where they are encoded.
-        mtp_targets: None of a model that predicts no further tokens.
+        extras: the results of `Extra.on_rank`.
+        pictures: those of the whole micro-batch, on the host; the vision encoder takes its share of them.
+        mtp_targets: None for a model without multi-token prediction.
     """
 
     input_ids: Tensor
@@ -166,24 +165,24 @@ class LocalBatch:
 
 
 def local_tokens(boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
-    """Return which tokens of the whole row a context-parallel rank holds, in its order: int64 [s / cp]."""
+    """Return which tokens of the whole row a context-parallel rank holds, in the rank's order: int64 [s / cp]."""
     if cp_size == 1:
         return torch.arange(boundaries[-1])
     parts = []
     for start, stop in pairwise(boundaries):
         size, rest = divmod(stop - start, 2 * cp_size)
-        assert not rest, f"a document of {stop - start} tokens is not cut into {2 * cp_size} equal parts"
+        assert not rest, f"a sequence of {stop - start} tokens cannot be cut into {2 * cp_size} equal parts"
         firsts = (start + part * size for part in (cp_rank, 2 * cp_size - 1 - cp_rank))
         parts += [torch.arange(first, first + size) for first in firsts]
     return torch.cat(parts)
 
 
 def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, with_mtp: bool = False) -> LocalBatch:
-    """Copy this rank's part of the micro-batch, which is whole on every rank, to the device.
+    """Copy this rank's part of a micro-batch, which every rank holds as a whole, to the device.
 
     Args:
-        normalizer: as in Sequences; None counts trained tokens.
-        with_mtp: the model predicts further tokens.
+        normalizer: see Sequences; None counts the trained tokens.
+        with_mtp: also return `mtp_targets`.
     """
     s = batch.input_ids.shape[1]
     boundaries = (0, s) if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
@@ -224,14 +223,14 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, with_mtp
 
 
 def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
-    """Move whole rows, int64 [b, s], by a token to the left within their documents; -100 takes the last places."""
+    """Shift whole rows, int64 [b, s], left by one token within their sequences; the last tokens become -100."""
     shifted = rows.roll(-1, 1)
     shifted[:, torch.tensor(boundaries[1:]) - 1] = -100
     return shifted
 
 
 def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
-    """Return the runs of `places`, int64 [tokens] in order, that lie side by side within a document or a row."""
+    """Return the runs of adjacent tokens in `places`, int64 [tokens], sorted; a run ends with its sequence or row."""
     row, token = places // boundaries[-1], places % boundaries[-1]
     document = torch.bucketize(token, torch.tensor(boundaries), right=True) + row * len(boundaries)
     ends = ((places.diff() != 1) | (document.diff() != 0)).nonzero()[:, 0] + 1
@@ -240,21 +239,20 @@ def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
 
 
 def sequence_sums(values: Tensor, sequences: Sequences) -> Tensor:
-    """Sum values over the tokens of each document; equal on all context-parallel ranks, which each hold a part of them.
+    """Sum values over the tokens of each sequence; the result is equal on all context-parallel ranks.
 
-    The backward pass hands each rank's tokens the gradient that the rank computed, without summing over ranks: all of
-    them compute the same loss from the same sums (torch.distributed.nn.all_reduce would make gradients cp times too
-    large).
+    The backward pass gives each rank's tokens the gradient that the rank computed, without summing over ranks, because
+    all compute the same loss from the same sums (torch.distributed.nn.all_reduce would multiply gradients by cp).
 
     Args:
         values: [b, s / cp, ...].
 
     Returns:
-        [D, ...]: of each row, or of each document of the packed row, padding at its end included.
+        [D, ...]: one for each row, or for each sequence of the packed row, padding at its end included.
     """
     if sequences.is_packed:
         lengths = send(torch.tensor(sequences.local_lengths))
-        # `unsafe` skips a check for which the host would wait for the device.
+        # unsafe=True skips a check that would synchronize with the device.
         sums = torch.segment_reduce(values[0], "sum", lengths=lengths, unsafe=True)
     else:
         sums = values.sum(1)
@@ -264,7 +262,7 @@ def sequence_sums(values: Tensor, sequences: Sequences) -> Tensor:
 
 
 def expand_to_tokens(values: Tensor, sequences: Sequences) -> Tensor:
-    """Put values of documents, [D], at each of this rank's tokens: [b, s / cp]."""
+    """Expand values of sequences, [D], to each of this rank's tokens: [b, s / cp]."""
     if not sequences.is_packed:
         return values[:, None].expand_as(sequences.is_padding)
     lengths = send(torch.tensor(sequences.local_lengths))
@@ -272,10 +270,9 @@ def expand_to_tokens(values: Tensor, sequences: Sequences) -> Tensor:
 
 
 def sequence_totals(values: Tensor, sequences: Sequences) -> Tensor:
-    """Return at each token the sum over its document's tokens, which context-parallel ranks hold parts of: fp64
-    [b, s / cp].
+    """Return for each token the sum over its whole sequence, across context-parallel ranks: fp64 [b, s / cp].
 
-    Every rank's loss of its own tokens may use it: the backward pass sums gradients over ranks, too.
+    Every rank may use it in the loss of its own tokens: the backward pass sums gradients over ranks, too.
 
     Args:
         values: [b, s / cp], summed in fp64.
@@ -286,18 +283,18 @@ def sequence_totals(values: Tensor, sequences: Sequences) -> Tensor:
 
 @torch.no_grad()
 def run_totals(values: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
-    """Return at each token the sum over its run of tokens in the mask, fp64 [b, s / cp], and 0 outside of runs;
-    collective over context-parallel ranks, no gradient.
+    """Return for each token the sum over its run of tokens in the mask, fp64 [b, s / cp], and 0 outside the mask;
+    collective over context-parallel ranks, without gradient.
 
     Args:
         values: [b, s / cp].
-        mask: bool [b, s / cp]; False at the last token of every document, so that no run is of two.
+        mask: bool [b, s / cp]; False at the last token of every sequence, so that no run spans two.
     """
     boundaries, size = sequences.boundaries, parallel_state.get_context_parallel_world_size()
     masked = torch.where(mask, values.double(), 0.0)
     whole = whole_rows(torch.stack([masked, mask.double()], -1), boundaries)
     inside = whole[..., 1].flatten()
-    number = (inside.diff(prepend=inside.new_zeros(1)) > 0).cumsum(0)  # of the run that began last; 0 before any
+    number = (inside.diff(prepend=inside.new_zeros(1)) > 0).cumsum(0)  # of the latest run; 0 before the first
     sums = torch.zeros(len(inside) + 1, dtype=torch.float64, device=inside.device)
     sums.index_add_(0, number, whole[..., 0].flatten())
     totals = (sums[number] * inside).view_as(whole[..., 0])
@@ -307,7 +304,7 @@ def run_totals(values: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
 
 
 class _SequenceTotals(torch.autograd.Function):
-    """Sum and spread: a symmetric matrix, which is its own backward pass."""
+    """Sum and expand: a symmetric matrix, so the backward pass is the same operation."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:  # type: ignore[override]
@@ -320,7 +317,7 @@ class _SequenceTotals(torch.autograd.Function):
 
 
 def whole_rows(mine: Tensor, boundaries: Sequence[int]) -> Tensor:
-    """Put the context-parallel ranks' tokens back into the order of the row; collective over them, no gradient.
+    """Gather the context-parallel ranks' tokens in the order of the row; collective over them, without gradient.
 
     From [b, s / cp, ...] to [b, s, ...], on every rank.
     """

@@ -1,4 +1,4 @@
-"""Which modules a layer is made of."""
+"""Module specs: the modules of each layer."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from megatune.engine.layers.self_attention import (
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, which passes the micro-batch's sequences to the feed-forward, too: experts need to know
-    which tokens are padding. They are an argument, so that a recomputed layer sees those of its own forward pass,
-    whatever micro-batches came in between.
+    """Megatron-Core's layer, which also passes the micro-batch's sequences to the feed-forward: experts must know which
+    tokens are padding. They are an argument, so that recomputing a layer uses those of its own forward pass, even if
+    other micro-batches ran in between.
 
-    Pictures' features that are added after a layer come as Megatron-Core's `context`: recomputation finds the gradients
-    of arguments only.
+    Image features that are added after a layer (deepstack) are passed as Megatron-Core's `context`, because
+    recomputation only computes gradients of arguments.
 
     Args:
-        post_norms: what attention and feed-forward put out is normalized before it is added.
-        has_scalar: what the layer puts out is multiplied by a number.
+        post_norms: normalize the outputs of attention and feed-forward before adding them.
+        has_scalar: multiply the output of the layer by a scalar.
     """
 
     layer_scalar: Tensor | None
@@ -71,11 +71,11 @@ class DecoderLayer(TransformerLayer):
             self.mlp_bda = _adding(self.post_mlp_layernorm)
 
     def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Take hidden_states [s / cp (/ tp), b, h] to the same; see TransformerLayer.
+        """Run the layer on hidden_states [s / cp (/ tp), b, h]; see TransformerLayer.
 
         Args:
-            context: [s / cp (/ tp), b, k, h], what is added after each of the decoder's first k layers; of the last of
-                them it is not passed on.
+            context: [s / cp (/ tp), b, k, h], added after each of the decoder's first k layers; the last of these does
+                not pass it on.
         """
         kwargs.pop("dynamic_inference_decode_only", None)
         hidden_states, _ = self._forward_attention(*args, **kwargs)
@@ -91,7 +91,7 @@ class DecoderLayer(TransformerLayer):
 def block_spec(
     architecture: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline chunk."""
+    """Return the specs of this pipeline chunk's layers."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
         _layer(architecture, config, architecture.layer_kind(first + index), keeps=_keeps(config, index))
@@ -103,8 +103,8 @@ def block_spec(
 def mtp_spec(
     architecture: Architecture, config: TransformerConfig, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the layers behind the last pipeline chunk's that predict further tokens; they are recomputed whole where
-    one more layer of the chunk would be."""
+    """Return the specs of the multi-token prediction layers, which follow the last pipeline chunk. They are fully
+    recomputed if one more layer of the chunk would be."""
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = architecture.num_layers - get_transformer_layer_offset(config, vp_stage)
     layers = []
@@ -121,12 +121,12 @@ def mtp_spec(
 
 
 def _keeps(config: TransformerConfig, index: int) -> bool:
-    """Return whether full recomputation, in blocks, keeps a chunk's layer, which is beyond the first."""
+    """Return whether recompute_method "block" stores a layer's activations, because it is after the first layers."""
     return config.recompute_method == "block" and index >= config.recompute_num_layers
 
 
 def _layer(architecture: Architecture, config: TransformerConfig, kind: LayerKind, *, keeps: bool) -> ModuleSpec:
-    """Return a layer of a kind."""
+    """Return the spec of a layer."""
     before = RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
     scale = architecture.residual_multiplier
     add = get_bias_dropout_add if scale == 1 else _adding(lambda output: output * scale)
@@ -143,18 +143,17 @@ def _layer(architecture: Architecture, config: TransformerConfig, kind: LayerKin
 
 
 def _before_mlp(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> type:
-    """Return the norm before a layer's feed-forward; experts may have theirs inside, and so do projections of
-    Transformer Engine."""
+    """Return the norm before a layer's feed-forward; experts and Transformer Engine's projections may contain it."""
     if architecture.moe is not None and kind.sparse:
         return RMSNorm if architecture.pre_norms and not architecture.moe.separate_norms else IdentityOp
     return RMSNorm if architecture.pre_norms and not config.uses_transformer_engine else IdentityOp
 
 
-def _adding(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
-    """Return what makes the function that adds the output of a layer's part, changed, to what it was given."""
+def _adding(transform: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., Tensor]]:
+    """Return a factory, as Megatron-Core expects, of the function that adds a transformed output to the residual."""
 
     def add(output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return residual + change(output_with_bias[0])
+        return residual + transform(output_with_bias[0])
 
     def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         return add
@@ -163,7 +162,7 @@ def _adding(change: Callable[[Tensor], Tensor]) -> Callable[..., Callable[..., T
 
 
 def _mlp(config: TransformerConfig, kind: LayerKind, *, keeps: bool) -> ModuleSpec | type:
-    """Return the feed-forward of a layer."""
+    """Return the spec of a layer's feed-forward."""
     if not kind.sparse:
         if config.uses_transformer_engine:
             return ModuleSpec(module=FeedForward, submodules=feed_forward_layers())
@@ -172,7 +171,7 @@ def _mlp(config: TransformerConfig, kind: LayerKind, *, keeps: bool) -> ModuleSp
 
 
 def _mixer(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
-    """Return what mixes the tokens of a layer."""
+    """Return the spec of a layer's attention or gated delta net."""
     if not kind.delta:
         attention = _self_attention(architecture, config)
         if kind.has_global_heads:

@@ -1,4 +1,4 @@
-"""Megatron-Core's configuration of a model in a layout."""
+"""Megatron-Core's configuration for a model in a parallel layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_
 
 
 def transformer_config(architecture: Architecture, settings: Settings) -> TransformerConfig:
-    """Make Megatron-Core's configuration of this model in this layout."""
+    """Build Megatron-Core's configuration for this model in this layout."""
     kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
     config: Any = kind(
         **_model(architecture),
@@ -38,11 +38,9 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
         **_computation(settings),
         **_recompute(settings.recompute),
     )
-    # Given to the constructor, it would ask for Transformer Engine's kernels; ours need none.
+    # Passed to the constructor, it would require Transformer Engine's kernels; ours do not need it.
     config.apply_rope_fusion = settings.performance.apply_rope_fusion
-    # Megatron-Core has no fields for quantized matrices, for our norm, for queries that grow, for heads of two sizes,
-    # for pictures whose tokens see each other, for noise on word embeddings, and for experts of layers that full
-    # recomputation in blocks keeps; its own field for fp8 asks for Transformer Engine.
+    # Megatron-Core has no fields for the following; its own field for fp8 requires Transformer Engine.
     config.quantized_form = form_of(settings.finetuning)
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = uses_transformer_engine(settings, architecture)
@@ -56,16 +54,16 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.neftune_noise_alpha = settings.finetuning.neftune_noise_alpha
     config.rms_norm_fusion = settings.performance.rms_norm_fusion
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
-    if architecture.activation == "gelu_tanh":  # not among those that the constructor fuses
+    if architecture.activation == "gelu_tanh":  # the constructor accepts fusions for other activations only
         config.activation_func = functools.partial(F.gelu, approximate="tanh")
-    # Given to the constructor, it would ask for a place in the pipeline, which is behind the last layer.
+    # Passed to the constructor, it would require an entry in the pipeline layout.
     config.mtp_num_layers = architecture.mtp_num_layers or None
     config.mtp_loss_scaling_factor = settings.model.mtp_loss_scaling_factor
-    # Given to the constructor, it would refuse expert tensor parallelism.
+    # Passed to the constructor, it would reject expert tensor parallelism.
     config.add_bias_linear = architecture.add_bias_linear
     if architecture.moe is not None:
         config.moe_swiglu_limit = architecture.moe.swiglu_limit
-        # Given to the constructor, an expert bias would ask for sigmoids.
+        # Passed to the constructor, an expert bias would require sigmoid scores.
         config.moe_router_score_function = architecture.moe.score_function
         config.moe_router_group_best = architecture.moe.group_best
         config.moe_scaled_router = architecture.moe.scaled_router
@@ -76,8 +74,8 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
 
 
 def _finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Finalize gradients, and divide them by the number of tokens, int64 []. Megatron-Core does both, and lets the host
-    wait for the device to ask whether there are any tokens."""
+    """Finalize gradients, and divide them by the number of tokens, int64 []. Megatron-Core can do both, but it
+    synchronizes with the device to check whether there are any tokens."""
     finalize_model_grads(model, **kwargs)
     if num_tokens is None:
         return
@@ -90,7 +88,7 @@ def _finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = 
 
 
 def _finalize_with_vision(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
-    """Do the same, then for gradients that each tensor-parallel rank has a part of."""
+    """Do the same, then sum the gradients of the vision encoder, of which each tensor-parallel rank has a part."""
     _finalize(model, *args, **kwargs)
     sum_vision_gradients(model)
 
@@ -116,19 +114,19 @@ def _model(architecture: Architecture) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": architecture.initializer_range,
-        # Every weight is loaded, so none is drawn at random first.
+        # Every weight is loaded, so none is initialized.
         "perform_initialization": False,
     }
 
 
 def _without_rotary(architecture: Architecture) -> list[int] | None:
-    """Return 1 for each layer without rotary embedding, and 0 for the others."""
+    """Return a list with 1 for each layer without rotary embedding, and 0 for the others; None if all have it."""
     without = set(architecture.no_rope_layers)
     return [int(layer in without) for layer in range(architecture.num_layers)] if without else None
 
 
 def _same(source: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Take what Megatron-Core calls by the same name."""
+    """Return the attributes that have the same name in Megatron-Core."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -157,7 +155,7 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": experts.moe_router_dtype or moe.router_dtype,
-        # Megatron-Core merged the two.
+        # Megatron-Core merged alltoall and alltoall_seq.
         "moe_token_dispatcher_type": experts.moe_token_dispatcher_type.removesuffix("_seq"),
     }
 
@@ -170,7 +168,7 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
     )  # fmt: skip
     layout = None
     if parallel.pipeline_model_parallel_size > 1:
-        # What each chunk holds, written out: one way for every setting that shapes a pipeline.
+        # The content of each chunk, spelled out: one form for every setting that shapes a pipeline.
         layout = [
             ["embedding"] * chunk.embedding + ["decoder"] * chunk.num_layers + ["loss"] * chunk.loss
             for chunk in pipeline_chunks(parallel, num_layers)
@@ -180,8 +178,8 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual,
         "pipeline_model_parallel_layout": layout,
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        # With virtual stages on two pipeline ranks a batch holds several messages between the same two ranks, which
-        # gloo confuses; one by one they are exact.
+        # With virtual stages on two pipeline ranks a batch has several messages between the same two ranks, which gloo
+        # mixes up; sent one by one they are correct.
         "overlap_p2p_comm": parallel.overlap_p2p_comm and virtual is not None,
         "batch_p2p_comm": virtual is None,
         "deallocate_pipeline_outputs": device.SENDS_HOLD_MEMORY,
@@ -200,7 +198,7 @@ def _computation(settings: Settings) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "attention_backend": AttnBackend[performance.attention_backend],
         "attention_softmax_in_fp32": True,
-        # The stock scaling of fp16 scores by layer is not what Transformers computes.
+        # Megatron-Core's layer-dependent scaling of fp16 scores is not what Transformers computes.
         "apply_query_key_layer_scaling": False,
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
@@ -211,7 +209,7 @@ def _computation(settings: Settings) -> dict[str, Any]:
 def _recompute(recompute: RecomputeSettings) -> dict[str, Any]:
     if recompute.recompute_granularity == "full":
         method = recompute.recompute_method or "uniform"
-        # Without a number uniform recomputes layer by layer, and block every layer that a stage has.
+        # Without a number, uniform recomputes layer by layer, and block recomputes every layer of a stage.
         count = recompute.recompute_num_layers or (1 if method == "uniform" else sys.maxsize)
         return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": count}
     modules = list(recompute.selective_modules)

@@ -1,1 +1,1 @@
-"""Native modules for what Megatron-Core's local layers lack."""
+"""Modules that Megatron-Core's local layers lack."""

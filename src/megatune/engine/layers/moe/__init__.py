@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, how tokens reach their experts and come back, and the experts."""
+"""Mixture of experts: the router, dispatching tokens to experts and combining outputs, and the experts."""

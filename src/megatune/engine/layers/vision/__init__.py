@@ -1,1 +1,1 @@
-"""Pictures: their encoder, how ranks share it, and where their features go."""
+"""Vision encoders, how ranks share their work, and where their features are inserted."""
