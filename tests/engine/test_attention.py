@@ -215,7 +215,7 @@ def test_cudnn_is_refused_with_sinks():
 @pytest.mark.parametrize("backend", ["flash", "fused"])
 def test_single_precision_is_refused_on_a_gpu(backend):
     require(choice(backend), ARCHITECTURE)
-    with pytest.raises(MegatuneError, match="computes in bf16 or fp16, and the run in float32"):
+    with pytest.raises(MegatuneError, match="computes in bf16 or fp16, but the run uses float32"):
         require(choice(backend, bf16=False), ARCHITECTURE)
 
 

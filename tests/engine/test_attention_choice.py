@@ -56,7 +56,7 @@ class Flash(kernels.MathKernel):
         ((8, 0), (), (), "FA2"),
         ((9, 0), (), (), "FA3"),
         ((9, 0), ("FA3",), (), "FA4"),
-        ((9, 0), ("FA4",), ("FA3",), "FA2; FA3 computes something else than FA2, FA4 is not installed"),
+        ((9, 0), ("FA4",), ("FA3",), "FA2; FA3 computes other results than FA2, FA4 is not installed"),
         ((10, 0), (), (), "FA4"),
         ((12, 0), (), (), "FA2"),
     ],

@@ -1,7 +1,7 @@
-"""Low-rank adapters beside frozen linear layers (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
+"""Low-rank adapters on frozen linear layers (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
 
-What an adapter adds is linear in what tensor-parallel ranks hold of it, so ranks exchange the latent A · x, which is as
-narrow as the adapter's rank, and never what the layer itself exchanges.
+The output of an adapter is linear in the shards that tensor-parallel ranks hold, so ranks only exchange the latent
+A · x, which is as narrow as the adapter's rank, and never repeat the layer's own communication.
 
 Legend: n matrices of a layer that have an adapter, r its rank, i input and o output features of this rank; x is the
 layer's input before the layer gathers it.
@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 
 
 class Sharding(Enum):
-    """Which features of a layer ranks share, and who sums what they find.
+    """Which features of a layer are sharded over ranks, and who communicates.
 
-    OUTPUTS and INPUTS: the adapter, as the layer beside it. OUTPUTS_GATHERED and INPUTS_PARTIAL: others, before and
-    after the layer: its inputs are gathered already, where gradients are summed, and its outputs are summed later.
+    With OUTPUTS and INPUTS the adapter communicates, as its layer does. With OUTPUTS_GATHERED and INPUTS_PARTIAL others
+    do, outside the layer: its inputs are already gathered (and their gradients summed), and its outputs summed later.
     """
 
     NONE = "none"
@@ -42,24 +42,24 @@ class Sharding(Enum):
 
 
 class Adapter(torch.nn.Module):
-    """Adds s · B · A · x to what a linear layer makes of x.
+    """Adds s · B · A · x to the output of a linear layer for x.
 
-    Parameters are fp32, as peft's, and computed with in the dtype of x.
+    Parameters are fp32, as in peft, and computed with in the dtype of x.
 
     Args:
-        a_shape, b_shape: of the parameters; an expert's are behind a first dimension of local experts.
-        rows: bool [o, n], whether an output is one of a matrix's; None where all are the only matrix's.
-        decomposed: it learns lengths of the matrix's rows as well (DoRA).
+        a_shape, b_shape: of the parameters; for experts with a leading dimension of local experts.
+        rows: bool [o, n], whether an output belongs to a matrix; None if all belong to the only matrix.
+        decomposed: also learn the magnitudes of the matrix's rows (DoRA).
         scale: s.
-        dropout: share of x that is dropped in training.
-        group: the ranks that hold the other parts.
-        sequence_parallel: each of them has its own tokens of what they all hold.
+        dropout: probability of dropping an element of x in training.
+        group: the ranks that hold the other shards.
+        sequence_parallel: each rank has its own tokens.
 
     Attributes:
         lora_A: [n · r, i].
         lora_B: [o, r]; rows of matrices without an adapter stay zero.
-        magnitude: [o], where it is decomposed.
-        enabled: whether anything is added.
+        magnitude: [o], if decomposed.
+        enabled: whether the adapter is added.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Adapter(torch.nn.Module):
         self.sharding, self.group, self.sequence_parallel = sharding, group, sequence_parallel
         self._squared_rows: Tensor | None = None
         if sequence_parallel:
-            # Each rank finds the gradient of its own tokens; Megatron-Core sums those of parameters with this mark.
+            # Each rank has the gradient of its own tokens; Megatron-Core sums those of parameters with this attribute.
             whole = {Sharding.OUTPUTS: (self.lora_A,), Sharding.INPUTS: (self.lora_B, self.magnitude)}
             every = (self.lora_A, self.lora_B, self.magnitude)
             for each in every if sharding is Sharding.NONE else whole.get(sharding, ()):
@@ -95,12 +95,12 @@ class Adapter(torch.nn.Module):
                     each.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, output: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Return `output` with the adapter's part.
+        """Return `output` plus the adapter's output.
 
         Args:
             x: [..., i], with sequence parallelism of this rank's tokens.
             output: [..., o] of the layer, its bias included.
-            weight, bias: of the layer, for its rows' lengths; [o, i] and [o].
+            weight, bias: of the layer, to compute the norms of its rows; [o, i] and [o].
         """
         b = self.b(x.dtype)
         latent = self.exchange(F.linear(self.dropped(x), self.a(x.dtype)))
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
             return torch.addmm(flat, latent.reshape(-1, latent.shape[-1]), b.t(), alpha=self.scale).view_as(output)
         assert weight is not None
         scaled = self.magnitude / self._lengths(weight.data)  # a new tensor where it is quantized
-        if self.rows is not None:  # rows of matrices without an adapter are as they were
+        if self.rows is not None:  # rows of matrices without an adapter do not change
             scaled = torch.where(self.rows.any(-1), scaled, 1.0)
         scaled = scaled.to(x.dtype)
         own = output if bias is None else output - bias
@@ -120,12 +120,12 @@ class Adapter(torch.nn.Module):
         """Return A, [n · r, i]."""
         part: Tensor = self.lora_A
         if self.sharding is Sharding.OUTPUTS_GATHERED and self.group.size() > 1:
-            # Ranks find parts of its gradient: those of their outputs.
+            # Each rank has the part of the gradient that comes from its outputs.
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
         return part.to(dtype)
 
     def b(self, dtype: torch.dtype) -> Tensor:
-        """Return B, [o, n · r]: of an output those columns are not zero that meet its matrix's latent."""
+        """Return B, [o, n · r], in which each output only has nonzero columns for its own matrix's latent."""
         part: Tensor = self.lora_B
         if self.sharding is Sharding.INPUTS_PARTIAL and self.group.size() > 1:
             part = copy_to_tensor_model_parallel_region(part, group=self.group)
@@ -133,10 +133,10 @@ class Adapter(torch.nn.Module):
         return part if self.rows is None else (part.unsqueeze(-2) * self.rows.unsqueeze(-1)).flatten(-2)
 
     def dropped(self, x: Tensor) -> Tensor:
-        """Drop elements of x in training; ranks that hold the same x drop the same ones.
+        """Apply dropout to x in training; ranks that hold the same x drop the same elements.
 
-        The matrices of a layer share what is dropped. Layers draw from a generator of the rank's own where sequence
-        parallelism cuts their tokens; where it does not, those do whose features are cut.
+        The matrices of a layer share the dropout mask. Ranks use their own generator if sequence parallelism splits
+        the tokens of a layer, or if the layer's input features are sharded.
         """
         if not self.dropout or not self.training:
             return x
@@ -146,7 +146,7 @@ class Adapter(torch.nn.Module):
         return F.dropout(x, self.dropout)
 
     def exchange(self, latent: Tensor) -> Tensor:
-        """Bring the latent, [..., n · r], to the ranks that need it: all parts of a sum, or all tokens."""
+        """Communicate the latent, [..., n · r]: sum partial results, or gather tokens, as the sharding requires."""
         if self.group.size() == 1:
             return latent
         match self.sharding, self.sequence_parallel:
@@ -162,10 +162,10 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def _lengths(self, weight: Tensor) -> Tensor:
-        """Compute the lengths of the rows of W + s · B · A, fp32 [o], without ever making the sum.
+        """Compute the norms of the rows of W + s · B · A, fp32 [o], without materializing the sum.
 
-        ‖w + s b A‖² = ‖w‖² + 2 s b · (A w) + s² b · (A Aᵀ) b, of rows w of W and b of B. The gradient takes lengths for
-        constants (section 4.3 of DoRA's paper).
+        ‖w + s b A‖² = ‖w‖² + 2 s b · (A w) + s² b · (A Aᵀ) b, for rows w of W and b of B. They are constants for the
+        gradient (section 4.3 of the DoRA paper).
         """
         a, b = self.a(torch.float32), self.b(torch.float32)
         if self._squared_rows is None:
@@ -183,11 +183,11 @@ class ExpertAdapter(Adapter):
     def forward(  # type: ignore[override]
         self, x: Tensor, output: Tensor, tokens_per_expert: Tensor, linear: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return `output` with the adapters' part; of rows grouped by expert, [R, i] and [R, o].
+        """Return `output` plus the adapters' output, for rows grouped by expert, [R, i] and [R, o].
 
         Args:
             tokens_per_expert: int64 [L].
-            linear: computes rows · weightᵀ with each row's expert's weight.
+            linear: computes rows · weightᵀ with the weight of each row's expert.
         """
         if not self.enabled:
             return output
@@ -196,7 +196,7 @@ class ExpertAdapter(Adapter):
 
 
 def add_adapter(linear: torch.nn.Module, adapter: Adapter) -> None:
-    """Let a linear layer, of Megatron-Core, torch or ours, add its adapter's part to what it returns."""
+    """Attach an adapter to a linear layer of Megatron-Core, torch or ours, which then adds it to its output."""
     linear.adapter = adapter
     linear.register_forward_hook(_add)
 
@@ -205,14 +205,14 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
     adapter = linear.adapter
     if not adapter.enabled:
         return None
-    if isinstance(output, tuple):  # Megatron-Core's, with a bias that is to be added later
+    if isinstance(output, tuple):  # Megatron-Core's layer, with a bias to be added later
         return adapter(inputs[0], output[0], linear.weight, None if output[1] is not None else linear.bias), *output[1:]
     return adapter(inputs[0], output, linear.weight, getattr(linear, "bias", None))
 
 
 @contextmanager
 def without_adapters(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Compute the model without its adapters: the base, bit for bit."""
+    """Disable all adapters in the block, so that the model computes its base bit for bit."""
     found = [module for chunk in model for module in chunk.modules() if isinstance(module, Adapter)]
     for adapter in found:
         adapter.enabled = False

@@ -1,12 +1,12 @@
-"""The last layer: output layer and cross-entropy in one, so that the logits of all tokens are never in memory, or of a
-reward model its score.
+"""The last layer: the output layer fused with cross-entropy, so that the logits of all tokens are never in memory, or
+the score layer of a reward model.
 
-Only trained tokens are computed, a chunk at a time, and the backward pass computes a chunk's logits again. The other
-way is to compute gradients already in the forward pass, as if every loss had the same weight, and to scale them later;
-it saves one of four matrix products. But it must hold a whole fp32 gradient of the weight between the passes (2.3 GiB
-for Qwen3-8B, once for each micro-batch in flight), computes gradients that an evaluation throws away, and is right for
-one common weight only. Recomputed, nothing as large as the vocabulary outlives a chunk, any gradient of the token
-losses is right, and the passes over memory that the chunks save pay for much of the product.
+Only trained tokens are computed, chunk by chunk, and the backward pass recomputes the logits of each chunk. The
+alternative is to compute gradients in the forward pass, assuming that every loss has the same weight, and to scale them
+later; it saves one of four matrix products. But it has to keep an fp32 gradient of the whole weight between the passes
+(2.3 GiB for Qwen3-8B, for each micro-batch in flight), computes gradients that evaluation discards, and only supports a
+common weight. With recomputation nothing as large as the vocabulary outlives a chunk, any gradient of the token losses
+is supported, and the memory traffic that chunks save pays for much of the product.
 
 Legend: s tokens of a row, b rows, h hidden size, n trained tokens, v real rows of the vocabulary on this
 tensor-parallel rank.
@@ -34,13 +34,13 @@ CHUNK_BYTES = LOSS_CHUNK_BYTES if device.HAS_GPU else LOSS_CHUNK_BYTES_ON_CPU
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output layer, which computes the loss, too, when it is given labels.
+    """The output layer, which also computes the loss if it is given labels.
 
-    Being one module matters: DDP brings a module's weight up to date when the module is called (overlap_param_gather).
+    It must be a single module: DDP gathers a module's updated weight when the module is called (overlap_param_gather).
     """
 
-    num_vocabulary_rows: int  # of this rank's rows those that are real; the rest only pads the vocabulary
-    softcap: float | None = None  # logits x are softcap · tanh(x / softcap)
+    num_vocabulary_rows: int  # number of this rank's rows that are not padding
+    softcap: float | None = None  # logits x become softcap · tanh(x / softcap)
 
     def forward(
         self,
@@ -50,7 +50,7 @@ class OutputLayer(ColumnParallelLinear):
         trained: Tensor | None = None,
         head: Head | None = None,
     ) -> tuple[Tensor, None]:
-        """Compute logits, or with `labels` and `trained` token losses or what the head asks for in their place; see
+        """Compute logits, or with `labels` and `trained` token losses, or what the head selects instead; see
         `token_losses`, `greedy_tokens` and `TeacherOutputs.divergences`."""
         if labels is None or trained is None:
             logits, bias = super().forward(input_, weight)
@@ -72,7 +72,7 @@ class OutputLayer(ColumnParallelLinear):
 
     @property
     def part(self) -> VocabularyShard:
-        """What this rank holds of the vocabulary."""
+        """This rank's shard of the vocabulary."""
         first = self.tp_group.rank() * self.output_size_per_partition
         return VocabularyShard(first, self.num_vocabulary_rows, self.tp_group, self.sequence_parallel, self.softcap)
 
@@ -83,19 +83,20 @@ Divergences: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, VocabularySh
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is computed of labels.
+    """Selects what is computed for the labels.
 
     Attributes:
-        temperature: logits are divided by it, in fp32, so that probabilities are those that tokens were sampled with.
-        entropy: compute the entropy of every trained token's distribution, too, with its gradient.
-        uniform: compute the cross-entropy of every trained token's distribution from the uniform one, too, with its
+        temperature: divides logits, in fp32, so that probabilities are those of sampling.
+        entropy: also compute the entropy of every trained token's distribution, with its gradient.
+        uniform: also compute the cross-entropy between the uniform distribution and every trained token's, with its
             gradient: the mean of -log p over the vocabulary.
-        top: compute, too, the entropy of the distribution of so many likeliest tokens alone, without a gradient.
-        likeliest: name the likeliest token at every label, too, behind all else.
-        greedy: in place of all losses, name the likeliest token at every place that has a label, whatever label it is.
-        hidden: in place of all losses, return what goes into the output layer.
-        divergences: in place of all losses, compute these, from what a teacher says.
-        losses: beside divergences, compute losses at temperature 1.
+        top: also compute the entropy of the distribution renormalized to this many most probable tokens, without
+            gradient.
+        append_greedy: also append the token with the largest logit at every label, as the last channel.
+        only_greedy: instead of losses, return the token with the largest logit at every position that has a label.
+        hidden: instead of losses, return the input of the output layer.
+        divergences: instead of losses, compute these divergences from a teacher.
+        losses: with `divergences`, also compute losses at temperature 1.
     """
 
     temperature: float = 1.0
@@ -110,7 +111,7 @@ class Head:
 
     @property
     def has_second(self) -> bool:
-        """Whether a second number is computed of every trained token."""
+        """Whether a second number is computed for every trained token."""
         return self.entropy or self.uniform or self.top > 0
 
 
@@ -119,14 +120,14 @@ PLAIN = Head()
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """What a tensor-parallel rank holds of the vocabulary.
+    """A tensor-parallel rank's shard of the vocabulary.
 
     Attributes:
-        first: the token of its first row.
-        num_rows: how many of its rows are real, v; may be 0.
-        group: the ranks that hold the other parts; None if there are none.
+        first: the token ID of its first row.
+        num_rows: number of its rows that are not padding, v; may be 0.
+        group: the ranks that hold the other shards; None if there are none.
         sequence_parallel: whether each rank holds 1 / tp of the tokens' hidden states.
-        softcap: logits x are softcap · tanh(x / softcap); None where they are x.
+        softcap: logits x become softcap · tanh(x / softcap); None to leave them unchanged.
     """
 
     first: int
@@ -137,16 +138,16 @@ class VocabularyShard:
 
     @property
     def size(self) -> int:
-        """How many parts there are."""
+        """Number of shards."""
         return 1 if self.group is None else self.group.size()
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield parts of the tokens, of nearly one size, whose logits are computed at once."""
+        """Yield chunks of the tokens, of nearly equal size, whose logits are computed at once."""
         return chunks(num_tokens, self.num_rows)
 
 
 def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
-    """Yield parts of the tokens, of nearly one size, of which each with fp32 values of so many rows fits in memory."""
+    """Yield chunks of the tokens, of nearly equal size, each of which fits in memory with fp32 values of all rows."""
     if not num_tokens or not num_rows:
         return
     count = -(-num_tokens * num_rows * 4 // CHUNK_BYTES)
@@ -158,17 +159,17 @@ def chunks(num_tokens: int, num_rows: int) -> Iterator[slice]:
 def token_losses(
     hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyShard, head: Head = PLAIN
 ) -> Tensor:
-    """Compute cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
+    """Compute the cross-entropy of each token: log Σ exp(logits) - logits[label], in fp32, over the whole vocabulary.
 
     Args:
         hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism.
-        weight: [at least v, h], this rank's rows; the first v count. Where it has a `main_grad` its gradient is added
-            there.
+        weight: [at least v, h], this rank's rows, of which the first v are used. If it has a `main_grad`, its gradient
+            is added there.
         labels: int64 [b, s].
-        trained: int64 [n], places of the trained tokens in the flattened labels.
+        trained: int64 [n], indices of the trained tokens in the flattened labels.
 
     Returns:
-        fp32 [b, s], or, where the head has a second number, [b, s, 2]; 0 where a token is not trained.
+        fp32 [b, s], or [b, s, 2] if the head has a second number; 0 where a token is not trained.
     """
     targets, rows = labels.reshape(-1).index_select(0, trained), hidden_state_indices(labels, trained)
     found = _LinearCrossEntropy.apply(hidden_states, weight, targets, rows, part, head)
@@ -176,13 +177,13 @@ def token_losses(
 
 
 def hidden_state_indices(labels: Tensor, trained: Tensor) -> Tensor:
-    """Return where trained tokens are in flattened hidden states, [s · b]: int64 [n]; see `token_losses`."""
+    """Return the indices of trained tokens in flattened hidden states, [s · b]: int64 [n]; see `token_losses`."""
     b, s = labels.shape
     return trained % s * b + trained // s
 
 
 def scatter_to_labels(found: Tensor, labels: Tensor, trained: Tensor) -> Tensor:
-    """Put values of trained tokens, [n, ...], where their labels are, [b, s, ...]; 0 elsewhere."""
+    """Scatter values of trained tokens, [n, ...], to the positions of their labels, [b, s, ...]; 0 elsewhere."""
     kept = found.shape[1:]
     return found.new_zeros(labels.numel(), *kept).index_copy(0, trained, found).view(*labels.shape, *kept)
 
@@ -191,17 +192,17 @@ def scatter_to_labels(found: Tensor, labels: Tensor, trained: Tensor) -> Tensor:
 def greedy_tokens(
     hidden_states: Tensor, weight: Tensor, labels: Tensor, trained: Tensor, part: VocabularyShard
 ) -> Tensor:
-    """Find the token with the largest logit, the first of several that are equal, as `torch.argmax` does.
+    """Find the token with the largest logit; of several equal ones the first, as `torch.argmax`.
 
-    Args: as of `token_losses`.
+    Args: see `token_losses`.
 
     Returns:
-        fp32 [b, s], which holds every number of a token exactly; 0 where a token has no label. One collective of 2 · n
+        fp32 [b, s], which represents every token ID exactly; 0 where a token has no label. One collective of 2 · n
         numbers.
     """
     inputs = gather_hidden_states(hidden_states, part)
     rows = hidden_state_indices(labels, trained)
-    best = inputs.new_full((2, len(rows)), -torch.inf, dtype=torch.float32)  # logits, and their tokens
+    best = inputs.new_full((2, len(rows)), -torch.inf, dtype=torch.float32)  # logits, and token IDs
     for chunk in part.chunks(len(rows)):
         logits = inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t()
         columns = logits.argmax(1)
@@ -216,7 +217,7 @@ def greedy_tokens(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses of the trained tokens, fp32 [n], or losses and second numbers, [n, 2]. One collective of (2 + m) · n
-    numbers in the forward pass, see `_reduced`, and those that a column-parallel linear layer has."""
+    numbers in the forward pass, see `_reduced`, and those of a column-parallel linear layer."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -237,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = apply_softcap(inputs.index_select(0, rows[chunk]) @ real_weight.t(), part.softcap)
             target_logits[chunk] = logits.gather(1, columns[chunk, None])[:, 0].float().where(is_mine[chunk], 0)
             log_sums[chunk], seconds[:, chunk] = _reduced(logits, head)
-            del logits  # before the next chunk's are made
+            del logits  # before the next chunk's are allocated
         log_sums, target_logits, seconds = _combine(log_sums, target_logits / head.temperature, seconds, part, head)
         losses = log_sums - target_logits
         ctx.save_for_backward(hidden_states, weight, targets, rows, log_sums, losses, seconds)
@@ -252,7 +253,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         columns, is_mine = _local(targets, part)
         grad_found = grad_found / head.temperature
         grad_losses, grad_seconds = grad_found.unbind(1) if head.has_second else (grad_found, grad_found[:0])
-        # softmax - 1 at the target, exact also where the softmax is nearly 1.
+        # softmax - 1 at the target, without cancellation if the softmax is close to 1.
         grad_targets = torch.expm1(-losses) * grad_losses
         shares: Tensor | None = None
         if head.entropy:
@@ -286,17 +287,17 @@ def backward_from_logits(
     gradient: Callable[[slice, Tensor], Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return gradients of hidden states and weight, see `token_losses`, from those of logits, a chunk at a time.
+    """Compute gradients of hidden states and weight, see `token_losses`, from gradients of logits, chunk by chunk.
 
     Args:
-        parts: of the tokens, whose logits are computed at once.
-        gradient: returns it of some tokens' logits, [c, v], which it may overwrite.
-        needed: which of the two are.
+        parts: chunks of the tokens whose logits are computed at once.
+        gradient: returns the gradient of a chunk's logits, [c, v], which it may overwrite.
+        needed: which of the two gradients are needed.
     """
     inputs, real_weight = gather_hidden_states(hidden_states, part), weight[: part.num_rows]
     grad_inputs = torch.zeros_like(inputs) if needed[0] else None
-    # DDP's buffer, whatever gradient_accumulation_fusion says: a sum over chunks needs an fp32 tensor as large as
-    # the weight, and that one is there.
+    # DDP's buffer, even without gradient_accumulation_fusion: a sum over chunks needs an fp32 tensor as large as the
+    # weight, and this one is already allocated.
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     total: Any = main_grad
     if needed[1] and main_grad is None:
@@ -323,19 +324,19 @@ def backward_from_logits(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(logits / softcap); the logits where there is no cap."""
+    """Return softcap · tanh(logits / softcap), or the logits if there is no softcap."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _no_seconds(log_sums: Tensor, head: Head) -> Tensor:
-    """Return what parts of the vocabulary without rows have in place of `_reduced`'s second values: fp32 [m, n]."""
+    """Return the neutral second values, fp32 [m, n], for shards without rows; see `_reduced`."""
     number = head.top or (2 if head.uniform else int(head.entropy))
     return log_sums.new_full((number, len(log_sums)), -torch.inf if head.top else 0.0)
 
 
 def _reduced(logits: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Reduce [n, v] to log Σ exp, fp32 [n], and to what the second number is made from, fp32 [m, n]: the entropy; the
-    sum of the logits and their number; or the largest logits. fp32 logits are overwritten."""
+    """Reduce [n, v] to log Σ exp, fp32 [n], and to the terms of the second number, fp32 [m, n]: the entropy; the sum of
+    the logits and their number; or the largest logits. fp32 logits are overwritten."""
     if head.entropy:
         log_sums, entropies = _log_sum_exp_and_entropy(logits, head.temperature)
         return log_sums, entropies[None]
@@ -349,7 +350,7 @@ def _reduced(logits: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _second(seconds: Tensor, log_sums: Tensor, head: Head) -> Tensor:
-    """Return the second number of the trained tokens, fp32 [n], from what `_combine` returned."""
+    """Return the second number of the trained tokens, fp32 [n], from the result of `_combine`."""
     if head.uniform:
         return log_sums - seconds[0] / seconds[1]
     return torch.special.entr(seconds.softmax(0)).sum(0) if head.top else seconds[0]
@@ -357,7 +358,7 @@ def _second(seconds: Tensor, log_sums: Tensor, head: Head) -> Tensor:
 
 @device.compiled
 def _log_sum_exp(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten, which spares a copy."""
+    """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten to save a copy."""
     wide = _wide(logits, temperature)
     largest = wide.amax(-1)
     return wide.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
@@ -365,7 +366,7 @@ def _log_sum_exp(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 @device.compiled
 def _log_sum_exp_and_entropy(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Reduce [n, v] to fp32 [n], and to the entropy of these columns' softmax, fp32 [n]; fp32 logits are
+    """Reduce [n, v] to fp32 [n], and to the entropy of the softmax over this shard, fp32 [n]; fp32 logits are
     overwritten."""
     wide = _wide(logits, temperature)
     largest = wide.amax(-1)
@@ -380,9 +381,8 @@ def _log_sum_exp_and_entropy(logits: Tensor, temperature: float) -> tuple[Tensor
 def _scaled_softmax(
     logits: Tensor, log_sums: Tensor, scale: Tensor, temperature: float = 1.0, less: Tensor | None = None
 ) -> Tensor:
-    """Compute exp(logits - log_sums) · scale - less, [n, v], [n], [n], [n] to [n, v], in fp32 and round to the dtype of
-    the logits; fp32 logits are overwritten. Scaled before rounding: in fp16 that is what keeps small gradients from
-    being 0."""
+    """Compute exp(logits - log_sums) · scale - less, [n, v], [n], [n], [n] to [n, v], in fp32, rounded to the dtype of
+    the logits; fp32 logits are overwritten. Scaling before rounding keeps small gradients from underflowing in fp16."""
     found = _wide(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None])
     return (found if less is None else found.sub_(less[:, None])).to(logits.dtype)
 
@@ -391,7 +391,7 @@ def _scaled_softmax(
 def _grad_with_entropy(
     logits: Tensor, log_sums: Tensor, scale: Tensor, entropy_scale: Tensor, entropies: Tensor, temperature: float
 ) -> Tensor:
-    """Compute p · (scale - entropy_scale · (log p + entropy)), as `_scaled_softmax` does without the second term."""
+    """Compute p · (scale - entropy_scale · (log p + entropy)); see `_scaled_softmax`."""
     log_probs = _wide(logits, temperature).sub_(log_sums[:, None])
     factors = torch.addcmul(scale[:, None], log_probs + entropies[:, None], entropy_scale[:, None], value=-1)
     return log_probs.exp_().mul_(factors).to(logits.dtype)
@@ -403,7 +403,7 @@ def _wide(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _local(targets: Tensor, part: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Find where the targets are among this rank's rows, int64 [n], and whether they are there at all, bool [n]."""
+    """Return the indices of the targets in this rank's rows, int64 [n], and whether they are there, bool [n]."""
     columns = targets - part.first
     is_mine = (columns >= 0) & (columns < part.num_rows)
     return columns.where(is_mine, 0), is_mine
@@ -412,7 +412,7 @@ def _local(targets: Tensor, part: VocabularyShard) -> tuple[Tensor, Tensor]:
 def _combine(
     log_sums: Tensor, target_logits: Tensor, seconds: Tensor, part: VocabularyShard, head: Head
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine those of the parts to those of the whole vocabulary, fp32 [n], [n] and [m, n]."""
+    """Combine the shards' results into those of the whole vocabulary, fp32 [n], [n] and [m, n]."""
     if part.size == 1 or not len(log_sums):
         return log_sums, target_logits, seconds
     mine = torch.cat((log_sums[None], target_logits[None], seconds))
@@ -420,7 +420,7 @@ def _combine(
     torch.distributed.all_gather_into_tensor(all_parts.view(-1, len(log_sums)), mine, group=part.group)
     of_parts, whole, seconds = all_parts[:, 0], all_parts[:, 0].logsumexp(0), all_parts[:, 2:]
     if head.entropy:
-        # Σ w (H - log w), of parts with shares w: no large numbers cancel.
+        # Σ w (H - log w) over shards with probability w: no large numbers cancel.
         shares = (of_parts - whole).exp()[:, None]
         seconds = shares * seconds + torch.special.entr(shares)
     seconds = seconds.flatten(0, 1).topk(head.top, 0).values if head.top else seconds.sum(0)
@@ -428,8 +428,8 @@ def _combine(
 
 
 def gather_hidden_states(hidden_states: Tensor, part: VocabularyShard, *, apart: bool = False) -> Tensor:
-    """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they lie in the buffer that
-    Megatron-Core's linear layers gather into, until the next one of them does, or `apart` from it."""
+    """Gather hidden states of all tokens, [s · b, h]. With sequence parallelism they are in the global buffer of
+    Megatron-Core's linear layers, until the next of these gathers, or with `apart` in a new tensor."""
     if part.sequence_parallel:
         shape = [hidden_states.shape[0] * part.size, *hidden_states.shape[1:]]
         buffer = get_global_memory_buffer()
@@ -440,7 +440,7 @@ def gather_hidden_states(hidden_states: Tensor, part: VocabularyShard, *, apart:
 
 
 def _reduce(grad_inputs: Tensor, part: VocabularyShard) -> Tensor:
-    """Return the sum of the ranks' gradients of all tokens [s, b, h]: [s, b, h], or this rank's [s / tp, b, h]."""
+    """Sum the ranks' gradients of all tokens [s, b, h]; return [s, b, h], or this rank's [s / tp, b, h]."""
     if part.sequence_parallel:
         mine = grad_inputs.new_empty(len(grad_inputs) // part.size, *grad_inputs.shape[1:])
         torch.distributed.reduce_scatter_tensor(mine, grad_inputs, group=part.group)
@@ -451,10 +451,10 @@ def _reduce(grad_inputs: Tensor, part: VocabularyShard) -> Tensor:
 
 
 class Score(torch.nn.Module):
-    """A linear layer to one number for each token, or to several, whole on every rank, computed in fp32.
+    """A linear layer from hidden states to one score per token, or to several, replicated on all ranks, in fp32.
 
-    Under sequence parallelism each rank scores its own part of the sequence, so the copies' gradients must be summed
-    over tensor-parallel ranks, as those of norms are.
+    Under sequence parallelism each rank scores its own part of the sequence, so the gradients of the copies must be
+    summed over tensor-parallel ranks, as those of norms.
     """
 
     def __init__(self, config: TransformerConfig, num_labels: int) -> None:
@@ -465,10 +465,10 @@ class Score(torch.nn.Module):
         self._is_split = config.sequence_parallel
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Score hidden states [s / cp (/ tp), b, h]: fp32 [b, s / cp], with several labels [b, s / cp, labels]."""
+        """Score hidden states [s / cp (/ tp), b, h]: fp32 [b, s / cp], or [b, s / cp, labels] for several labels."""
         scores = torch.nn.functional.linear(hidden_states.float(), self.weight.float())
         if self._is_split:
-            # Every rank computes the same loss of all scores: each hands its own tokens their gradient.
+            # Every rank computes the same loss from all scores, and passes its own tokens their gradient.
             scores = gather_from_sequence_parallel_region(scores, tensor_parallel_output_grad=False)
         scores = scores.transpose(0, 1)
         return (scores[..., 0] if len(self.weight) == 1 else scores).contiguous()

@@ -1,8 +1,8 @@
-"""The gated delta net of a layer, in the place of self-attention (Qwen3-Next).
+"""The gated delta net of a layer, which replaces self-attention (Qwen3-Next).
 
 Legend: s tokens of a whole row, cp context-parallel ranks, s' the tokens of a rank: s / cp, with sequence parallelism
 s / cp / tp; b rows; h hidden size; k key heads and n = r · k value heads of this rank; d channels of a query and a key,
-e channels of a value; P the places of `SequenceLayout`.
+e channels of a value; P the positions of `SequenceLayout`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatune.engine.sequences import Sequences
 
 @dataclass(slots=True)
 class DeltaNetSubmodules:
-    """The classes of its linear layers."""
+    """The classes of the linear layers."""
 
     in_proj: Any
     out_proj: Any
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Project, mix neighbouring tokens by a convolution, apply the gated delta rule, normalize, gate, project.
+    """Project, convolve neighboring tokens, apply the gated delta rule, normalize, gate, project.
 
-    Rows of `in_proj` are in groups, one for each key head: query, key, the values of its value heads, their gates z,
-    their b (how much a token corrects the state) and their a (how much the state decays). So a tensor-parallel rank has
-    whole key heads, and context-parallel ranks exchange tokens for key heads.
+    Rows of `in_proj` are grouped by key head: query, key, the values of its value heads, their gates z, their b (how
+    much a token corrects the state) and their a (how much the state decays). So a tensor-parallel rank has whole key
+    heads, and context-parallel ranks exchange tokens for key heads.
 
     Args:
-        delta: its sizes.
+        delta: the sizes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GatedDeltaNet(torch.nn.Module):
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, *, packed_seq_params: Sequences, **unused: Any) -> tuple[Tensor, None]:
-        """Mix the tokens of each document: [s', b, h] to the same, and no bias."""
+        """Mix the tokens of each sequence: [s', b, h] to [s', b, h], and no bias."""
         boundaries = packed_seq_params.boundaries
         delta, group = self.delta, parallel_state.get_context_parallel_group()
         rows = self.in_proj(hidden_states)[0].unflatten(-1, (-1, delta.rows_of_key_head))
@@ -92,7 +92,7 @@ class GatedDeltaNet(torch.nn.Module):
         return self.out_proj(output.flatten(2))[0], None
 
     def _mix(self, rows: Tensor, weights: list[Tensor], layout: SequenceLayout) -> Tensor:
-        """Take whole rows [s, b, k, rows of a key head] to [s, b, k, r · e].
+        """Compute whole rows: [s, b, k, rows of a key head] to [s, b, k, r · e].
 
         Args:
             weights: of the convolution [k, channels, taps], A_log and dt_bias [k, r].
@@ -103,9 +103,9 @@ class GatedDeltaNet(torch.nn.Module):
         mixed = convolve(qkv, conv_weight, layout)
         query, key, value = mixed.split((d, d, r * e), -1)
         decay = -upcast(A_log).exp() * F.softplus(upcast(a) + upcast(dt_bias))
-        # Heads of values are never moved: a copy would be kept beside the projection.
+        # Value heads keep their memory layout: a contiguous copy would be stored in addition to the projection.
         output = chunked(query, key, value.unflatten(-1, (r, e)), decay, b.sigmoid(), layout)
-        # Every tensor-parallel rank has the norm's weight, and the gradient from its own heads.
+        # Every tensor-parallel rank has the norm's weight, and its gradient from its own heads.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
         gated = recompute_in_backward(_normalize_and_gate, output, z.unflatten(-1, (r, e)), weight, self.eps)
         return gated.flatten(3)
@@ -123,28 +123,28 @@ def _normalize_and_gate(hidden_states: Tensor, gate: Tensor, weight: Tensor, eps
 
 
 def _whole_rows(rows: Tensor, boundaries: tuple[int, ...], group: Any) -> Tensor:
-    """Exchange tokens for key heads: [s / cp, b, k, ...] to [s, b, k / cp, ...], in the order of the row."""
+    """Exchange tokens for key heads: [s / cp, b, k, ...] to [s, b, k / cp, ...], in row order."""
     to_row, _ = gather_order(boundaries, group.size())
     sent = rows.unflatten(2, (group.size(), -1)).movedim(2, 0).contiguous()
     return all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
 
 
 def convolve(rows: Tensor, weight: Tensor, layout: SequenceLayout) -> Tensor:
-    """Mix each channel's last tokens of its document, causally, and apply silu; the arguments are kept for backward.
+    """Convolve each channel causally within sequences, and apply silu; only the arguments are stored for backward.
 
     Args:
         rows: [s, b, k, channels].
-        weight: [k, channels, taps]; the last tap is a token's own.
+        weight: [k, channels, taps]; the last tap is for the current token.
 
     Returns:
-        A tensor as `rows`.
+        A tensor of the shape of `rows`.
     """
     output: Tensor = _Convolution.apply(rows, weight, layout)
     return output
 
 
 class _Convolution(torch.autograd.Function):
-    """Autograd would keep the row once for each tap, and add up as many gradients of it."""
+    """A causal convolution. Autograd would store the row once for each tap, and sum as many gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, layout: SequenceLayout) -> Tensor:  # type: ignore[override]
@@ -162,7 +162,7 @@ class _Convolution(torch.autograd.Function):
         grad_mixed = _placed(torch.ops.aten.silu_backward(upcast(grad), mixed), layout)
         end = len(placed)
         grad_taps = [torch.mul(grad_mixed[back:], placed[: end - back]).sum((0, 1)) for back in range(len(taps))]
-        # Places behind a token hold no gradient of another document.
+        # Positions after a sequence's last token are empty, and add no gradient of another sequence.
         grad_placed = grad_mixed * taps[0]
         for back, tap in enumerate(taps[1:], 1):
             grad_placed[:-back].addcmul_(grad_mixed[back:], tap)
@@ -171,12 +171,12 @@ class _Convolution(torch.autograd.Function):
 
 
 def _taps(weight: Tensor) -> list[Tensor]:
-    """Return the weights of a token's own tap, of the token before it, and so on: [k, channels] each."""
+    """Return the weights by distance: of the current token, of the previous one, and so on: [k, channels] each."""
     return [each.contiguous() for each in reversed(upcast(weight).unbind(-1))]
 
 
 def _placed(rows: Tensor, layout: SequenceLayout) -> Tensor:
-    """Put tokens [s, ...] to their places [P, ...], with zeros where none is."""
+    """Scatter tokens [s, ...] to their positions [P, ...], with zeros elsewhere."""
     wide = upcast(rows)
     return wide.new_zeros(layout.num_places, *wide.shape[1:]).index_copy_(0, layout.places, wide)
 

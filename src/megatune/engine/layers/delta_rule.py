@@ -1,10 +1,10 @@
-"""The gated delta rule (arXiv:2412.06464): a state S [d, e] of a head decays, and each token corrects what it holds for
-the token's key.
+"""The gated delta rule (arXiv:2412.06464): a head's state S [d, e] decays, and each token corrects the value that the
+state holds for the token's key.
 
     S ← exp(g) S;  S ← S + k β (v − Sᵀ k)ᵀ;  o = Sᵀ q       with k and q normalized to length 1, q times 1 / √d
 
-`chunked` computes it for C tokens at a time: inside a chunk by one triangular system and matrix products, from chunk to
-chunk by the state. `recurrent` is the definition, token by token, which tests compare with.
+`chunked` processes C tokens at a time: within a chunk by a triangular system and matrix products, across chunks by the
+state. `recurrent` is the definition, token by token, for tests.
 
 Legend: s tokens of a whole row, b rows, C tokens of a chunk, N chunks, k key heads of this rank, r value heads of each
 key head, d channels of a query and a key, e channels of a value.
@@ -24,20 +24,20 @@ from megatune.engine import device
 from megatune.engine.layers.norm import upcast
 
 CHUNK = 64
-# Patterns that are kept: more than micro-batches are under way in a pipeline.
+# Number of cached boundary patterns: more than the micro-batches in flight in a pipeline.
 _REMEMBERED = 64
 
 
 class SequenceLayout(NamedTuple):
-    """The layout of a row; every tensor is on the device.
+    """The layout of the sequences in a row; all tensors are on the device.
 
     Attributes:
-        sees: bool [N, C, C + 1], whether a token sees an earlier one, or itself, of its chunk: of its document.
-            The last column is the state before the chunk, which tokens of a document that began earlier see; the last
-            row is also what the state behind the chunk keeps.
-        places: int64 [s], where each token is among `num_places`, which have a place without a token for each earlier
-            tap of the convolution before each document, and behind the last.
-        num_places: of tokens and without one.
+        sees: bool [N, C, C + 1], whether a token sees another token of its chunk: itself or an earlier one of its
+            sequence. The last column is the state before the chunk, seen by tokens of a sequence that began earlier;
+            the last row also selects what the state after the chunk keeps.
+        places: int64 [s], the position of each token among `num_places`. There is one empty position for each earlier
+            tap of the convolution before each sequence, and after the last.
+        num_places: number of positions, including empty ones.
     """
 
     sees: Tensor
@@ -47,10 +47,10 @@ class SequenceLayout(NamedTuple):
 
 @lru_cache(_REMEMBERED)
 def sequence_layout(boundaries: tuple[int, ...], num_taps: int) -> SequenceLayout:
-    """Return what a row's boundaries say.
+    """Return the layout for a row's boundaries.
 
     Args:
-        num_taps: of the convolution.
+        num_taps: kernel size of the convolution.
     """
     s, gap = boundaries[-1], num_taps - 1
     document = torch.bucketize(torch.arange(s), torch.tensor(boundaries), right=True)
@@ -63,18 +63,18 @@ def sequence_layout(boundaries: tuple[int, ...], num_taps: int) -> SequenceLayou
     return SequenceLayout(device.send(sees), device.send(places), s + gap * len(boundaries))
 
 
-# Chunks that are in memory at once, with all that is computed of them.
+# Number of chunks that are in memory at once, with all their intermediates.
 _CHUNKS_AT_ONCE = 16
-_NORM_EPSILON = 1e-6  # Transformers' l2norm has it
+_NORM_EPSILON = 1e-6  # as in Transformers' l2norm
 
 
 def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout) -> Tensor:
-    """Apply the rule inside each document, in fp32 at least; the backward pass keeps the arguments and little else.
+    """Apply the rule within each sequence, in fp32 or wider; the backward pass stores little more than the arguments.
 
     Args:
-        query: [s, b, k, d], as key.
+        query: [s, b, k, d], like key.
         value: [s, b, k, r, e].
-        decay: [s, b, k, r], the logarithm g of what the state is multiplied by, finite and at most 0.
+        decay: [s, b, k, r], the logarithm g of the state's decay factor, finite and at most 0.
         beta: [s, b, k, r], from 0 to 1.
 
     Returns:
@@ -87,7 +87,7 @@ def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tens
 def recurrent(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, boundaries: tuple[int, ...]
 ) -> Tensor:
-    """Apply the rule token by token, for arguments as those of `chunked`."""
+    """Apply the rule token by token; for the arguments see `chunked`."""
     query, key = (_normalize(upcast(each)).unsqueeze(3).expand(*value.shape[:4], -1) for each in (query, key))
     wide, outputs = upcast(value), []
     state = wide.new_zeros(*value.shape[1:4], key.shape[-1], value.shape[-1])
@@ -101,7 +101,7 @@ def recurrent(
 
 
 class _Chunks(NamedTuple):
-    """What chunks compute without the state, each [N, H, ...] with H = b · k · r.
+    """Results of chunks that do not depend on the state, each [N, H, ...] with H = b · k · r.
 
     With the state S before a chunk, X = corrections − readings S, outputs = queries S + scores X, and the next state is
     decay S + keysᵀ X.
@@ -116,8 +116,8 @@ class _Chunks(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Goes through the row a few chunks at a time, and in the backward pass again from the end, with what these chunks
-    compute made again. By autograd alone the states of all chunks and all their intermediates would be kept."""
+    """Processes the row a few chunks at a time; the backward pass goes from the end, and recomputes the chunks.
+    Autograd alone would store the states of all chunks and all their intermediates."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -156,28 +156,28 @@ class _Chunked(torch.autograd.Function):
 
 
 def _parts(layout: SequenceLayout) -> list[slice]:
-    """Return the chunks that are computed together, one part after another."""
+    """Return the groups of chunks that are computed together."""
     size = _CHUNKS_AT_ONCE
     return [slice(first, first + size) for first in range(0, len(layout.sees), size)]
 
 
 def _first_state(key: Tensor, value: Tensor) -> Tensor:
-    """Return zeros [H, d, e]."""
+    """Return a zero state [H, d, e]."""
     b, k, r, e = value.shape[1:]
     return upcast(value.new_zeros(())).new_zeros(b * k * r, key.shape[-1], e)
 
 
 def _cut(row: Tensor, part: slice) -> Tensor:
-    """Cut tokens [s, b, k, r or 1, ...] into chunks of a part: [N, b, k, r or 1, C, ...], with zeros after the end."""
+    """Cut tokens [s, b, k, r or 1, ...] into the chunks of a part: [N, b, k, r or 1, C, ...], padded with zeros."""
     tokens = row[part.start * CHUNK : part.stop * CHUNK]
     missing = -len(tokens) % CHUNK
     if missing:
         tokens = torch.cat((tokens, tokens.new_zeros(missing, *tokens.shape[1:])))
-    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4).contiguous()  # or each product would copy it
+    return tokens.unflatten(0, (-1, CHUNK)).movedim(1, 4).contiguous()  # otherwise each product would copy it
 
 
 def _joined(parts: tuple[Tensor, ...], row: Tensor) -> Tensor:
-    """Undo `_cut` of all parts of a row."""
+    """Undo `_cut` for all parts of a row."""
     return torch.cat(parts).movedim(4, 1).flatten(0, 1)[: len(row)]
 
 
@@ -186,10 +186,10 @@ def _normalize(channels: Tensor) -> Tensor:
 
 
 def _inside(rows: Sequence[Tensor], sees: Tensor) -> _Chunks:
-    """Compute what chunks have without the state.
+    """Compute the results of chunks that do not depend on the state.
 
     Args:
-        rows: query, key, value, decay and beta, as `_cut` returns them.
+        rows: query, key, value, decay and beta, from `_cut`.
         sees: bool [N, C, C + 1], see SequenceLayout.
     """
     query, key, value, decay, beta = rows
@@ -208,26 +208,26 @@ def _inside(rows: Sequence[Tensor], sees: Tensor) -> _Chunks:
 
 
 def _decay_between(decay: Tensor, sees: Tensor) -> Tensor:
-    """Return what is left at each token of what each token, and the state before the chunk, held: [..., C, C + 1].
+    """Return the decay factor at each token of each earlier token and of the state before the chunk: [..., C, C + 1].
 
-    Each exponent is a sum of its own. A difference of sums from the chunk's start would round with the size of these,
-    and in the gradient large terms would cancel each other where decays are fast.
+    Each exponent is summed separately. Differences of prefix sums would have the rounding errors of these, and in the
+    gradient large terms would cancel if decays are fast.
 
     Args:
         decay: [N, b, k, r, C].
         sees: bool [N, C, C + 1].
     """
     later = torch.nn.functional.pad(decay.new_ones(CHUNK, CHUNK).tril(-1), (0, 1), value=1.0)
-    # Not cumsum, of which torch has no deterministic kernel for GPUs.
+    # Not cumsum, which has no deterministic CUDA kernel in torch.
     exponents = (decay.new_ones(CHUNK, CHUNK).tril() * decay[..., None, :]) @ later
     return exponents.masked_fill(~sees[:, None, None, None], -torch.inf).exp()
 
 
 def _through(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Go from chunk to chunk.
+    """Advance the state through the chunks.
 
     Returns:
-        The states before the chunks, [N, H, d, e]; the one behind them; and the corrections X, [N, H, C, e].
+        The states before the chunks, [N, H, d, e]; the state after them; and the corrections X, [N, H, C, e].
     """
     before = state.new_empty(len(chunks.keys), *state.shape)
     corrections = torch.empty_like(chunks.corrections)
@@ -243,18 +243,18 @@ def _through(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_through(
     chunks: _Chunks, state: Tensor, grad_outputs: Tensor, grad_state: Tensor
 ) -> tuple[_Chunks, Tensor]:
-    """Return the gradients of what the chunks have without the state, and of the state before the first of them.
+    """Return the gradients of the chunks' state-independent results, and of the state before the first chunk.
 
     Args:
         state: before the first chunk.
         grad_outputs: [N, H, C, e].
-        grad_state: of the state behind the last chunk.
+        grad_state: of the state after the last chunk.
     """
     before, _, corrections = _through(chunks, state)
-    grad_corrections, grad_behind = chunks.scores.mT @ grad_outputs, torch.empty_like(before)
+    grad_corrections, grad_after = chunks.scores.mT @ grad_outputs, torch.empty_like(before)
     from_outputs = chunks.queries.mT @ grad_outputs
     for number in reversed(range(len(before))):
-        grad_behind[number] = grad_state
+        grad_after[number] = grad_state
         grad_corrections[number].baddbmm_(chunks.keys[number], grad_state)
         kept = torch.addcmul(from_outputs[number], chunks.decay[number], grad_state)
         grad_state = torch.baddbmm(kept, chunks.readings[number].mT, grad_corrections[number], alpha=-1)
@@ -263,7 +263,7 @@ def _backward_through(
         readings=-(grad_corrections @ before.mT),
         scores=grad_outputs @ corrections.mT,
         queries=grad_outputs @ before.mT,
-        keys=corrections @ grad_behind.mT,
-        decay=(before * grad_behind).sum((-2, -1), keepdim=True),
+        keys=corrections @ grad_after.mT,
+        decay=(before * grad_after).sum((-2, -1), keepdim=True),
     )
     return grads, grad_state

@@ -1,12 +1,12 @@
-"""How far a model's distributions of tokens are from a teacher's: the loss of generalized knowledge distillation
+"""The divergence of a model's token distributions from a teacher's: the loss of generalized knowledge distillation
 (arXiv:2306.13649).
 
-As in `cross_entropy`, whose legend this file has, the output layer is part of it: logits of model and teacher are
-computed a chunk of tokens at a time, and again in the backward pass. Of the teacher a rank keeps what goes into its
-output layer.
+As in `cross_entropy`, whose legend applies here, it is fused with the output layer: the logits of model and teacher are
+computed chunk by chunk, and recomputed in the backward pass. For the teacher a rank only stores the input of its output
+layer.
 
-With p of the model, t of the teacher, m = β t + (1 - β) p: β KL(t ‖ m) + (1 - β) KL(p ‖ m); KL(t ‖ p) where β is 0, and
-KL(p ‖ t) where it is 1.
+With p of the model, t of the teacher, m = β t + (1 - β) p: β KL(t ‖ m) + (1 - β) KL(p ‖ m); KL(t ‖ p) for β = 0, and
+KL(p ‖ t) for β = 1.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megatune.engine.layers.cross_entropy import (
     scatter_to_labels,
 )
 
-_COPIES = 6  # fp32 tensors as large as a chunk's logits that are there together
+_COPIES = 6  # number of fp32 tensors as large as a chunk's logits that are in memory at once
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TeacherOutputs:
-    """What a rank holds of a teacher's distributions of a micro-batch's tokens.
+    """A rank's part of a teacher's distributions for the tokens of a micro-batch.
 
     Attributes:
-        hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism, what goes into its output layer.
-        weight: [rows, h], its output layer's rows of the same tokens as the model's part of the vocabulary.
-        num_rows: how many of them are real in both vocabularies; others have no probability.
+        hidden_states: [s, b, h], or [s / tp, b, h] with sequence parallelism, the input of the teacher's output layer.
+        weight: [rows, h], the teacher's rows for the same tokens as the model's shard of the vocabulary.
+        num_rows: number of them that are real in both vocabularies; other tokens have probability 0.
         softcap: see `VocabularyShard`.
         beta: β.
-        top_k: only the teacher's likeliest tokens of each place have a probability, in both; None: all have.
+        top_k: restrict both distributions to the teacher's most probable tokens at each position; None for all.
     """
 
     hidden_states: Tensor
@@ -62,9 +62,9 @@ class TeacherOutputs:
         part: VocabularyShard,
         temperature: float,
     ) -> Tensor:
-        """Compute the divergence of each token's distribution, in fp32, of logits divided by the temperature.
+        """Compute the divergence for each token, in fp32, from logits divided by the temperature.
 
-        Args: as of `cross_entropy.token_losses`; of labels only their places matter.
+        Args: see `cross_entropy.token_losses`; only the positions of labels matter.
 
         Returns:
             fp32 [b, s]; 0 where a token is not trained.
@@ -75,8 +75,8 @@ class TeacherOutputs:
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergences of the trained tokens, fp32 [n]. Two small collectives for each chunk in the forward pass, one more
-    with `top_k`, and those that a column-parallel linear layer has."""
+    """Divergences of the trained tokens, fp32 [n]. Two small collectives per chunk in the forward pass, one more with
+    `top_k`, and those of a column-parallel linear layer."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -92,7 +92,7 @@ class _Divergence(torch.autograd.Function):
             gather_hidden_states(hidden_states, part),
             gather_hidden_states(teaching.hidden_states, part, apart=True),
         )
-        # Of each token: of both what makes probabilities of logits, the smallest logit that counts, and two sums.
+        # For each token: two normalization terms of each model, the smallest logit in use, and two sums.
         kept = torch.zeros(7, len(rows), dtype=torch.float32, device=weight.device)
         for chunk in _parts(rows, weight):
             own = apply_softcap(inputs.index_select(0, rows[chunk]) @ weight[: part.num_rows].t(), part.softcap)
@@ -131,22 +131,22 @@ class _Divergence(torch.autograd.Function):
 
 
 def _parts(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Yield parts of the tokens, as many on every rank, whatever is real of its vocabulary; and the same in both
-    passes: in products of other sizes a logit may be rounded otherwise, and be below the smallest that counts."""
+    """Yield chunks of the tokens, equally many on every rank, and the same in both passes: products of other sizes may
+    round a logit differently, so that it falls below the smallest logit in use."""
     return chunks(len(rows), len(weight) * _COPIES)
 
 
 def _terms(own: Tensor, other: Tensor, sums: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each row of the vocabulary adds to the divergence, p · its derivative by p, and p: [c, v] each.
+    """Return each vocabulary row's term of the divergence, p times its derivative by p, and p: [c, v] each.
 
-    The derivative by a logit is p · (that derivative - the mean of all, weighted by p).
+    The derivative by a logit is p · (that derivative - its mean, weighted by p).
 
     Args:
-        own, other: logits, -inf where a token has no probability; may be overwritten.
-        sums: [4, c], what `_whole` returns of them.
+        own, other: logits, -inf for tokens with probability 0; may be overwritten.
+        sums: [4, c], from `_whole`.
     """
     is_out = other == -torch.inf
-    # One after the other: their sum would be rounded to what a logit as large is rounded to.
+    # Subtracted one after the other: their sum would be rounded to the precision of the larger one.
     own, other = (x.sub_(a[:, None]).sub_(b[:, None]) for x, a, b in ((own, *sums[:2]), (other, *sums[2:])))
     p, t = own.exp(), other.exp()
     own.masked_fill_(is_out, 0), other.masked_fill_(is_out, 0)
@@ -161,13 +161,13 @@ def _terms(own: Tensor, other: Tensor, sums: Tensor, beta: float) -> tuple[Tenso
 
 
 def _logits(inputs: Tensor, rows: Tensor, teaching: TeacherOutputs, temperature: float) -> Tensor:
-    """Compute the teacher's logits of some tokens, fp32 [c, v]."""
+    """Compute the teacher's logits of a chunk of tokens, fp32 [c, v]."""
     found = inputs.index_select(0, rows) @ teaching.weight[: teaching.num_rows].t()
     return apply_softcap(found, teaching.softcap).float().div_(temperature)
 
 
 def _least(logits: Tensor, top_k: int | None, part: VocabularyShard) -> Tensor:
-    """Return the smallest of the `top_k` largest logits of the whole vocabulary, [c, 1]; -inf where all count."""
+    """Return the smallest of the `top_k` largest logits over the whole vocabulary, [c, 1]; -inf if top_k is None."""
     if top_k is None:
         return logits.new_full((len(logits), 1), -torch.inf)
     largest = logits.topk(min(top_k, logits.shape[1])).values
@@ -180,14 +180,14 @@ def _least(logits: Tensor, top_k: int | None, part: VocabularyShard) -> Tensor:
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each token, [c], 0 where there is none, and log Σ exp(logits - largest)."""
+    """Return the largest logit of each token, [c], 0 if there is none, and log Σ exp(logits - largest)."""
     largest = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf).amax(1)
     largest = largest.where(largest > -torch.inf, 0.0)
     return largest, (logits - largest[:, None]).exp_().sum(1).log_()
 
 
 def _whole(sums: Tensor, part: VocabularyShard) -> Tensor:
-    """Combine `_sums` of the parts, of two models [4, c], to those of the whole vocabulary."""
+    """Combine the `_sums` of all shards, for two models [4, c], into those of the whole vocabulary."""
     if part.size == 1:
         return sums
     parts = sums.new_empty(part.size, *sums.shape)
@@ -198,11 +198,11 @@ def _whole(sums: Tensor, part: VocabularyShard) -> Tensor:
 
 
 def aligned(weight: Tensor, size: int, part: VocabularyShard) -> Tensor:
-    """Return a teacher's rows of the tokens that the model's part of the vocabulary has.
+    """Return the teacher's rows for the tokens in the model's shard of the vocabulary.
 
     Args:
-        weight: [rows, h], this rank's part of the teacher's output layer; the parts may be of another size.
-        size: rows of the model's parts.
+        weight: [rows, h], this rank's shard of the teacher's output layer, whose shards may have another size.
+        size: number of rows of the model's shards.
     """
     if part.size == 1 or len(weight) == size:
         return weight[:size]

@@ -1,4 +1,4 @@
-"""The dense feed-forward, the shared experts, and their activation SwiGLU (arXiv:2002.05202) in one pass over memory.
+"""The dense feed-forward, the shared experts, and a fused SwiGLU activation (arXiv:2002.05202).
 
 Legend: s tokens of a context-parallel rank, s / tp with sequence parallelism; b rows; h hidden size; f feed-forward
 size of this tensor-parallel rank.
@@ -26,14 +26,14 @@ from megatune.engine.layers.norm import upcast
 
 
 def linear_layers(config: TransformerConfig) -> MLPSubmodules:
-    """Return the classes of a feed-forward's layers."""
+    """Return the classes of a feed-forward's linear layers."""
     return MLPSubmodules(
         linear_fc1=linear_layer(ColumnParallelLinear, config), linear_fc2=linear_layer(RowParallelLinear, config)
     )
 
 
 class FeedForward(MLP):
-    """Megatron-Core's feed-forward with our SwiGLU. Its own adds an offset of 0 to `up`, and keeps the sum."""
+    """Megatron-Core's feed-forward with our SwiGLU. Its own adds an offset of 0 to `up`, and stores the sum."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class FeedForward(MLP):
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Project, activate, project: [s, b, h] to the same, and no bias."""
+        """Project, activate, project: [s, b, h] to [s, b, h], and no bias."""
         gate_up, _ = self.linear_fc1(hidden_states)
         output, _ = self.linear_fc2(self._activate(gate_up))
         return output, None
 
     def _activate(self, gate_up: Tensor) -> Tensor:
-        """Take [..., 2 · f], gate first, to [..., f]."""
+        """Apply the gated activation: [..., 2 · f], gate first, to [..., f]."""
         if self.config.activation_func is not F.silu:
             gate, up = gate_up.chunk(2, -1)
             return self.config.activation_func(gate) * up
@@ -61,7 +61,7 @@ class FeedForward(MLP):
 
 
 class SharedExperts(SharedExpertMLP, FeedForward):
-    """Megatron-Core's shared experts around our feed-forward."""
+    """Megatron-Core's shared experts with our feed-forward."""
 
     def __init__(
         self, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection, **unused: Any
@@ -70,31 +70,30 @@ class SharedExperts(SharedExpertMLP, FeedForward):
 
 
 def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) · up, keeping only the input for the backward pass.
+    """Compute silu(gate) · up, storing only the input for the backward pass: [..., 2 · f], gate first, to [..., f].
 
-    Operator by operator, autograd keeps silu(gate), too. Megatron-Core's own fusion must be compiled to be precise:
-    operator by operator it rounds seven times on the way to a 16-bit gradient of the gate, this one twice. From
-    [..., 2 · f], gate first, to [..., f] in the same dtype.
+    Without fusion autograd also stores silu(gate). Megatron-Core's own fusion is only precise if it is compiled:
+    operator by operator it rounds the 16-bit gradient of the gate seven times, this one twice.
     """
     return _SwiGLU.apply(gate_up)
 
 
 def reference_swiglu(gate_up: Tensor) -> Tensor:
-    """Return the same, operator by operator: what `bias_activation_fusion: false` computes."""
+    """Compute the same operator by operator, for `bias_activation_fusion: false`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
-    """Compute (up + 1) · gate · sigmoid(1.702 · gate) of gates up to a limit and ups within plus and minus it, as
-    Transformers' GptOssExperts, times each row's probability. From [R, 2 · f], gates and ups in turn, and [R] to [R, f]
-    in the dtype of `gate_up`."""
+    """Compute (up + 1) · gate · sigmoid(1.702 · gate) · probability, with gates clamped to at most `limit`, and ups to
+    ±limit, as Transformers' GptOssExperts. From [R, 2 · f], gates and ups alternating, and [R] to [R, f] in the dtype
+    of `gate_up`."""
     gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate) * probs[:, None]).to(gate_up.dtype)
 
 
 def fused_clamped_swiglu(gate_up: Tensor, probs: Tensor, limit: float) -> Tensor:
-    """Compute the same in one pass over memory each way, keeping only the arguments for the backward pass."""
+    """Compute the same fused, storing only the arguments for the backward pass."""
     return _ClampedSwiGLU.apply(gate_up, probs, limit)
 
 
@@ -126,7 +125,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 @device.compiled
 def _clamped_backward(gate_up: Tensor, probs: Tensor, grad: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gates and ups, [R, 2 · f], and of probabilities, [R]; nothing beyond a limit has one."""
+    """Return the gradients of gates and ups, [R, 2 · f], and of probabilities, [R]; clamped values have none."""
     wide, grad = upcast(gate_up), upcast(grad)
     gate, up = wide[:, ::2], wide[:, 1::2]
     swish, more = gate.clamp(max=limit), up.clamp(-limit, limit) + 1

@@ -1,14 +1,14 @@
-"""Linear layers that multiply in 8-bit floats (arXiv:2209.05433), forward and towards their inputs.
+"""Linear layers with fp8 matrix products (arXiv:2209.05433), in the forward pass and for gradients of inputs.
 
-Both factors of a product are scaled by their largest absolute value, found anew each time: "tensorwise" has one scale
-for a factor, "rowwise" one for each of its rows, and of the weight's columns in the backward pass. Values and weights
-are E4M3. Gradients of outputs are E5M2 under one scale, for their range; with a scale for each row they are E4M3, which
-has more bits, and which torch's kernels for such scales take.
+Both factors of a product are scaled by their current largest absolute value: "tensorwise" has one scale for a factor,
+"rowwise" one for each of its rows, and in the backward pass one for each of the weight's columns. Inputs and weights
+are E4M3. Gradients of outputs are E5M2 with one scale, for their range; with a scale for each row they are E4M3, which
+is more precise, and required by torch's kernels for row scales.
 
-Gradients of weights are computed in 16 bits, from the inputs as they were, and added to `main_grad` as without fp8.
+Gradients of weights are computed in 16 bits, from the original inputs, and added to `main_grad` as without fp8.
 
 Legend: n tokens, i input and o output features of this rank; under sequence parallelism a rank has n / tp tokens before
-a layer whose outputs it cuts.
+a column-parallel layer.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gr
 from megatune.engine.layers.self_attention import ReplicatedLinear
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-_LEAST = 1e-12  # of the largest absolute value: all of a factor may be zeros
-_SINCE = (8, 9)  # compute capability of the first tensor cores for 8-bit floats, Ada's
+_LEAST = 1e-12  # lower bound of the largest absolute value, which is 0 if all values are
+_SINCE = (8, 9)  # compute capability of the first tensor cores for fp8, Ada's
 
 
 def require(settings: Settings) -> None:
-    """Check that this GPU multiplies in 8-bit floats where the settings ask for it.
+    """Check that this GPU supports fp8 products, if the settings require them.
 
     Raises:
-        MegatuneError: SETTINGS, where it does not.
+        MegatuneError: SETTINGS, if it does not.
     """
     if settings.precision.fp8 and device.HAS_GPU and device.compute_capability() < _SINCE:
-        why = "its tensor cores have no products of 8-bit floats: those of Ada, Hopper and Blackwell have"
+        why = "its tensor cores do not support fp8: those of Ada, Hopper and Blackwell do"
         what = f"fp8 {settings.precision.fp8} is not available on {device.name()}"
         raise MegatuneError(Finding(what, why=why, fix="remove fp8"), ExitCode.SETTINGS)
 
 
 @device.compiled
 def quantize(values: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    """Return 8-bit floats of [a, b] and their fp32 scales, which make the largest absolute value the dtype's.
+    """Quantize [a, b] to fp8, and return the fp32 scales that map the largest absolute value to the dtype's maximum.
 
     Args:
-        dim: that a scale is for all values along: 1 for one a row, fp32 [a, 1]; 0 for one a column, [1, b]; None for
-            one of all, [].
+        dim: dimension that shares a scale: 1 for one scale per row, fp32 [a, 1]; 0 for one per column, [1, b]; None
+            for a single one, [].
     """
     wide = values.float()
     largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
@@ -62,7 +62,7 @@ def multiply(inputs: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
     dim = 1 if rowwise else None
     one, scale = quantize(inputs, torch.float8_e4m3fn, dim)
     other, of_weight = quantize(weight, torch.float8_e4m3fn, dim)
-    # Sums in the tensor cores' own precision: what it loses is below what 8 bits lose.
+    # Fast accumulation: its error is below that of 8 bits.
     return torch._scaled_mm(
         one, other.t(), scale_a=scale, scale_b=of_weight.t(), out_dtype=inputs.dtype, use_fast_accum=True
     )
@@ -73,12 +73,12 @@ def multiply_back(grad: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
     of_grad = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
     one, scale = quantize(grad, of_grad, 1 if rowwise else None)
     other, of_weight = quantize(weight, torch.float8_e4m3fn, 0 if rowwise else None)
-    columns = other.t().contiguous().t()  # the kernels want the second factor column by column
+    columns = other.t().contiguous().t()  # the kernel requires a column-major second factor
     return torch._scaled_mm(one, columns, scale_a=scale, scale_b=of_weight, out_dtype=grad.dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """Megatron-Core's linear function with these products; exchanges run while gradients of weights are computed."""
+    """Megatron-Core's linear function with fp8 products; collectives overlap with the gradients of weights."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -124,14 +124,14 @@ def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor, accumulates: 
 
 
 def _gathered(part: Tensor, group: ProcessGroup | None, *, wait: bool = True) -> tuple[Tensor, Any]:
-    """Gather the tokens of all ranks; with what to wait for, unless it has been waited for."""
+    """Gather the tokens of all ranks; also return the pending work if `wait` is False."""
     assert group is not None
     whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
     return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=not wait)
 
 
 def _returned(of_inputs: Tensor, ctx: Any) -> tuple[Tensor, Any]:
-    """Sum gradients of inputs over ranks, each getting its own tokens' where they were gathered; do not wait."""
+    """Start summing gradients of inputs over ranks, scattering tokens that were gathered; return the pending work."""
     if ctx.gathers:
         mine = of_inputs.new_empty(of_inputs.shape[0] // ctx.group.size(), *of_inputs.shape[1:])
         return mine, torch.distributed.reduce_scatter_tensor(mine, of_inputs, group=ctx.group, async_op=True)
@@ -141,7 +141,7 @@ def _returned(of_inputs: Tensor, ctx: Any) -> tuple[Tensor, Any]:
 
 
 class _Parallel(torch.nn.Module):
-    """What both of Megatron-Core's layers call for the product."""
+    """Overrides the product of Megatron-Core's parallel layers."""
 
     config: Any
 
@@ -164,15 +164,15 @@ class _Parallel(torch.nn.Module):
 
 
 class Fp8ColumnParallelLinear(_Parallel, ColumnParallelLinear):
-    """Megatron-Core's layer, whose outputs ranks cut."""
+    """Megatron-Core's column-parallel layer with fp8 products."""
 
 
 class Fp8RowParallelLinear(_Parallel, RowParallelLinear):
-    """Megatron-Core's layer, whose inputs ranks cut."""
+    """Megatron-Core's row-parallel layer with fp8 products."""
 
 
 class Fp8ReplicatedLinear(ReplicatedLinear):
-    """The linear map that every rank holds whole."""
+    """A linear layer that every rank holds whole, with fp8 products."""
 
     def __init__(self, *args: Any, config: Any) -> None:
         super().__init__(*args, config=config)

@@ -1,8 +1,8 @@
-"""What backward passes of layers share: weight gradients that are added straight into `main_grad`, DDP's buffer, not
-into a tensor of their own first; and operations that run again instead of keeping what they compute.
+"""Helpers for backward passes: accumulating weight gradients directly into `main_grad`, DDP's buffer, and recomputing
+operations instead of storing their intermediates.
 
-For the first Megatron-Core asks Apex's CUDA extension (`gradient_accumulation_fusion`); torch's matrix product does it,
-too.
+For the former Megatron-Core requires Apex's CUDA extension (`gradient_accumulation_fusion`); torch's matrix product can
+do it, too.
 
 Legend: n tokens, i input features, o output features of this rank.
 """
@@ -20,8 +20,8 @@ from megatune.engine import device
 
 
 def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
-    """Add grad_outputᵀ · input, of [n, o] and [n, i] of one dtype, to `main_grad`, [o, i], contiguous; unrounded where
-    that is wider than the inputs."""
+    """Add grad_outputᵀ · input, of [n, o] and [n, i] of one dtype, to `main_grad`, [o, i], contiguous; without rounding
+    to the inputs' dtype if `main_grad` is wider."""
     if main_grad.dtype == input.dtype:
         main_grad.addmm_(grad_output.t(), input)
     elif device.HAS_GPU and main_grad.dtype == torch.float32:
@@ -31,18 +31,18 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, input: Tensor) -
 
 
 def placeholder_gradient(weight: Tensor) -> Tensor | None:
-    """Return what a backward pass hands to autograd for a weight whose gradient it has added to `main_grad` itself.
+    """Return what a backward pass returns to autograd for a weight whose gradient it has already added to `main_grad`.
 
-    DDP's hook wants a gradient, so that it runs on the thread that starts its communication, and discards it unread
-    where `grad_added_to_main_grad` is set. The weight's own memory has the right shape and costs none. A weight that
-    the embedding shares gets a real gradient from there, to which nothing must be added.
+    DDP's hook needs some gradient to be called and to start its communication, and ignores the values if
+    `grad_added_to_main_grad` is set. The weight's own memory has the right shape and costs nothing. A weight that is
+    tied to the embedding gets a real gradient from there, to which nothing may be added.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
 
 
 def recompute_in_backward(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Compute pointwise operations that keep only their arguments for the backward pass, where they run again."""
+    """Run pointwise operations that store only their arguments, and are recomputed in the backward pass."""
     output: Tensor = _RecomputeInBackward.apply(compute, *arguments)
     return output
 

@@ -1,10 +1,10 @@
-"""Which class a linear layer of the decoder is of: Megatron-Core's, ours of quantized matrices or of products in 8-bit
-floats, or Transformer Engine's.
+"""Choose the class of the decoder's linear layers: Megatron-Core's, ours for quantized weights or fp8, or Transformer
+Engine's.
 
-Transformer Engine's layers are those of Megatron-Core's own specs for dense layers: the projection into queries, keys
-and values, and fc1, are each one module with the norm before it; behind them the row-parallel layers. What a spec has
-beside these stays the engine's: attention knows of documents, windows and context parallelism, the router and experts
-of padding. Names of parameters are mapped in `engine.weights`.
+Transformer Engine's layers are used as in Megatron-Core's specs for dense layers: the QKV projection and fc1 are each
+fused with the norm before them, followed by row-parallel layers. All other modules remain the engine's: attention
+handles sequences, windows and context parallelism, and the router and experts handle padding. Parameter names are
+mapped in `engine.weights`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _FP8: dict[type, type] = {
 
 
 def linear_layer(kind: type, config: Any) -> type:
-    """Return a class of linear layers, or the one that takes its place where matrices are quantized, or multiplied in
-    8-bit floats."""
+    """Return the class to use for a linear layer of Megatron-Core: itself, or its quantized or fp8 variant."""
     if config.quantized_form is not None:
         return _QUANTIZED[kind]
     return kind if config.fp8_scaling is None else _FP8[kind]
@@ -52,7 +51,7 @@ _KEY = "transformer_impl"
 
 
 def why_unavailable() -> str:
-    """Return what this machine lacks for Transformer Engine's layers; "" where nothing."""
+    """Return why this machine cannot use Transformer Engine's layers; "" if it can."""
     if not device.HAS_GPU:
         return "it has no kernels for a CPU"
     return "" if find_spec("transformer_engine") else "the package transformer-engine is not installed"
@@ -63,16 +62,16 @@ def _obstacle(settings: Settings, architecture: Architecture) -> str:
 
 
 def uses_transformer_engine(settings: Settings, architecture: Architecture) -> bool:
-    """Return whether layers are Transformer Engine's: where settings ask for it, or leave it to what is possible."""
+    """Return whether layers are Transformer Engine's: if the settings require it, or allow it and it can run."""
     impl = settings.performance.transformer_impl
     return impl == "transformer_engine" or (impl == "auto" and not _obstacle(settings, architecture))
 
 
 def require_transformer_engine(settings: Settings, architecture: Architecture) -> None:
-    """Check that this machine has what the settings ask for.
+    """Check that this machine supports the layers that the settings require.
 
     Raises:
-        MegatuneError: SETTINGS, where it has not.
+        MegatuneError: SETTINGS, if it does not.
     """
     if settings.performance.transformer_impl == "transformer_engine" and (why := _obstacle(settings, architecture)):
         what, fix = f"{_KEY} transformer_engine is not available here", f"write {_KEY}: native, or auto"
@@ -80,7 +79,7 @@ def require_transformer_engine(settings: Settings, architecture: Architecture) -
 
 
 def describe(settings: Settings, architecture: Architecture) -> str:
-    """Say whose layers compute, for the banner; "" where nothing else was asked for."""
+    """Describe which linear layers are used, for the banner; "" if the settings did not ask for Transformer Engine."""
     if settings.performance.transformer_impl in ("native", "local"):
         return ""
     if uses_transformer_engine(settings, architecture):
@@ -89,7 +88,7 @@ def describe(settings: Settings, architecture: Architecture) -> str:
 
 
 def normed_linear() -> type:
-    """Return the column-parallel layer that begins with a norm."""
+    """Return the column-parallel layer that is fused with a norm."""
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
     return TELayerNormColumnParallelLinear  # type: ignore[no-any-return]
@@ -103,5 +102,5 @@ def row_linear() -> type:
 
 
 def feed_forward_layers() -> MLPSubmodules:
-    """Return the classes of a dense feed-forward's layers, the norm before it included."""
+    """Return the classes of a dense feed-forward's layers; fc1 includes the norm."""
     return MLPSubmodules(linear_fc1=normed_linear(), linear_fc2=row_linear())

@@ -1,4 +1,4 @@
-"""A layer that predicts a further token, see `families.mtp`."""
+"""The multi-token prediction (MTP) layer, see `families.mtp`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatune.engine.sequences import Sequences
 
 
 class MTPLayer(MegatronModule):
-    """Megatron-Core's layer of multi-token prediction, with the names of its parameters.
+    """Megatron-Core's multi-token prediction layer, with the same parameter names.
 
-    Megatron-Core's own shifts tokens itself, which it cannot in rows as ours are, and cuts its projection over ranks
-    only to gather what it gives.
+    Megatron-Core's own implementation shifts tokens itself, which does not work for our packed rows, and shards its
+    projection only to gather the outputs again.
 
     Args:
-        layer: builds the layer of the model's own kind.
-        index: of this layer behind those of the pipeline chunk, from 0.
-        recomputed: it is computed again in the backward pass.
+        layer: spec of the inner layer, of the same kind as the model's layers.
+        index: of this layer after those of the pipeline chunk, from 0.
+        recomputed: recompute the layer in the backward pass.
     """
 
     def __init__(
@@ -42,18 +42,19 @@ class MTPLayer(MegatronModule):
         self.recomputed = recomputed
         self.enorm, self.hnorm = RMSNorm(config, size, epsilon), RMSNorm(config, size, epsilon)
         self.eh_proj = ReplicatedLinear(2 * size, size, config=config)
-        # Megatron-Core adds the layers of the chunks before.
+        # Megatron-Core adds the number of layers of earlier chunks.
         self.transformer_layer = build_module(layer, config=config, layer_number=index + 1, vp_stage=vp_stage)
-        self.layer_number = self.transformer_layer.layer_number  # by which the weight map knows it
+        self.layer_number = self.transformer_layer.layer_number  # read by the weight map
         self.final_layernorm = RMSNorm(config, size, epsilon)
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, rotary: Tensor, sequences: Sequences) -> Tensor:
-        """Compute what goes into the output layer, [s / cp (/ tp), b, h].
+        """Compute the input of the output layer, [s / cp (/ tp), b, h].
 
         Args:
-            hidden_states: [s / cp (/ tp), b, h], what the decoder puts out.
-            embeddings: the same of each token's next one.
-            rotary: see `DecoderModel`; turned are differences of positions, the same of next tokens.
+            hidden_states: [s / cp (/ tp), b, h], the output of the decoder.
+            embeddings: of each token's next token, of the same shape.
+            rotary: see `DecoderModel`. Attention depends on differences of positions only, which are the same for next
+                tokens.
         """
 
         def compute(hidden_states: Tensor, embeddings: Tensor, rotary: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm that is right under sequence parallelism."""
+"""RMSNorm with support for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatune.engine import device
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square normalization (arXiv:1910.07467), statistics in fp32.
+    """Root mean square normalization (arXiv:1910.07467), with statistics in fp32.
 
-    Megatron-Core's local norm refuses sequence parallelism. There each rank normalizes its own part of the sequence
-    with a whole copy of the weight, so the copies' gradients must be summed over tensor-parallel ranks: Megatron-Core
-    does that for weights that carry `sequence_parallel`.
+    Megatron-Core's local norm does not support sequence parallelism. With it each rank normalizes its own part of the
+    sequence with a full copy of the weight, so the gradients of the copies must be summed over tensor-parallel ranks;
+    Megatron-Core does so for weights with the attribute `sequence_parallel`.
 
     With Megatron-Core's `layernorm_zero_centered_gamma` it multiplies by 1 + its weight.
     """
@@ -29,29 +29,29 @@ class RMSNorm(torch.nn.Module):
         self.is_fused, self.is_zero_centered = config.rms_norm_fusion, config.layernorm_zero_centered_gamma
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize the last dimension; shape and dtype are kept."""
+        """Normalize the last dimension, in the same dtype."""
         if not self.is_fused:
-            # Operator by operator.
+            # Without fusion, operator by operator.
             wide = upcast(hidden_states)
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
             weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
             return (wide * scale * weight).to(hidden_states.dtype)
-        if device.HAS_GPU and not self.is_zero_centered:  # one kernel each way
+        if device.HAS_GPU and not self.is_zero_centered:  # one kernel forward and one backward
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        # 1 + weight has more bits than a 16-bit weight.
+        # 1 + weight needs more bits than a 16-bit weight has.
         weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
         return _Normalize.apply(hidden_states, weight, self.eps)
 
 
 class UnweightedNorm(torch.nn.Module):
-    """The same, without a weight."""
+    """RMSNorm without a weight."""
 
     def __init__(self, config: Any, eps: float) -> None:
         super().__init__()
         self.eps, self.is_fused = eps, config.rms_norm_fusion
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize the last dimension; shape and dtype are kept."""
+        """Normalize the last dimension, in the same dtype."""
         if not self.is_fused:
             wide = upcast(hidden_states)
             return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden_states.dtype)
@@ -61,8 +61,8 @@ class UnweightedNorm(torch.nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """The norm as one node of the graph. torch composes it of many on a CPU, which keep their fp32 intermediates and
-    add up the gradient of the input in another order when they are recomputed."""
+    """RMSNorm as one autograd node. On a CPU torch uses many, which store fp32 intermediates and, when recomputed,
+    add up the gradient of the input in another order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
@@ -77,7 +77,7 @@ class _Normalize(torch.autograd.Function):
 
 @device.compiled
 def _normalize(hidden_states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of the last dimension and what it was multiplied by, fp32 [..., 1]."""
+    """Return the normalized last dimension, and the scale it was multiplied by, fp32 [..., 1]."""
     wide = upcast(hidden_states)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * scale).mul_(weight).to(hidden_states.dtype), scale
@@ -98,5 +98,5 @@ def _gradients(
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Return the values in fp32 at least."""
+    """Convert values to fp32 unless they are wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,17 +1,17 @@
-"""Frozen linear layers whose matrices are kept in few bits (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes has
-them; in torch, for every device.
+"""Frozen linear layers with quantized weights (QLoRA, arXiv:2305.14314), bit-identical to bitsandbytes; in torch, for
+every device.
 
 4 bits: an element is one of 16 values times a scale, the largest magnitude of its block of 64, counted over the rows as
-they come. With double quantization the scales, less their mean, are one of 256 values times a statistic, the largest
-magnitude of 256 of them. 8 bits (LLM.int8, arXiv:2208.07339): an element is a multiple of 1/127 of the largest
+they are stored. With double quantization the scales, minus their mean, are one of 256 values times a statistic, the
+largest magnitude of 256 of them. 8 bits (LLM.int8, arXiv:2208.07339): an element is a multiple of 1/127 of the largest
 magnitude of its row.
 
-A matrix is made anew for each product, in the forward pass and in the backward pass, and freed after it. Ranks cut it
-like any other, and exchange the same: quantizing is of whole Hugging Face matrices, before they are cut, so that every
-layout computes with the same values.
+A matrix is dequantized for each product, in the forward and in the backward pass, and freed afterwards. It is sharded
+like any other, with the same communication: whole Hugging Face matrices are quantized before they are sharded, so that
+every parallel layout computes with the same values.
 
 Legend: L local experts, o output and i input features of this rank, R rows of all its matrices, o or L · o; b blocks
-that a row has elements of.
+that overlap a row.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ from megatune.engine import device
 from megatune.engine.layers.self_attention import ReplicatedLinear
 from megatune.families.quantized import BLOCK, STATISTICS_BLOCK, QuantizedForm
 
-CHUNK = 1 << 24  # elements of a matrix that are computed at a time; a multiple of a block
-_LEAST_SCALE = 1e-38  # of a block of zeros, so that nothing is divided by 0
+CHUNK = 1 << 24  # elements of a matrix that are processed at a time; a multiple of a block
+_LEAST_SCALE = 1e-38  # for blocks of zeros, to avoid division by 0
 
-# In the order of their bits. NF4: quantiles of a normal distribution (appendix E of the paper), with 0 among them.
+# The 16 values by code. NF4: quantiles of a normal distribution (appendix E of the paper), including 0.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# FP4: a sign, two bits of exponent, one of fraction; the largest is 12, and they are divided by it.
+# FP4: a sign, two exponent bits, one fraction bit; they are divided by the largest, 12.
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
 class QuantizedTensor(NamedTuple):
-    """A whole Hugging Face matrix [out, in] in few bits.
+    """A whole quantized Hugging Face matrix [out, in].
 
     Attributes:
-        codes: uint8 [out, in], of 4 bits; int8 for 8 bits.
-        scales: of 4 bits one for each block, fp32 or uint8 [blocks]; of 8 bits fp32 [out].
-        statistics: of double quantization fp32 [n, 2], for each 256 scales what they are multiplied by, and what is
-            added then; None without.
+        codes: uint8 [out, in] for 4 bits; int8 for 8 bits.
+        scales: for 4 bits one per block, fp32 or uint8 [blocks]; for 8 bits fp32 [out].
+        statistics: for double quantization fp32 [n, 2], the factor and the offset for each 256 scales; otherwise None.
     """
 
     codes: Tensor
@@ -63,7 +62,7 @@ class QuantizedTensor(NamedTuple):
 
 
 def quantize(matrix: Tensor, form: QuantizedForm) -> QuantizedTensor:
-    """Quantize a whole matrix [out, in], on its device; from the dtype that the run computes with."""
+    """Quantize a whole matrix [out, in] on its device, from the dtype in which the run computes."""
     if form.bits == 8:
         return _quantize_rows(matrix)
     codes, scales = _quantize_blocks(matrix.reshape(-1), table_of(form.kind, matrix.device), BLOCK)
@@ -76,7 +75,7 @@ def quantize(matrix: Tensor, form: QuantizedForm) -> QuantizedTensor:
 
 
 def _quantize_rows(matrix: Tensor) -> QuantizedTensor:
-    matrix = matrix.half()  # what bitsandbytes makes of any matrix first
+    matrix = matrix.half()  # as bitsandbytes does first
     scales = matrix.abs().amax(1).float()
     factors = (127.0 / torch.where(scales > 0, scales, 1.0))[:, None]
     codes = torch.empty_like(matrix, dtype=torch.int8)
@@ -87,7 +86,7 @@ def _quantize_rows(matrix: Tensor) -> QuantizedTensor:
 
 
 def _quantize_blocks(flat: Tensor, table: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the nearest of the table's values for each element, uint8 [n], and the scales of blocks, fp32."""
+    """Return the code of the nearest table value for each element, uint8 [n], and the fp32 scales of blocks."""
     ordered, order = table.sort()
     bounds = (ordered[:-1] + ordered[1:]) / 2
     codes, scales = (
@@ -115,7 +114,7 @@ def _quantize_blocks(flat: Tensor, table: Tensor, size: int) -> tuple[Tensor, Te
 
 @cache
 def table_of(kind: str, device: torch.device) -> Tensor:
-    """Return the 16 values of 4 bits, fp32, by their bits."""
+    """Return the 16 values of a 4-bit type, fp32, by code."""
     if kind == "nf4":
         return torch.tensor(_NF4, device=device)
     positive = torch.tensor(_FP4, device=device) / max(_FP4)
@@ -124,9 +123,9 @@ def table_of(kind: str, device: torch.device) -> Tensor:
 
 @cache
 def dynamic_table(device: torch.device) -> Tensor:
-    """Return the 256 values of the dynamic tree (8-bit approximations, arXiv:1511.04561), fp32, ascending: for each
-    power of ten from 1e-6 to 1 the middles of twice as many parts of [0.1, 1] as for the one before, of both signs,
-    with 0 and 1."""
+    """Return the 256 values of the dynamic tree type (8-bit approximations, arXiv:1511.04561), fp32, ascending: for
+    each power of ten from 1e-6 to 1 the midpoints of [0.1, 1] divided into 1, 2, 4, ... intervals, with both signs,
+    and 0 and 1."""
     positive = []
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -136,20 +135,20 @@ def dynamic_table(device: torch.device) -> Tensor:
 
 
 class QuantizedMatrix(torch.nn.Module):
-    """A rank's slice of a frozen matrix, or of one for each local expert, in the place of a parameter.
+    """A rank's slice of a quantized frozen matrix, or of one for each local expert, which replaces a parameter.
 
     Args:
         shape: [o, i] or [L, o, i].
-        dtype: that it is computed with.
+        dtype: of the dequantized values.
 
     Attributes:
-        shape, dtype: as a parameter's.
-        codes: 4 bits: uint8 [R, ⌈i / 2⌉], the first of two in the high ones; 8 bits: int8 [R, i].
+        shape, dtype: as those of a parameter.
+        codes: 4 bits: uint8 [R, ⌈i / 2⌉], the first of two codes in the high bits; 8 bits: int8 [R, i].
         scales: 4 bits: fp32 or, with double quantization, uint8 [R, b]; 8 bits: fp32 [R, 1].
-        phases: uint8 [R], a row's first element in its block; None where all rows are whole blocks.
-        places: int32 [R], of the scale of a row's first block among all those that `statistics` are of.
-        statistics: fp32 [n, 2], see `QuantizedTensor`, of all Hugging Face matrices that it has a part of; these two
-            with double quantization only. All are None before `allocate`.
+        phases: uint8 [R], the offset of a row's first element in its block; None if all rows consist of whole blocks.
+        places: int32 [R], index of the scale of a row's first block among those of all `statistics`.
+        statistics: fp32 [n, 2], see `QuantizedTensor`, of all Hugging Face matrices that overlap this slice. The last
+            two are only set with double quantization. All are None before `allocate`.
     """
 
     codes: Tensor
@@ -167,18 +166,18 @@ class QuantizedMatrix(torch.nn.Module):
 
     @property
     def data(self) -> Tensor:
-        """The values, of its shape and dtype: a new tensor each time."""
+        """The dequantized values: a new tensor each time."""
         return self.dequantized()
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def allocate(self, columns: int, num_statistics: int) -> None:
-        """Make room, on the current device.
+        """Allocate the buffers, on the current device.
 
         Args:
             columns: of the whole matrices.
-            num_statistics: of all of them.
+            num_statistics: of all matrices together.
         """
         rows, width = self.numel() // self.shape[-1], self.shape[-1]
         for name, (dtype, shape) in self.form.buffers(rows, columns, width, num_statistics).items():
@@ -187,11 +186,11 @@ class QuantizedMatrix(torch.nn.Module):
 
     @torch.no_grad()
     def store(self, row: int, whole: QuantizedTensor, part: tuple[slice, slice], first_statistic: int) -> None:
-        """Keep a part of a whole matrix as rows `row` and those after it.
+        """Store a part of a whole matrix as the rows starting at `row`.
 
         Args:
             part: rows and columns of the whole matrix.
-            first_statistic: of this matrix among those of all.
+            first_statistic: index of this matrix's first statistic among all.
         """
         codes = whole.codes[part]
         own = slice(row, row + len(codes))
@@ -212,7 +211,7 @@ class QuantizedMatrix(torch.nn.Module):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """Make the matrix, of its shape and dtype, some rows at a time."""
+        """Return the dequantized matrix, computed in chunks of rows."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
         flat = values.view(-1, self.shape[-1])
         size = max(1, CHUNK // flat.shape[1])
@@ -228,7 +227,7 @@ class QuantizedMatrix(torch.nn.Module):
         if self.places is not None and self.statistics is not None:
             blocks = self.places[rows, None] + torch.arange(scales.shape[1], device=codes.device)
             its = self.statistics[(blocks // STATISTICS_BLOCK).clamp_(max=len(self.statistics) - 1)]
-            # Not in one kernel, which would round once: it is rounded after the product, and after the sum.
+            # Not compiled into one kernel, which would round once instead of after the product and after the sum.
             scales = (dynamic_table(codes.device)[scales.int()] * its[..., 0]) + its[..., 1]
         table = table_of(self.form.kind, codes.device)
         if self.phases is None:
@@ -238,16 +237,16 @@ class QuantizedMatrix(torch.nn.Module):
         return (values * scales.gather(1, places)).to(self.dtype)
 
     def multiply(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.nn.functional.linear) -> Tensor:
-        """Compute x · matrixᵀ; neither of them is kept for the backward pass.
+        """Compute x · matrixᵀ; neither factor is stored for the backward pass.
 
         Args:
-            product: computes it from x and the values.
+            product: computes it from x and the dequantized values.
         """
         return _Product.apply(x, self, product)  # type: ignore[no-any-return]
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Put two codes of 4 bits in a byte, row by row."""
+    """Pack two 4-bit codes into a byte, row by row."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] << 4 | codes[:, 1::2]
@@ -259,13 +258,13 @@ def _unpacked(codes: Tensor) -> Tensor:
 
 @device.compiled
 def _expand(codes: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [n, 64] of blocks from packed codes [n, 32] and scales [n, 1]."""
+    """Dequantize blocks: values [n, 64] from packed codes [n, 32] and scales [n, 1]."""
     return (table[_unpacked(codes).int()] * scales).to(dtype)
 
 
 @device.compiled
 def _expand_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of int8 codes [R, i] with scales of rows [R, 1]."""
+    """Dequantize int8 codes [R, i] with the scales of rows [R, 1]."""
     return (codes * scales * (1 / 127)).to(dtype)
 
 
@@ -283,7 +282,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Quantized(torch.nn.Module):
-    """A linear layer with a quantized matrix in the place of its parameter, whose memory the next layer can have."""
+    """A linear layer whose parameter is replaced by a quantized matrix, and freed before the next layer is built."""
 
     weight: Any
 
@@ -295,7 +294,7 @@ class _Quantized(torch.nn.Module):
 
 
 class QuantizedColumnParallelLinear(_Quantized, ColumnParallelLinear):
-    """Megatron-Core's layer around a quantized matrix."""
+    """Megatron-Core's column-parallel layer with a quantized weight."""
 
     def _forward_impl(
         self,
@@ -317,14 +316,14 @@ class QuantizedColumnParallelLinear(_Quantized, ColumnParallelLinear):
 
 
 class QuantizedRowParallelLinear(_Quantized, RowParallelLinear):
-    """Megatron-Core's layer around a quantized matrix."""
+    """Megatron-Core's row-parallel layer with a quantized weight."""
 
     def _forward_impl(self, input: Tensor, weight: QuantizedMatrix, **unused: Any) -> Tensor:
         return weight.multiply(input)
 
 
 class QuantizedReplicatedLinear(_Quantized, ReplicatedLinear):
-    """The linear map that every rank holds whole, around a quantized matrix."""
+    """A replicated linear layer with a quantized weight."""
 
     weight: QuantizedMatrix  # type: ignore[assignment]
 

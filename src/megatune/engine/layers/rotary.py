@@ -1,6 +1,6 @@
-"""Rotary position embeddings: their frequencies, and the rotation.
+"""Rotary position embeddings: frequencies and rotation.
 
-Legend: s sequence, b rows, n heads, c channels of a head, d channels of a head that are turned: the last d of c, or
+Legend: s sequence, b rows, n heads, c channels of a head, d channels of a head that are rotated: the last d of c, or
 the first.
 """
 
@@ -26,12 +26,12 @@ from megatune.rope_scaling import (
 
 
 def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Tensor:
-    """Compute the rotation per position of each pair of channels (arXiv:2104.09864), scaled as the checkpoint asks.
+    """Compute the rotation per position of each pair of channels (arXiv:2104.09864), with the checkpoint's scaling.
 
-    Megatron-Core builds in one set of Llama 3 constants; checkpoints state their own.
+    Megatron-Core has one fixed set of Llama 3 constants; checkpoints state their own.
 
     Args:
-        long: of documents longer than the original context, where LongRoPE tells them apart.
+        long: return LongRoPE's frequencies for sequences longer than the original context.
 
     Returns:
         fp32 [d / 2], in radians per token.
@@ -53,13 +53,13 @@ def inverse_frequencies(architecture: Architecture, *, long: bool = False) -> Te
 
 
 def attention_factor(architecture: Architecture) -> float:
-    """Return what cosine and sine are multiplied with: YaRN and LongRoPE make attention sharper this way."""
+    """Return the factor on cosine and sine, by which YaRN and LongRoPE sharpen attention."""
     scaling = architecture.rope_scaling
     return scaling.attention_factor if isinstance(scaling, YarnRopeScaling | LongRopeScaling) else 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, interpolate those between: Llama 3.1's rule."""
+    """Scale long wavelengths by `factor`, keep short ones, and interpolate in between: Llama 3.1's rule."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -71,47 +71,46 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rotary_base: float, scaling: YarnRopeScaling) -> Tensor:
-    """Apply YaRN's rule (arXiv:2309.00071, section 3.2): pairs that turn more than `beta_fast` times within the
-    original context are kept, those that turn less than `beta_slow` times stretched by `factor`, with a linear ramp
-    between."""
+    """Apply YaRN (arXiv:2309.00071, section 3.2): pairs with more than `beta_fast` rotations within the original
+    context are kept, those with less than `beta_slow` are scaled by `factor`, with a linear ramp in between."""
     half = len(wavelengths)
 
-    def pair_that_turns(times: float) -> float:
-        """Its index, as a real number."""
-        per_radian = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        """Return the index, as a real number, of the pair with this number of rotations."""
+        per_radian = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return (2 * half * math.log(per_radian)) / (2 * math.log(rotary_base))
 
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    if first == last:  # a ramp of no width: Transformers gives it this one
+    if first == last:  # a ramp of width 0, which Transformers widens so
         last += 0.001
     share_kept = 1 - ((torch.arange(half, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return 1.0 / (scaling.factor * wavelengths) * (1 - share_kept) + 1.0 / wavelengths * share_kept
 
 
 def cos_sin(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Compute what a micro-batch's queries and keys are turned with, made once for all layers.
+    """Compute the rotation table of a micro-batch, once for all layers, from int64 [s] and fp32 [d / 2].
 
-    From int64 [s] and fp32 [d / 2]; `factor` multiplies both.
+    `factor` multiplies both cosine and sine.
 
     Returns:
-        [2, s, 1, 1, d]: cosines, each at both channels of its pair, d / 2 apart; and sines, the first half negative.
-        One tensor, since Megatron-Core hands it to every layer, and through its recomputation, as rotary_pos_emb.
+        [2, s, 1, 1, d]: cosines, for both channels of each pair, d / 2 apart; and sines, the first half negative. It is
+        one tensor, since Megatron-Core passes it to every layer, and through its recomputation, as rotary_pos_emb.
     """
     return _table(torch.outer(position_ids.float(), frequencies)[:, None], factor, dtype)
 
 
 def _table(angles: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return [2, s, b, 1, d] from angles in fp32, [s, b, d / 2]."""
+    """Return the table [2, s, b, 1, d] of angles in fp32, [s, b, d / 2]."""
     cos, sin = angles.cos() * factor, angles.sin() * factor
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
     return table[:, :, :, None, :].to(dtype)
 
 
 def mrope_axes(mrope: MultimodalRope) -> Tensor:
-    """Return which position turns each pair of channels: int64 [d / 2], 0 time, 1 height, 2 width."""
+    """Return by which position each pair of channels is rotated: int64 [d / 2], 0 time, 1 height, 2 width."""
     if not mrope.interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(mrope.section))
     rows = torch.zeros(sum(mrope.section), dtype=torch.int64)
@@ -123,21 +122,21 @@ def mrope_axes(mrope: MultimodalRope) -> Tensor:
 def multimodal_cos_sin(
     position_ids: Tensor, rows: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `cos_sin` of positions in time, height and width.
+    """Compute the table of `cos_sin` for positions in time, height and width.
 
     Args:
         position_ids: int64 [3, b, s].
-        rows: as `mrope_axes` returns them.
+        rows: see `mrope_axes`.
 
     Returns:
-        [2, s, b, 1, d]; where the three positions are the same, the same numbers as `cos_sin` of them, to the last bit.
+        [2, s, b, 1, d]; if the three positions are equal, bit-identical to `cos_sin`.
     """
     positions = position_ids.float().index_select(0, rows).permute(2, 1, 0).contiguous()
     return _table(positions * frequencies, factor, dtype)
 
 
 def rotate_first(turn: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn the first d channels of queries or keys [s, b, n, c] by `rotate` or `fused_rotate`."""
+    """Rotate the first d channels of queries or keys [s, b, n, c] by `rotate` or `fused_rotate`."""
     d = cos_sin.shape[-1]
     if d == hidden_states.shape[-1]:
         return turn(hidden_states, cos_sin)
@@ -145,9 +144,9 @@ def rotate_first(turn: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor
 
 
 def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn each pair of the last d channels of queries or keys [s, b, n, c] by its angle.
+    """Rotate each pair of the last d channels of queries or keys [s, b, n, c].
 
-    Either way a turned pair is d / 2 channels apart, as with Transformers.
+    The channels of a rotated pair are always d / 2 apart, as in Transformers.
 
     Args:
         cos_sin: [2, s, 1 or b, 1, d], see `cos_sin`.
@@ -160,20 +159,20 @@ def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) ->
 
 
 def fused_rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
-    """`rotate` in one pass over memory where there is a compiler, and in fewer elsewhere, forward and backward."""
+    """Compute `rotate` fused: one kernel if it is compiled, otherwise fewer operators, forward and backward."""
     rotated: Tensor = _Rotate.apply(hidden_states, cos_sin, interleaved)
     return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the opposite rotation: only cosine and sine are kept."""
+    """The gradient of a rotation is the inverse rotation: only cosine and sine are stored."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cos_sin)
         ctx.interleaved = interleaved
         cos, sin = cos_sin
-        # Detached, or the compiler makes one kernel for training and another for evaluation.
+        # Detached, so that training and evaluation share one compiled kernel.
         return _turn(hidden_states.detach(), cos, sin, interleaved, False)
 
     @staticmethod
@@ -201,7 +200,7 @@ def _join(rest: Tensor, turned: Tensor) -> Tensor:
 
 
 def _halves(turned: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return the first channels of all pairs, then the second ones; and the other way around, in its own memory."""
+    """Return the first channels of all pairs, then the second ones; and a new tensor with both swapped."""
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
         return torch.cat((first, second), -1), torch.cat((second, first), -1)

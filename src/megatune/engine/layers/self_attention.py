@@ -1,9 +1,9 @@
-"""Self-attention: grouped-query, and multi-latent (DeepSeek-V2, arXiv:2405.04434), where keys and values of all heads
-come from one narrow latent.
+"""Self-attention: grouped-query, and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), where keys and values
+of all heads come from one narrow latent.
 
 Legend: s tokens of a context-parallel rank, s' its part s / tp under sequence parallelism and s without; b rows; h
-hidden size; n heads of this rank. A query and a key of multi-latent attention have d_nope channels without rotary
-embedding and then d_rope with it, a value has d_v.
+hidden size; n heads of this rank. A query and a key of latent attention have d_nope channels without rotary embedding
+and then d_rope with it, a value has d_v.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatune.engine.sequences import Sequences
 
 
 class GroupedQueryAttention(SelfAttention):
-    """Megatron-Core's self-attention with its own rotary embedding: `engine.layers.rotary` knows of YaRN, and of
-    positions that restart in a row, without a copy or an angle that a layer need not make.
+    """Megatron-Core's self-attention with our rotary embedding: `engine.layers.rotary` supports YaRN and positions that
+    restart within a row, and avoids copies and repeated computation of angles in each layer.
 
-    Queries, keys and values are parts of one projection, and with more tensor-parallel ranks than key/value heads of a
-    gathered one: what is kept of them for the backward pass lies in memory of its own, so that the projection's is free
-    before attention begins."""
+    Queries, keys and values are views of one projection, which is gathered if there are more tensor-parallel ranks than
+    key/value heads. The tensors stored for the backward pass are copies, so the projection is freed before attention
+    begins."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -46,9 +46,9 @@ class GroupedQueryAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to the same, and no bias."""
+        """Project, rotate by `engine.layers.rotary.cos_sin`, attend, project: [s', b, h] to [s', b, h], and no bias."""
         query, key, value, *gate = self._project(hidden_states)
-        if (channels := self.config.global_rotary_channels) is not None:  # those with a window turn by others
+        if (channels := self.config.global_rotary_channels) is not None:  # windowed layers use other frequencies
             has_window = self.core_attention.window is not None
             rotary_pos_emb = rotary_pos_emb[..., channels:] if has_window else rotary_pos_emb[..., :channels]
         if not self._has_no_rope():
@@ -65,7 +65,7 @@ class GroupedQueryAttention(SelfAttention):
         return output if bias is None else output + bias, None
 
     def _scaled(self, query: Tensor, sequences: Sequences) -> Tensor:
-        """Multiply queries [s, b, n, d] by what they grow with their positions; see `QueryScaling`."""
+        """Scale queries [s, b, n, d] by their position-dependent factor; see `QueryScaling`."""
         scaling = self.config.query_scaling
         if scaling is None or sequences.longest <= scaling.length:
             return query
@@ -78,10 +78,9 @@ class GroupedQueryAttention(SelfAttention):
         return bool(unturned and unturned[self.layer_number - 1])
 
     def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
-        """Return query [s, b, n, d], key and value [s, b, g, d], and what the output is multiplied by [s, b, n, d], if
-        anything: the sigmoid of a gate.
+        """Return query [s, b, n, d], key and value [s, b, g, d], and with an output gate its sigmoid [s, b, n, d].
 
-        Checkpoints have a head's gate behind its query; Megatron-Core reads all gates of a group behind its queries.
+        Checkpoints store a head's gate after its query; Megatron-Core expects all gates of a group after its queries.
         """
         config = self.config
         if config.keys_are_values:
@@ -100,11 +99,11 @@ class GroupedQueryAttention(SelfAttention):
         """Project to the rows of each key/value head and its queries, [s, b, g, heads of a group, d].
 
         Returns:
-            The rows, over how many ranks a group's queries are cut, and which of their parts this rank has.
+            The rows, the number of ranks that share a group's queries, and the index of this rank's part.
         """
         config, tp_size = self.config, self.world_size
         rows, groups = self.linear_qkv(hidden_states)[0], config.num_query_groups
-        sharing = max(tp_size // groups, 1)  # ranks that have a part of the same group's rows
+        sharing = max(tp_size // groups, 1)  # ranks that share the rows of one group
         group, turn = divmod(self.pg_collection.tp.rank(), sharing)
         if sharing > 1:
             rows = tensor_parallel.all_gather_last_dim_from_tensor_parallel_region(rows, group=self.pg_collection.tp)
@@ -114,11 +113,11 @@ class GroupedQueryAttention(SelfAttention):
 
 
 class GlobalAttention(torch.nn.Module):
-    """Attention of layers without a window, whose heads are others than those of layers with one.
+    """Attention of layers without a window, if their heads differ from those of windowed layers.
 
     Args:
-        heads: what they are.
-        submodules: of the attention; its projection to queries, keys and values has no values where keys are values.
+        heads: their sizes.
+        submodules: of the attention; the QKV projection has no values if keys are values.
         options: of `GroupedQueryAttention`.
     """
 
@@ -139,12 +138,12 @@ class GlobalAttention(torch.nn.Module):
 
 
 def _narrower(build: Callable[..., torch.nn.Module], rows: int, inputs: int, outputs: int, **kwargs: Any) -> Any:
-    """Build a linear layer with so many rows less than asked for."""
+    """Build a linear layer with `rows` outputs fewer than requested."""
     return build(inputs, outputs - rows, **kwargs)
 
 
 class HeadNorm(RMSNorm):
-    """Norm of each head's query or key. It keeps its input, which must not keep the projection that it is a part of."""
+    """Norm of each head's query or key. The input is copied, since storing a view would keep the whole projection."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize [s, b, n, channels of a head]."""
@@ -152,10 +151,10 @@ class HeadNorm(RMSNorm):
 
 
 class AllHeadsNorm(RMSNorm):
-    """Norm over the channels of all heads' queries or keys, of which this rank has its own heads'.
+    """Norm over the channels of all heads' queries or keys, of which this rank has its own heads.
 
-    Every rank holds the whole weight, and finds the gradient of its heads' part: Megatron-Core adds up the gradients of
-    norms of queries and keys.
+    Every rank holds the whole weight, and computes the gradient of its heads' part: Megatron-Core sums the gradients of
+    query and key norms.
 
     Args:
         hidden_size: of a head.
@@ -174,7 +173,7 @@ class AllHeadsNorm(RMSNorm):
         total = wide.square().sum((-2, -1), keepdim=True)
         if group.size() > 1:
             total = tensor_parallel.reduce_from_tensor_model_parallel_region(total, group=group)
-            # Every rank normalizes by the sum: its gradient is that of all.
+            # Every rank normalizes by the sum, so its gradient is the sum over ranks.
             total = tensor_parallel.copy_to_tensor_model_parallel_region(total, group=group)
             total = total * (self.num_heads / (n * group.size()))  # several ranks may have the same key
         first = group.rank() * self.num_heads // group.size()
@@ -184,14 +183,14 @@ class AllHeadsNorm(RMSNorm):
 
 
 class AllQueriesNorm(AllHeadsNorm):
-    """That of queries."""
+    """AllHeadsNorm of queries."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_attention_heads)
 
 
 class AllKeysNorm(AllHeadsNorm):
-    """That of keys."""
+    """AllHeadsNorm of keys."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps, config.num_query_groups)
@@ -200,7 +199,7 @@ class AllKeysNorm(AllHeadsNorm):
 def attend(
     core_attention: torch.nn.Module, qkv: tuple[Tensor, Tensor, Tensor], sequences: Sequences, *, recompute: bool
 ) -> Tensor:
-    """Apply core attention, computed again in the backward pass where asked.
+    """Apply core attention, optionally with recomputation in the backward pass.
 
     From query, key and value, [s, b, n, channels of a head], to [s, b, n · channels of a value].
     """
@@ -209,15 +208,15 @@ def attend(
     return context
 
 
-# Transformers' DeepseekV3Attention takes it for the latents, whatever the checkpoint says of the other norms.
+# Transformers' DeepseekV3Attention uses it for the latents, regardless of the checkpoint's rms_norm_eps.
 LATENT_NORM_EPSILON = 1e-6
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear map whose weight every tensor-parallel rank holds whole.
+    """A linear layer whose weight is replicated on every tensor-parallel rank.
 
-    Without sequence parallelism all ranks see the same tokens and find the same gradient. With it each sees its part of
-    them, and Megatron-Core sums the gradients of weights that carry `sequence_parallel`.
+    Without sequence parallelism all ranks have the same tokens and compute the same gradient. With it each has its own
+    part, and Megatron-Core sums the gradients of weights with the attribute `sequence_parallel`.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: MLATransformerConfig) -> None:
@@ -232,14 +231,14 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class MLASelfAttention(torch.nn.Module):
-    """Multi-latent self-attention, with the parameter names of Megatron-Core's.
+    """Multi-head latent self-attention, with the parameter names of Megatron-Core's.
 
-    Megatron-Core's own makes rotary embeddings that know nothing of the micro-batch's positions, and cuts the narrow
-    down projections over ranks only to gather what they give.
+    Megatron-Core's own rotary embeddings do not support the micro-batch's positions, and it shards the narrow down
+    projections only to gather their outputs again.
 
     Args:
         layer_number: of this layer in the whole model, from 1.
-        rope_interleaved: rotary embedding turns neighbouring channels.
+        rope_interleaved: rotary embedding rotates adjacent channels.
         cp_comm_type: for the core attention.
     """
 
@@ -299,11 +298,11 @@ class MLASelfAttention(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Sequences, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Project down and up, attend, project; as GroupedQueryAttention."""
+        """Project down and up, attend, project; see GroupedQueryAttention."""
         latents = self._project_down(hidden_states)
         up = functools.partial(self._project_up, cos_sin=rotary_pos_emb)
         recompute_up = self.recompute_up_proj and self.training
-        # None: anything else, False too, asks for Transformer Engine.
+        # None, since any other value, even False, requires Transformer Engine.
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None) if recompute_up else None
         qkv = checkpoint.checkpoint(up, *latents) if checkpoint else up(*latents)
         recompute = self.recompute_core_attention and self.training
@@ -314,15 +313,15 @@ class MLASelfAttention(torch.nn.Module):
         return output, None
 
     def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries are made from, [s', b, q_lora_rank] or `hidden_states`; what keys and values are made
-        from, [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
+        """Return the input of the query projection, [s', b, q_lora_rank] or `hidden_states`; the latent of keys and
+        values, [s', b, kv_lora_rank]; and the part of the key that all heads share, [s, b, 1, d_rope]."""
         config = self.config
         query_latent = hidden_states
         if config.q_lora_rank is not None:
             query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
         sizes = config.kv_lora_rank, config.qk_pos_emb_head_dim
         latent, shared_key = self.linear_kv_down_proj(hidden_states).split(sizes, -1)
-        # Its gradient comes from the heads of all tensor-parallel ranks; both sum it in the backward pass.
+        # Its gradient comes from the heads of all tensor-parallel ranks, over which both functions sum it.
         whole = (
             tensor_parallel.gather_from_sequence_parallel_region
             if config.sequence_parallel
@@ -333,7 +332,7 @@ class MLASelfAttention(torch.nn.Module):
     def _project_up(
         self, query_latent: Tensor, latent: Tensor, shared_key: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query and key [s, b, n, d_nope + d_rope] and value [s, b, n, d_v], each in memory of its own."""
+        """Return query and key [s, b, n, d_nope + d_rope] and value [s, b, n, d_v], each contiguous."""
         config = self.config
         d_nope, d_rope, d_v = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         linear_q = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj

@@ -1,8 +1,8 @@
-"""Which attention kernel a run uses: named in the banner, and refused before the first step where torch lacks it.
+"""Choose the attention kernel: describe it in the banner, and report a missing one before the first step.
 
-torch's flash attention is version 2 (arXiv:2307.08691) until another implementation is activated: version 3
+torch's flash attention is version 2 (arXiv:2307.08691) unless another implementation is activated: version 3
 (arXiv:2407.08608, package flash_attn_interface) for Hopper, or 4 (package flash_attn.cute) for Hopper and Blackwell.
-Each is tried on a few tokens against version 2 before a run uses it.
+Each is compared with version 2 on a few tokens before a run uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONTEXT = {
 
 
 def describe(settings: Settings, architecture: Architecture) -> str:
-    """Return which kernel attends and why, for the banner."""
+    """Describe the attention kernel and the reason for it, for the banner."""
     parallel = settings.parallel
     across = "; " + _CONTEXT[parallel.cp_comm_type] if parallel.context_parallel_size > 1 else ""
     return _kernel(settings, architecture) + across
@@ -63,28 +63,28 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
 
 
 def require(settings: Settings, architecture: Architecture) -> None:
-    """Check that this device has the kernel that the settings ask for.
+    """Check that this device supports the kernel that the settings require.
 
     Raises:
-        MegatuneError: SETTINGS, where it has not.
+        MegatuneError: SETTINGS, if it does not.
     """
     backend = settings.performance.attention_backend
     if backend not in ("flash", "fused"):
         return
     why = _obstacle(backend, getattr(torch, settings.precision.params_dtype), *_channels(architecture))
     if backend == "fused" and architecture.merges_attention:
-        who = "attention sinks need" if architecture.attention_sinks else "tokens of pictures that see each other need"
-        why = f"{who} a kernel's log-sum-exp, which torch does not return of cuDNN's"
+        who = "attention sinks need" if architecture.attention_sinks else "image tokens that see each other need"
+        why = f"{who} the kernel's log-sum-exp, which torch does not return for cuDNN's"
     if why:
         fix = f"write {_KEY}: auto, which takes the fastest available kernel"
         raise MegatuneError(Finding(f"{_KEY} {backend} is not available here", why=why, fix=fix), ExitCode.SETTINGS)
 
 
 def activate_newest(settings: Settings, architecture: Architecture) -> str:
-    """Let flash attention be the newest that this device has; see `activate`.
+    """Activate the newest flash attention that this device supports; see `activate`.
 
     Returns:
-        Its name; "" where nothing asks torch for it.
+        Its name; "" if torch's variable-length flash attention is not used.
     """
     backend, dtype = settings.performance.attention_backend, settings.precision.params_dtype
     channels, has_window = _channels(architecture), any(each is not None for each in architecture.windows or ())
@@ -95,7 +95,7 @@ def activate_newest(settings: Settings, architecture: Architecture) -> str:
 
 
 def _in_runs(settings: Settings, architecture: Architecture) -> bool:
-    """Return whether a kernel that returns its log-sum-exp attends, see `kernels`."""
+    """Return whether attention needs a kernel that returns its log-sum-exp, see `kernels`."""
     return architecture.merges_attention or attends_in_runs(settings)
 
 
@@ -109,14 +109,14 @@ def _channels(architecture: Architecture) -> tuple[int, int]:
 
 
 def _obstacle(backend: str, dtype: torch.dtype, channels: int, value_channels: int) -> str:
-    """Return what keeps this device from using the kernel; empty where nothing does."""
+    """Return why this device cannot use the kernel; "" if it can."""
     if not device.HAS_GPU:
         return "" if backend == "flash" else "fused attention is cuDNN's, and there is no GPU"
     name = str(dtype).removeprefix("torch.")
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"its GPU kernel computes in bf16 or fp16, and the run in {name}"
+        return f"its GPU kernel computes in bf16 or fp16, but the run uses {name}"
     if backend == "flash":
-        # Fewer channels of values are filled up with zeros.
+        # Fewer channels of values are padded with zeros.
         widest = max(channels, value_channels)
         channels = value_channels = widest + -widest % device.FLASH_CHANNEL_MULTIPLE
     sizes = channels, value_channels
@@ -127,30 +127,30 @@ def _obstacle(backend: str, dtype: torch.dtype, channels: int, value_channels: i
     return f"torch does not use it on {device.name()} in {name} with heads of {channels} and {value_channels} channels"
 
 
-_NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the GPU's generation, the better one first
+_NEWER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the major compute capability, the best first
 _HEADS, _GROUPS = 4, 2
 _BOUNDARIES = (0, 96, 160)
 _WINDOW = 32
-_TOLERANCE = 2e-2  # of the largest number: what two kernels in bf16 may differ by
+_TOLERANCE = 2e-2  # relative to the largest value: accepted difference between two kernels in bf16
 
 
 @functools.cache
 def activate(kernel: Kernel, dtype: torch.dtype, channels: int, value_channels: int, has_window: bool) -> str:
-    """Let torch compute flash attention by the best implementation that gives version 2's results, for this process.
+    """Activate the best flash attention in torch that matches version 2's results, for this process.
 
     Args:
-        kernel: that calls torch's flash attention.
+        kernel: calls torch's flash attention.
         channels, value_channels: of a head's queries and keys, and of its values.
-        has_window: some layers have one.
+        has_window: whether some layers have a sliding window.
 
     Returns:
-        Its name, and why better ones are left alone, for the banner.
+        Its name, and why better ones are not used, for the banner.
     """
     names = _NEWER.get(device.compute_capability()[0], ())
     api: Any = torch.nn.attention
     if not names or not hasattr(api, "activate_flash_attention_impl"):
         return "FA2"
-    if chosen := api.current_flash_attention_impl():  # by what the user has set
+    if chosen := api.current_flash_attention_impl():  # already activated by the user
         return str(chosen)
     windows = (None, _WINDOW) if has_window else (None,)
     expected = [_results(kernel, dtype, channels, value_channels, each) for each in windows]
@@ -161,12 +161,12 @@ def activate(kernel: Kernel, dtype: torch.dtype, channels: int, value_channels: 
             found = [_results(kernel, dtype, channels, value_channels, each) for each in windows]
         except ImportError:
             left.append(f"{name} is not installed")
-        except Exception as error:  # whatever a package of another version raises
+        except Exception as error:  # a package of another version may raise anything
             left.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
         else:
             if all(map(_agree, found, expected)):
                 return name
-            left.append(f"{name} computes something else than FA2")
+            left.append(f"{name} computes other results than FA2")
         api.restore_flash_attention_impl(_raise_warn=False)
     return f"FA2; {', '.join(left)}"
 
@@ -174,7 +174,7 @@ def activate(kernel: Kernel, dtype: torch.dtype, channels: int, value_channels: 
 def _results(
     kernel: Kernel, dtype: torch.dtype, channels: int, value_channels: int, window: int | None
 ) -> tuple[Tensor, ...]:
-    """Return the output, its log-sum-exp and the three gradients of two short documents."""
+    """Return the output, its log-sum-exp and the three gradients for two short sequences."""
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int, size: int) -> Tensor:

@@ -1,12 +1,11 @@
-"""Core attention: what takes the place of Megatron-Core's DotProductAttention in a layer, on one rank and across
-context-parallel ranks.
+"""Core attention: replaces Megatron-Core's DotProductAttention, on one rank and across context-parallel ranks.
 
 Legend: s tokens of a whole row, cp context-parallel ranks, b rows, n query heads and g key/value heads of this rank, d
 channels of queries and keys, e channels of values.
 
-Every way takes query [s, b, n, d], key [s, b, g, d] and value [s, b, g, e] to [s, b, n, e], with s / cp of the tokens
-on each rank where there is a group of context-parallel ranks; `boundaries` are those of the documents in the whole row,
-and `sinks` [n] the scores of heads' sinks, see `kernels.add_sinks`.
+Every variant computes [s, b, n, e] from query [s, b, n, d], key [s, b, g, d] and value [s, b, g, e], with s / cp tokens
+per rank if there is a context-parallel group; `boundaries` are those of the sequences in the whole row, and `sinks` [n]
+the scores of the heads' attention sinks, see `kernels.add_sinks`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Boundaries: TypeAlias = tuple[int, ...]
 Group: TypeAlias = torch.distributed.ProcessGroup
 Steps: TypeAlias = Sequence[RingStep]
 
-# gloo distinguishes messages between the same two ranks by a tag.
+# Tags, by which gloo distinguishes messages between the same two ranks.
 _KEYS, _GRADIENTS = 1, 2
 
 _SDPA = {
@@ -66,8 +65,8 @@ def attend_rows(
     sinks: Tensor | None = None,
     pictures: Runs = (),
 ) -> Tensor:
-    """Attend causally inside each document, by the fastest kernel that the backend allows; the tokens of each of
-    `pictures` see all of it, too."""
+    """Attend causally within each sequence, with the fastest kernel that the backend allows; the tokens of each run in
+    `pictures` also see the whole run."""
     spans = causal_spans(boundaries, window)
     if (later := later_tokens(pictures, query.shape[1], len(query))) is not None:
         assert sinks is None, "no family has both"
@@ -79,7 +78,7 @@ def attend_rows(
 
 
 def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: AttnBackend) -> Tensor:
-    """Let torch choose the kernel, the best where a row is one document: it has cuDNN's, too."""
+    """Attend with torch SDPA, which supports cuDNN, too: the fastest choice for rows of one sequence."""
     channels, grouped, dtype = value.shape[-1], key.shape[2] != query.shape[2], str(query.dtype).removeprefix("torch.")
     kernels = attention_kernels(
         device.compute_capability(), backend.name, dtype, max(query.shape[-1], channels), in_runs=False, grouped=grouped
@@ -103,7 +102,7 @@ def attend_all_gather(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Gather all keys and values first; the backward pass adds their gradients up and scatters them."""
+    """Gather all keys and values first; the backward pass reduce-scatters their gradients."""
     order, spans = prefixes(boundaries, group.rank(), group.size(), window)
     both = torch.cat((key.flatten(1, 2), value.flatten(1, 2)), -1)
     whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
@@ -124,15 +123,15 @@ def attend_all_to_all(
     sinks: Tensor | None = None,
     pictures: Runs = (),
 ) -> Tensor:
-    """Trade sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): whole rows of n / cp heads attend, between two
-    exchanges; n is a multiple of cp."""
+    """Exchange sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): attention on whole rows of n / cp heads,
+    between two all-to-alls; n is a multiple of cp."""
     cp_size = group.size()
     to_row, _ = gather_order(boundaries, cp_size)
-    # Where ranks cannot share the key/value heads equally they get copies, of which autograd adds up the gradients.
+    # Key/value heads that cannot be split evenly over ranks are copied; autograd sums the gradients of the copies.
     copies = math.lcm(key.shape[2], cp_size) // key.shape[2]
     if copies > 1:
         key, value = key.repeat_interleave(copies, 2), value.repeat_interleave(copies, 2)
-    # One message: for each rank its heads of all three, [cp, s / cp, b, channels].
+    # One all-to-all: for each rank its heads of all three tensors, [cp, s / cp, b, channels].
     shares = [tensor.unflatten(2, (cp_size, -1)).movedim(2, 0) for tensor in (query, key, value)]
     sent = torch.cat([share.flatten(3) for share in shares], -1)
     rows = all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
@@ -144,7 +143,7 @@ def attend_all_to_all(
 
 
 def back_to_tokens(rows: Tensor, boundaries: Boundaries, group: Group) -> Tensor:
-    """Trade heads for sequence: from whole rows of a rank's heads, [s, b, n / cp, ...], to its tokens of all heads,
+    """Exchange heads for sequence: from whole rows of a rank's heads, [s, b, n / cp, ...], to its tokens of all heads,
     [s / cp, b, n, ...]."""
     _, from_row = gather_order(boundaries, group.size())
     back = rows.index_select(0, from_row).unflatten(0, (group.size(), -1))
@@ -161,10 +160,10 @@ def attend_ring(
     group: Group,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Pass keys and values around a ring while computing (Ring Attention, arXiv:2310.01889).
+    """Send keys and values around a ring while computing (Ring Attention, arXiv:2310.01889).
 
-    After k steps a rank holds what the rank k places before it began with. Results over different keys are merged by
-    their log-sum-exps; the backward pass sends keys and values around once more, and their gradients after them.
+    After k steps a rank holds the keys and values of the rank k positions before it. Results for different keys are
+    merged by their log-sum-exps; the backward pass sends keys and values around again, followed by their gradients.
     """
     steps = ring(boundaries, group.size())
     sinks = None if sinks is None else sinks.repeat(query.shape[1])
@@ -174,8 +173,8 @@ def attend_ring(
 
 
 class _RingAttention(torch.autograd.Function):
-    """query [t, n, d], key [t, g, d], value [t, g, e] and sinks [n] to [t, n, e]: t = s / cp tokens of a rank, rows
-    folded into the heads."""
+    """From query [t, n, d], key [t, g, d], value [t, g, e] and sinks [n] to [t, n, e]: t = s / cp tokens of a rank,
+    with rows folded into the heads."""
 
     @staticmethod
     def forward(
@@ -217,7 +216,7 @@ class _RingAttention(torch.autograd.Function):
             saved = query[of_query], keys[of_key], values[of_key], output[of_query], lse[:, of_query]
             grad_run, *grad_keys = kernel.backward(grad_output[of_query], saved, spans, scale)
             grad_query[of_query] += grad_run
-            # What the ranks before found of these keys' gradients; it was on its way while this rank computed.
+            # The earlier ranks' gradients of these keys, which were received while this rank computed.
             gradients = of_others.wait() if of_others else torch.zeros_like(here, dtype=lse.dtype)
             gradients[of_key] += torch.cat(grad_keys, -1)
             of_others = _Passing(gradients, group, _GRADIENTS)
@@ -228,7 +227,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _around(here: Tensor, steps: Steps, group: Group) -> Iterator[tuple[Tensor, RingStep]]:
-    """Yield the keys and values that this rank has at each step, and who sees what of them, while the next arrive."""
+    """Yield this rank's keys and values at each step, and their spans, while the next ones are received."""
     for step in range(group.size()):
         arriving = _Passing(here, group, _KEYS) if step + 1 < group.size() else None
         yield here, steps[0 if step == 0 else 1 if step <= group.rank() else 2]
@@ -237,7 +236,7 @@ def _around(here: Tensor, steps: Steps, group: Group) -> Iterator[tuple[Tensor, 
 
 
 class _Passing:
-    """A tensor on its way to the next rank of the ring, while one of its shape comes from the rank before.
+    """A tensor being sent to the next rank of the ring, while one of the same shape is received from the previous rank.
 
     It must not change until `wait`.
     """
@@ -251,7 +250,7 @@ class _Passing:
         )
 
     def wait(self) -> Tensor:
-        """Return the tensor that was received."""
+        """Return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received
@@ -265,19 +264,19 @@ _ACROSS_RANKS: dict[str, Callable[..., Tensor]] = {
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal attention inside each document, for queries, keys and values as tensor parallelism leaves them.
+    """Causal attention within each sequence, for the query, key and value shards of tensor parallelism.
 
-    Megatron-Core's own, without Transformer Engine, holds all s × s scores, repeats key/value heads in memory, and
-    refuses packed rows and context parallelism.
+    Megatron-Core's own, without Transformer Engine, stores all s × s scores, repeats key/value heads in memory, and
+    supports neither packed rows nor context parallelism.
 
-    A layer with a window gathers keys and values where others pass them around a ring: the ring's steps know no places.
+    A layer with a sliding window gathers keys and values if others use ring attention, whose steps have no positions.
 
     Args:
-        softmax_scale: multiplies the scores; None is 1 / √d.
+        softmax_scale: multiplies the scores; None means 1 / √d.
         cp_comm_type: how context-parallel ranks attend to each other's tokens.
 
     Attributes:
-        softmax_offset: the scores of this rank's heads' sinks, [n]; None without sinks.
+        softmax_offset: the sink scores of this rank's heads, [n]; None without sinks.
     """
 
     def __init__(
@@ -306,9 +305,9 @@ class CoreAttention(torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(sinks)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, packed_seq_params: Sequences) -> Tensor:
-        """Attend, from the tokens of `engine.sequences.local_batch` to [s / cp, b, n · e] in the dtype of `query`.
+        """Attend, for the tokens of `engine.sequences.local_batch`, to [s / cp, b, n · e] in the dtype of `query`.
 
-        Padding is at the end of its document, so no real token sees it and no mask is needed.
+        Padding is at the end of its sequence, so no real token sees it and no mask is needed.
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
         boundaries = packed_seq_params.boundaries

@@ -1,12 +1,12 @@
-"""One call of attention, forward and backward, by each kernel that can say its log-sum-exp; and attention in which the
-tokens of a picture see each other, made of two.
+"""A call of attention, forward and backward, by each kernel that returns its log-sum-exp; and attention in which the
+tokens of an image see each other, composed of two calls.
 
-The log-sum-exp lets results over different keys be merged, and lets the backward pass compute each key's gradient apart
-from the others': with P = exp(scores - lse), dV = Pᵀ dO, dS = P (dO Vᵀ - sum(dO · O)), from the final O and lse
+With the log-sum-exp, results for different keys can be merged, and the backward pass can compute the gradients of each
+run of keys separately: with P = exp(scores - lse), dV = Pᵀ dO, dS = P (dO Vᵀ - sum(dO · O)), from the final O and lse
 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
 
 Legend: t queries and u keys of this call, n query heads, g key/value heads (n a multiple of g), d channels of queries
-and keys, e channels of values. Rows of a micro-batch are folded into the heads: all have the same spans.
+and keys, e channels of values. Rows of a micro-batch are folded into the heads, since all have the same spans.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from megatune.engine.layers.norm import upcast
 
 aten = torch.ops.aten
 
-# query [t, n, d], key [u, g, d] and value [u, g, e] of a call; output [t, n, e] and log-sum-exp [n, t], over all keys
+# query [t, n, d], key [u, g, d] and value [u, g, e] of a call; output [t, n, e] and log-sum-exp [n, t] over all keys
 # that the queries see, in this call or another.
 Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
-    """A way to compute attention."""
+    """An attention kernel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         """Attend, with scores multiplied by `scale`.
 
         Returns:
-            [t, n, e] in the dtype of `query`, and the logarithm of the sum of the scores' exponentials, [n, t] in
-            fp32 (fp64 for fp64).
+            [t, n, e] in the dtype of `query`, and the log-sum-exp of the scores, [n, t] in fp32 (fp64 for fp64).
         """
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
@@ -47,7 +46,7 @@ class Kernel(Protocol):
 
 
 class MathKernel:
-    """Matrix products with all scores of a run in memory, in fp32 at least: any device, dtype and shape."""
+    """Matrix products with all scores of a run in memory, in fp32 or wider: for any device, dtype and shape."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         outputs, lses = [], []
@@ -79,21 +78,21 @@ class MathKernel:
 
 
 def _scores(query: Tensor, key: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Return [g, n / g, t, u], -inf where a query does not see a key."""
+    """Return the scores [g, n / g, t, u], -inf where a query does not see a key."""
     scores = torch.einsum("qgrd,kgd->grqk", upcast(query).unflatten(1, (key.shape[1], -1)), upcast(key)) * scale
     return scores + _unseen(scores, len(query), len(key), spans.window) if spans.causal else scores
 
 
 def _unseen(like: Tensor, t: int, u: int, window: int | None) -> Tensor:
-    """Return [t, u], in the dtype of `like`: -inf for the keys that a query does not see when the last one sees all,
-    or the last `window` of them."""
+    """Return a mask [t, u], in the dtype of `like`: -inf for keys that a query does not see, if the last query sees all
+    keys, or the last `window` of them."""
     everywhere = like.new_full((t, u), -torch.inf)
     later = everywhere.triu(1 + u - t)
     return later if window is None else later + everywhere.tril(u - t - window)
 
 
 class FlashOnCPU:
-    """torch's flash attention for CPUs, all runs of equal lengths in one call."""
+    """torch's flash attention for CPUs; runs of equal lengths are computed in one call."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         channels = value.shape[-1]
@@ -124,22 +123,22 @@ class FlashOnCPU:
 
 
 def _heads_first(count: int, *tensors: Tensor) -> list[Tensor]:
-    """[count · t, n, d] to [count, n, t, d], each."""
+    """Reshape each tensor from [count · t, n, d] to [count, n, t, d]."""
     return [tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in tensors]
 
 
 def _tokens_first(tensor: Tensor) -> Tensor:
-    """[count, n, t, d] to [count · t, n, d]."""
+    """Reshape [count, n, t, d] to [count · t, n, d]."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _cut_channels(gradients: Iterable[Tensor], saved: Saved) -> tuple[Tensor, ...]:
-    """Take away the channels that `equal_channels` added."""
+    """Remove the channels that `equal_channels` added."""
     return tuple(gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, saved[:3], strict=True))
 
 
 def _cpu_mask(query: Tensor, key: Tensor, spans: Spans) -> dict[str, Any]:
-    """Return arguments that mask the CPU kernel: its own causal mask counts from the first key."""
+    """Return the mask arguments of the CPU kernel, whose own causal mask is aligned to the first key."""
     t, u = query.shape[2], key.shape[2]
     window = None if spans.window is None or spans.window >= u else spans.window
     if not spans.causal or (t == u and window is None):
@@ -148,7 +147,7 @@ def _cpu_mask(query: Tensor, key: Tensor, spans: Spans) -> dict[str, Any]:
 
 
 class FlashOnGPU:
-    """FlashAttention-2 as torch has it, all runs in one call. Its causal mask counts from the last key, as ours."""
+    """torch's FlashAttention-2, all runs in one call. Its causal mask is aligned to the last key, as ours."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         tensors = equal_channels(query, key, value)
@@ -159,7 +158,7 @@ class FlashOnGPU:
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
         query, key, value, output, lse = saved
         tensors = equal_channels(grad_output, query, key, value, output)
-        # State of a dropout that there is not.
+        # Dropout state, unused.
         random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         arguments = (lse.contiguous(), *spans.on_device, 0.0, spans.causal, *random)
         gradients = aten._flash_attention_backward(*tensors, *arguments, scale=scale, **_window(spans))
@@ -167,13 +166,13 @@ class FlashOnGPU:
 
 
 def _window(spans: Spans) -> dict[str, int]:
-    """Return how many keys before its own a query sees, where not all, and that it sees none after it."""
+    """Return the window arguments: the number of keys before its own that a query sees, and none after it."""
     return {} if spans.window is None else {"window_size_left": spans.window - 1, "window_size_right": 0}
 
 
 def equal_channels(*tensors: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with as many channels as flash kernels ask for: all the same, and on a GPU a multiple of 8,
-    where kernels read 8 at once. Channels of zeros add nothing to a score, and give an output of zeros."""
+    """Pad the tensors to the number of channels that flash kernels require: the same for all, and on a GPU a multiple
+    of 8, which kernels read at once. Zero channels do not change scores, and give zero outputs."""
     multiple = device.FLASH_CHANNEL_MULTIPLE
     size = max(tensor.shape[-1] for tensor in tensors)
     size += -size % multiple
@@ -189,7 +188,7 @@ _FLASH: Kernel = FlashOnGPU() if device.HAS_GPU else FlashOnCPU()
 
 
 def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
-    """Return the kernel for runs of these tensors: flash, unless the backend or the device needs plain products."""
+    """Return the kernel for these tensors: flash, unless the backend or the device requires plain matrix products."""
     channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
     capability = device.compute_capability()
     (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)
@@ -197,14 +196,14 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
 
 
 def merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys of both results, [t, n, e] and [n, t]."""
+    """Merge two results of attention over different keys, [t, n, e] and [n, t]."""
     share = torch.sigmoid(of_found - lse).T[..., None]
     return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
 
 
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Let queries see their head's sink, too, which has a score and no value: [t, n, e] and [n, t] with the scores of
-    sinks [n] to the same. A kernel's backward pass with these two finds the gradients of query, key and value."""
+    """Add each head's attention sink, a score without a value, to a result of attention: [t, n, e] and [n, t] with sink
+    scores [n]. A kernel's backward pass with the new output and log-sum-exp returns the right gradients."""
     if sinks is None:
         return output, lse
     whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -212,7 +211,7 @@ def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor
 
 
 def sinks_gradient(grad_output: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of the sinks' scores, [n], from what `add_sinks` returned: its value is zero, so it is
+    """Return the gradient of the sink scores, [n], from the result of `add_sinks`: a sink's value is zero, so it is
     -P · sum(dO · O)."""
     if sinks is None:
         return None
@@ -221,7 +220,7 @@ def sinks_gradient(grad_output: Tensor, output: Tensor, lse: Tensor, sinks: Tens
 
 
 class _Attention(torch.autograd.Function):
-    """A kernel as an operator with a gradient."""
+    """A kernel as a differentiable operator."""
 
     @staticmethod
     def forward(
@@ -255,10 +254,10 @@ def attend(
     backend: AttnBackend,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend within `spans`, with a gradient: [t, n, d], [u, g, d] and [u, g, e] to [t, n, e].
+    """Attend within `spans`, differentiably: [t, n, d], [u, g, d] and [u, g, e] to [t, n, e].
 
     Args:
-        sinks: scores of the heads' sinks, of a single row; see `add_sinks`.
+        sinks: scores of the heads' sinks, for a single row; see `add_sinks`.
     """
     sinks = None if sinks is None else sinks.repeat(query.shape[1] // len(sinks))
     return _Attention.apply(query, key, value, sinks, spans, scale, pick(query, value, backend))
@@ -267,16 +266,16 @@ def attend(
 def attend_with_pictures(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, later: LaterTokens, scale: float, backend: AttnBackend
 ) -> Tensor:
-    """Attend within `spans`, and to `later` tokens of pictures, as in Gemma 3: [t, b, n, d], [t, b, g, d] and
-    [t, b, g, e] to [t, b, n, e], with t tokens of b whole rows."""
+    """Attend within `spans`, and to `later` image tokens, as in Gemma 3: [t, b, n, d], [t, b, g, d] and [t, b, g, e] to
+    [t, b, n, e], with t tokens of b whole rows."""
     kernel = pick(query, value, backend)
     output: Tensor = _PictureAttention.apply(query, key, value, spans, later, scale, kernel)
     return output
 
 
 class _PictureAttention(torch.autograd.Function):
-    """What causal attention leaves out is attention of its own, over runs of the same kernel, merged by the
-    log-sum-exps. No window cuts it: a window ends a number of tokens before the query."""
+    """Attention to the keys that causal attention excludes is a second call of the same kernel, merged by the
+    log-sum-exps. No window limits it: a window ends a number of tokens before the query."""
 
     @staticmethod
     def forward(
@@ -321,10 +320,10 @@ class _PictureAttention(torch.autograd.Function):
 
 
 def _by_token(lse: Tensor, rows: int) -> Tensor:
-    """[b · n, t] to [n, t · b]."""
+    """Reshape [b · n, t] to [n, t · b]."""
     return lse.unflatten(0, (rows, -1)).permute(1, 2, 0).flatten(1)
 
 
 def _by_row(lse: Tensor, rows: int) -> Tensor:
-    """[n, t · b] to [b · n, t]."""
+    """Reshape [n, t · b] to [b · n, t]."""
     return lse.unflatten(1, (-1, rows)).permute(2, 0, 1).flatten(0, 1)

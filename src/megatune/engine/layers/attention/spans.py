@@ -1,9 +1,9 @@
-"""Which queries attend to which keys, and in which order a context-parallel rank finds them.
+"""Which queries attend to which keys, and in which order a context-parallel rank gets them.
 
-Everything here follows from the boundaries of a row's documents, which are known on the host. It is made once for each
-pattern of boundaries and remembered, so that layers do not compute it again and a GPU is never waited for.
+Everything here follows from the sequence boundaries of a row, which are known on the host. It is computed once for each
+pattern of boundaries and cached, so that layers do not repeat it and never synchronize with a GPU.
 
-Legend: s tokens of a whole row, cp context-parallel ranks. A document is cut into 2 · cp equal parts, of which rank r
+Legend: s tokens of a whole row, cp context-parallel ranks. A sequence is cut into 2 · cp equal parts, of which rank r
 holds r and 2 · cp - 1 - r (`engine.sequences`).
 """
 
@@ -20,20 +20,21 @@ from torch import Tensor
 from megatune.engine import device
 from megatune.engine.sequences import local_tokens
 
-# Patterns that are remembered: more than micro-batches are under way in a pipeline.
+# Number of cached boundary patterns: more than the micro-batches in flight in a pipeline.
 _REMEMBERED = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of queries; each attends to its own run of keys, and to no other.
+    """Runs of queries; each only attends to its own run of keys.
 
     Attributes:
-        queries: where each run of queries begins, and where the last one ends.
-        keys: the same of the runs of keys.
-        causal: the last query of a run sees all keys of its run, each one before it one key fewer. Otherwise every
+        queries: start of each run of queries, and the end of the last one.
+        keys: the same for the runs of keys.
+        causal: the last query of a run sees all keys of its run, each earlier query one key fewer. Otherwise every
             query sees every key of its run.
-        window: with `causal`, the most keys that a query sees, its last ones; None for all.
+        window: with `causal`, the largest number of keys that a query sees, counted back from its last one; None for
+            all.
     """
 
     queries: tuple[int, ...]
@@ -43,18 +44,18 @@ class Spans:
 
     @property
     def is_one_square(self) -> bool:
-        """One causal run: the attention of a row that is one document."""
+        """Whether there is a single causal run, as for a row that is one sequence."""
         return self.causal and self.window is None and len(self.queries) == 2 and self.queries == self.keys
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, slice], ...]:
-        """The queries and the keys of each run."""
+        """The slices of queries and keys of each run."""
         queries, keys = ([slice(*bounds) for bounds in pairwise(ends)] for ends in (self.queries, self.keys))
         return tuple(zip(queries, keys, strict=True))
 
     @cached_property
     def equal_runs(self) -> tuple[EqualRuns, ...]:
-        """The runs in groups that have as many queries, and as many keys."""
+        """The runs grouped by their numbers of queries and of keys."""
         groups: dict[tuple[int, int], list[int]] = {}
         for number, (queries, keys) in enumerate(self.runs):
             groups.setdefault((queries.stop - queries.start, keys.stop - keys.start), []).append(number)
@@ -65,14 +66,14 @@ class Spans:
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor, int, int]:
-        """`queries` and `keys`, int32 [runs + 1], on the device; and the longest run of each."""
+        """`queries` and `keys`, int32 [runs + 1], on the device; and the length of the longest run of each."""
         bounds = device.send(torch.tensor((self.queries, self.keys), dtype=torch.int32))
         longest = [max(stop - start for start, stop in pairwise(ends)) for ends in (self.queries, self.keys)]
         return bounds[0], bounds[1], longest[0], longest[1]
 
 
 class EqualRuns(NamedTuple):
-    """Runs of equal lengths: where their queries and their keys are, a slice or int64 on the CPU; and how many."""
+    """Runs of equal lengths: indices of their queries and keys, as a slice or int64 on the CPU; and their number."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -80,7 +81,7 @@ class EqualRuns(NamedTuple):
 
 
 def _tokens_of(bounds: tuple[int, ...], numbers: list[int]) -> slice | Tensor:
-    """Return where the tokens of these runs are."""
+    """Return the indices of the tokens of these runs."""
     first, last = numbers[0], numbers[-1]
     if last - first + 1 == len(numbers):
         return slice(bounds[first], bounds[last + 1])
@@ -88,23 +89,23 @@ def _tokens_of(bounds: tuple[int, ...], numbers: list[int]) -> slice | Tensor:
     return (starts[:, None] + torch.arange(size)).flatten()
 
 
-# The queries and the keys of a rank that take part in a step of the ring, and how: a slice where the row is one
-# document, otherwise int64 [s / (2 · cp)] on the device.
+# A rank's queries and keys that take part in a step of ring attention, and their spans: slices if the row is one
+# sequence, otherwise int64 [s / (2 · cp)] on the device.
 RingStep: TypeAlias = tuple[slice | Tensor, slice | Tensor, Spans]
 
 
 @lru_cache(_REMEMBERED)
 def causal_spans(boundaries: tuple[int, ...], window: int | None = None) -> Spans:
-    """Return the spans of whole rows: every document attends to itself."""
+    """Return the causal spans of whole rows: every sequence attends to itself."""
     return Spans(boundaries, boundaries, causal=True, window=window)
 
 
 @lru_cache(_REMEMBERED)
 def gather_order(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Tensor]:
-    """Return how tokens that were gathered from all context-parallel ranks are brought into the row's order, and back.
+    """Return the indices that reorder tokens gathered from all context-parallel ranks into row order, and back.
 
     Returns:
-        Where the row's tokens are among the gathered ones, and where those are in the row: int64 [s], on the device.
+        The index of each of the row's tokens among the gathered ones, and the inverse: int64 [s], on the device.
     """
     from_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)])
     return device.send(from_row.argsort()), device.send(from_row)
@@ -114,11 +115,11 @@ def gather_order(boundaries: tuple[int, ...], cp_size: int) -> tuple[Tensor, Ten
 def prefixes(
     boundaries: tuple[int, ...], cp_rank: int, cp_size: int, window: int | None = None
 ) -> tuple[Tensor, Spans]:
-    """Return what the queries of one rank see of the gathered keys: of each document the parts up to theirs.
+    """Return which gathered keys one rank's queries see: the parts of each sequence up to their own.
 
     Returns:
-        int64 [keys], on the device: the gathered tokens in the order of the spans; early ones come twice, for the
-        queries of the earlier and of the later part. And two spans for each document, of this rank's two parts.
+        int64 [keys], on the device: indices of the gathered tokens in the order of the spans; early tokens occur twice,
+        for the queries of both parts. And two spans for each sequence, for this rank's two parts.
     """
     to_row = torch.cat([local_tokens(boundaries, rank, cp_size) for rank in range(cp_size)]).argsort()
     sizes, runs = [], []
@@ -133,11 +134,11 @@ def prefixes(
 
 @lru_cache(_REMEMBERED)
 def ring(boundaries: tuple[int, ...], cp_size: int) -> tuple[RingStep, RingStep, RingStep]:
-    """Return who sees what of the keys and values that come around a ring of context-parallel ranks.
+    """Return the spans for the keys and values that a rank gets in ring attention.
 
     Returns:
-        For a rank's own keys, both parts in order, causally; for an earlier rank's, of which all queries see the first
-        parts; and for a later one's, which the queries of the second parts see.
+        For the rank's own keys: both parts, causally. For keys of an earlier rank: all queries see the first parts. For
+        keys of a later rank: the queries of the second parts see all.
     """
     whole = tuple(boundary // cp_size for boundary in boundaries)
     half = tuple(boundary // (2 * cp_size) for boundary in boundaries)
@@ -149,7 +150,7 @@ def ring(boundaries: tuple[int, ...], cp_size: int) -> tuple[RingStep, RingStep,
 
 
 def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
-    """Return where the first or second half of each document is among a rank's tokens."""
+    """Return the indices of the first or second half of each sequence among a rank's tokens."""
     middles = [(start, (start + stop) // 2, stop) for start, stop in pairwise(boundaries)]
     halves = [edges[which : which + 2] for edges in middles]
     if len(halves) == 1:
@@ -158,7 +159,7 @@ def _parts(boundaries: tuple[int, ...], which: int) -> slice | Tensor:
 
 
 class LaterTokens(NamedTuple):
-    """What tokens of pictures see behind them: places int64 [n] on the device, of queries and of keys, and how."""
+    """The later image tokens that image tokens see: indices of queries and keys, int64 [n] on the device, and spans."""
 
     queries: Tensor
     keys: Tensor
@@ -167,16 +168,16 @@ class LaterTokens(NamedTuple):
 
 @lru_cache(_REMEMBERED)
 def later_tokens(runs: tuple[tuple[int, int], ...], rows: int, length: int) -> LaterTokens | None:
-    """Return what the tokens of a picture see of those behind them in it, which causal attention leaves out.
+    """Return which later tokens of the same image the image tokens see, which causal attention excludes.
 
-    In reverse order the tokens behind one are those before it: the last but one sees one key, the one before it two.
+    In reverse order later tokens come first: the last token but one sees one key, the one before it two.
 
     Args:
-        runs: of tokens that all see each other, begin and end in the flattened rows, [rows · length].
+        runs: of tokens that all see each other, start and end in the flattened rows, [rows · length].
 
     Returns:
-        Places of queries and keys in tokens [length · rows], where the rows' tokens at one place lie side by side;
-        None where no run has two tokens.
+        Indices of queries and keys in tokens [length · rows], where tokens of different rows at the same position are
+        adjacent; None if no run has two tokens.
     """
     long = [(start, stop) for start, stop in runs if stop - start > 1]
     if not long:

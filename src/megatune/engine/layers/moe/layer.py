@@ -1,4 +1,4 @@
-"""A layer's experts: router, routed experts, in one grouped matrix product or one after the other, and shared ones.
+"""A mixture-of-experts layer: router, routed experts, by a grouped matrix product or one by one, and shared experts.
 
 Legend: R rows of tokens grouped by expert, L local experts, f feed-forward size / expert tensor-parallel size, h hidden
 size.
@@ -33,18 +33,18 @@ Weight: TypeAlias = torch.nn.Parameter | QuantizedMatrix
 
 _DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes, of the rows of every matrix in a grouped product
+_ALIGNMENT = 16  # bytes that grouped products require the rows of every matrix to be a multiple of
 
 
 class GroupedExperts(torch.nn.Module):
     """SwiGLU experts; each row is weighted by its router probability before the second projection.
 
     Attributes:
-        weight1: [L, 2 · f, h], of each expert its gate rows, then its up rows; in turn where SwiGLU is clamped.
+        weight1: [L, 2 · f, h], each expert's gate rows, then its up rows; alternating for clamped SwiGLU.
         weight2: [L, h, f].
-        linear_fc1, linear_fc2: have the biases [L, 2 · f] and [L, h] of both projections, if there are any. The second
-            one is whole on every expert-tensor-parallel rank, and the first of them adds it.
-        adapter1, adapter2: beside them.
+        linear_fc1, linear_fc2: hold the biases [L, 2 · f] and [L, h] of both projections, if there are any. The second
+            is replicated on expert-tensor-parallel ranks, and only added on the first.
+        adapter1, adapter2: of the two projections.
     """
 
     adapter1: ExpertAdapter | None
@@ -68,9 +68,9 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, permuted_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Apply to each row its expert: [R, h], int64 [L] on the device, and fp32 [R] to [R, h], and no bias.
+        """Apply each row's expert: [R, h], int64 [L] on the device, and fp32 [R] to [R, h], and no bias.
 
-        With expert tensor parallelism the output is this rank's part of a sum.
+        With expert tensor parallelism the output is a partial sum.
         """
         gate_up = self._project(permuted_hidden_states, self.weight1, self.adapter1, tokens_per_expert)
         if self.config.add_bias_linear:
@@ -88,7 +88,8 @@ class GroupedExperts(torch.nn.Module):
         return output, None
 
     def _added_once(self, bias: Tensor) -> Tensor:
-        """Return a bias that a sum over expert-tensor-parallel ranks has once; its gradient is the same on all."""
+        """Return the bias on one expert-tensor-parallel rank, and zeros on the others; its gradient is the same on
+        all."""
         group = parallel_state.get_expert_tensor_parallel_group()
         if group.size() == 1:
             return bias
@@ -104,8 +105,8 @@ class GroupedExperts(torch.nn.Module):
         return output if adapter is None else adapter(rows, output, tokens_per_expert, self._linear)
 
     def _linear(self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Compute rows · weightᵀ with each row's expert's weight; see `grouped_linear`."""
-        # Sizes that the grouped kernels refuse are no real model's, but an adapter may have such a rank.
+        """Compute rows · weightᵀ with the weight of each row's expert; see `grouped_linear`."""
+        # No published model has sizes that the grouped kernels do not support, but an adapter's rank may be one.
         is_aligned = not any(length * weight.itemsize % _ALIGNMENT for length in weight.shape[1:])
         linear = grouped_linear if self.is_grouped and is_aligned else looped_linear
         if self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad"):
@@ -116,7 +117,7 @@ class GroupedExperts(torch.nn.Module):
         return linear(rows, weight, tokens_per_expert)
 
     def _activate(self, gate_up: Tensor, probs: Tensor) -> Tensor:
-        """Compute silu(gate) · up · probability, or what else the experts' gates are: [R, 2 · f] to [R, f]."""
+        """Apply the gated activation and the probability: [R, 2 · f] to [R, f]."""
         if (limit := self.config.moe_swiglu_limit) is not None:
             activate = fused_clamped_swiglu if self.config.bias_activation_fusion else clamped_swiglu
             return activate(gate_up, probs, limit)
@@ -137,33 +138,34 @@ def _parameter(shape: tuple[int, ...], config: Any) -> torch.nn.Parameter:
 
 
 def _membership(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
-    """Return [R, L] in the dtype of `rows`: 1 where a row is one of the expert's. A product with it adds biases, and
-    finds their gradients in an order that is always the same."""
+    """Return the one-hot expert of each row, [R, L], in the dtype of `rows`. A product with it adds biases, and
+    computes their gradients in a deterministic order."""
     experts = torch.bucketize(torch.arange(len(rows), device=rows.device), tokens_per_expert.cumsum(0), right=True)
     return (experts[:, None] == torch.arange(len(tokens_per_expert), device=rows.device)).to(rows.dtype)
 
 
 def looped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Compute rows · weightᵀ, expert by expert: the reference of `grouped_linear`. Asks the host for the counts."""
+    """Compute rows · weightᵀ expert by expert, as the reference of `grouped_linear`. Needs the counts on the host."""
     parts = zip(rows.split(host_values(tokens_per_expert)), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, expert) for part, expert in parts])
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Compute rows · weightᵀ with each row's expert's weight: [R, in] grouped by expert and [L, out, in] to [R, out].
+    """Compute rows · weightᵀ with the weight of each row's expert: [R, in] grouped by expert and [L, out, in] to [R,
+    out].
 
     Args:
-        tokens_per_expert: int64 [L], summing to R: rows beyond would be left undefined.
+        tokens_per_expert: int64 [L], with sum R: further rows would be left undefined.
     """
     return _GroupedLinear.apply(rows, weight, tokens_per_expert.cumsum(0, dtype=torch.int32))
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped product whose weight gradient comes as the weight lies, and is zero for an expert without rows."""
+    """Grouped product; the gradient of the weight has the weight's memory layout, and is 0 for experts without rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # Of a frozen weight there is no gradient, which alone asks for the rows.
+        # A frozen weight needs no gradient, which is the only use of the rows.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, offsets)
         if not rows.shape[0]:
             return rows.new_empty(0, weight.shape[1])
@@ -182,17 +184,17 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = F.grouped_mm(grad.t(), rows, offs=offsets)
             if device.compute_capability() >= (10, 0):
-                # Blackwell's kernel leaves undefined what a group without rows adds up to (pytorch issue 172439).
+                # Blackwell's kernel leaves the sums of groups without rows undefined (pytorch issue 172439).
                 is_empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
                 grad_weight.masked_fill_(is_empty[:, None, None], 0)
         return grad_rows, grad_weight, None
 
 
 class _Accumulating(torch.autograd.Function):
-    """A product of experts that adds each weight's gradient to its part of `main_grad`, unrounded, expert by expert:
-    grouped kernels round the gradients of all experts to 16 bits, in a tensor as large as the weight.
+    """A product of experts that adds each weight's gradient to `main_grad`, unrounded, expert by expert. Grouped
+    kernels round the gradients of all experts to 16 bits, in a tensor as large as the weight.
 
-    The host needs the counts for that. They are on their way to it while the device computes the forward pass.
+    The host needs the counts for that; they are copied to it while the device computes the forward pass.
     """
 
     @staticmethod
@@ -216,21 +218,21 @@ class _Accumulating(torch.autograd.Function):
 
 
 class MoELayer(moe_layer.MoELayer):
-    """Megatron-Core's layer of experts, whose router knows the micro-batch's sequences, and with our dispatchers.
+    """Megatron-Core's MoE layer with our router, which gets the micro-batch's sequences, and our dispatchers.
 
-    With `moe_separate_norms` it takes the residual stream as it is: shared and routed experts have norms of their own.
+    With `moe_separate_norms` its input is the residual stream, and shared and routed experts have their own norms.
     """
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         groups = get_default_pg_collection()
-        assert groups.tp.size() == 1 or config.sequence_parallel, "refused by the settings' rules"
+        assert groups.tp.size() == 1 or config.sequence_parallel, "the settings' rules require sequence parallelism"
         submodules = moe_layer.MoESubmodules(
             router=Router,
             experts=GroupedExperts,
             shared_experts=SharedExperts,
         )
         super().__init__(config, submodules, pg_collection=groups)
-        # Megatron-Core makes the router's weight and the gate of shared experts on the CPU.
+        # Megatron-Core creates the router's weight and the gate of shared experts on the CPU.
         self.to(torch.cuda.current_device())
         norm: Callable[[], torch.nn.Module] = torch.nn.Identity
         if config.moe_separate_norms:
@@ -242,10 +244,10 @@ class MoELayer(moe_layer.MoELayer):
         )
 
     def forward(self, hidden_states: Tensor, padding_mask: Sequences) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Apply the experts: [s / cp (/ tp), b, h] to the same, and no bias.
+        """Apply the experts: [s / cp (/ tp), b, h] to [s / cp (/ tp), b, h], and no bias.
 
         Args:
-            padding_mask: the micro-batch's sequences, under the name that Megatron-Core has for its argument.
+            padding_mask: the micro-batch's sequences; the name is Megatron-Core's.
         """
         compute = partial(self._compute, padding_mask)
         if self.moe_layer_recompute:
@@ -273,7 +275,7 @@ class MoELayer(moe_layer.MoELayer):
 
 
 class RecomputedMoELayer(MoELayer):
-    """The same, computed again in the backward pass: of a layer that full recomputation in blocks keeps."""
+    """MoELayer with recomputation, for a layer that recompute_method "block" does not recompute as a whole."""
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         super().__init__(config)
