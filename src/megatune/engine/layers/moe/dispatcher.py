@@ -1,8 +1,8 @@
 """Dispatch tokens to the ranks of their experts, grouped by expert, and combine the outputs.
 
-Megatron-Core's dispatchers pass masks of tokens × experts around, ask the host for counts that the device needs, and
-split by tensors that gloo refuses. These send choices, and ask the host once where ranks exchange different numbers of
-rows, and otherwise not at all; recomputation finds the same numbers without waiting (`caching_host_values`).
+Megatron-Core's dispatchers pass masks of tokens × experts, synchronize with the host for counts that only the device
+needs, and split by tensors, which gloo does not support. These pass choices, and synchronize with the host once if
+ranks exchange different numbers of rows, otherwise never; recomputation reuses the numbers (`caching_host_values`).
 
 Legend: n tokens of this rank, k choices of each, E experts, L of them local, h hidden size, R rows of local experts;
 ep and etp the expert-parallel and expert-tensor-parallel sizes.
@@ -31,14 +31,14 @@ from megatune.engine import device
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The rows that this rank's experts compute.
+    """The rows that this rank's experts process.
 
     Attributes:
         tokens: [R, h], grouped by local expert.
         tokens_per_expert: int64 [L], on the device.
         probs: fp32 [R].
-        combine: takes the experts' output [R, h], with expert tensor parallelism a part of a sum, back to the ranks
-            of the tokens: the sum over each token's choices, [n, h].
+        combine: sends the experts' output [R, h], with expert tensor parallelism a partial sum, back to the ranks of
+            the tokens, and sums each token's choices: [n, h].
     """
 
     tokens: Tensor
@@ -49,12 +49,12 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class Dispatcher(ABC):
-    """A way of tokens to the ranks of their experts.
+    """A method to send tokens to the ranks of their experts.
 
     Attributes:
-        capacity: the most rows that an expert gets from a rank with this number of tokens; None where nothing is
+        capacity: returns the most rows that an expert gets from a rank with this number of tokens; None if nothing is
             dropped.
-        pads: every expert gets as many from every rank, some of them zeros.
+        pads: pad the rows of every expert from every rank to its capacity with zeros.
     """
 
     num_experts: int
@@ -68,7 +68,7 @@ class Dispatcher(ABC):
 
 
 class AllGatherDispatcher(Dispatcher):
-    """All ranks of expert parallelism get all tokens, and compute those that chose their experts."""
+    """All expert-parallel ranks get all tokens, and process those that chose their experts."""
 
     def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
         group, ep_size = self.groups.tp_ep, self.groups.ep.size()
@@ -93,7 +93,7 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Each token is sent to the ranks of the experts it chose, once for each of them."""
+    """Each token is sent to the ranks of the experts it chose, once for each choice."""
 
     def __call__(self, tokens: Tensor, probs: Tensor, experts: Tensor) -> Dispatched:
         counts = count_by_expert(experts, self.num_experts)
@@ -109,7 +109,7 @@ class AllToAllDispatcher(Dispatcher):
             return Dispatched(rows, counts, probs, permutation.unpermute)
         exchange = _Exchange(counts, self.groups)
         rows, probs = exchange.send(rows), exchange.send(probs)
-        # Rows arrive rank by rank; experts take them expert by expert.
+        # Rows arrive sorted by rank, and are regrouped by expert.
         local = exchange.counts.shape[1]
         of_rows = torch.arange(local, device=counts.device).repeat(exchange.counts.shape[0])
         of_rows = of_rows.repeat_interleave(exchange.counts.reshape(-1), output_size=rows.shape[0])
@@ -123,22 +123,22 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class _Exchange:
-    """Rows sent to the ranks of their experts, over expert parallelism; then, as these ranks hold slices of their
-    experts only, shared over expert tensor parallelism. Planning it is collective.
+    """Sends rows to the expert-parallel ranks of their experts, and gathers them over expert tensor parallelism, since
+    its ranks hold slices of the same experts. Creating it is collective.
 
     Attributes:
-        counts: int64 [etp · ep, L], rows of each local expert that come from each rank.
-        sent, received: rows that go to, and come from, each expert-parallel rank.
+        counts: int64 [etp · ep, L], rows for each local expert from each rank.
+        sent, received: rows sent to, and received from, each expert-parallel rank.
         shared: rows that each expert-tensor-parallel rank received.
     """
 
     def __init__(self, counts: Tensor, groups: ProcessGroupCollection) -> None:
-        """Plan it from int64 [E], the rows that this rank has for each expert."""
+        """Plan the exchange from int64 [E], the number of this rank's rows for each expert."""
         self.groups, ep, etp = groups, groups.ep, groups.expt_tp
         gathered = gather_from_sequence_parallel_region(counts, group=groups.tp_ep)
         # [sending ep, sending etp, receiving ep, L]
         table = gathered.view(ep.size(), etp.size(), ep.size(), -1)
-        by_rank = host_values(table.sum(-1))  # the one wait for the device: collectives must know their sizes
+        by_rank = host_values(table.sum(-1))  # the only synchronization: collectives need sizes on the host
         received = [[by_rank[sender][slot][ep.rank()] for sender in range(ep.size())] for slot in range(etp.size())]
         self.counts = table[:, :, ep.rank()].transpose(0, 1).reshape(etp.size() * ep.size(), -1)
         self.sent, self.received = by_rank[ep.rank()][etp.rank()], received[etp.rank()]
@@ -149,25 +149,25 @@ class _Exchange:
         return gather(all_to_all(self.groups.ep, rows, self.received, self.sent), self.groups.expt_tp, self.shared)
 
     def send_back(self, output: Tensor) -> Tensor:
-        """Return the opposite of `send`, summing the parts of expert-tensor-parallel ranks."""
+        """Reverse `send`, summing the partial results of expert-tensor-parallel ranks."""
         mine = reduce_scatter(output, self.groups.expt_tp, self.shared)
         return all_to_all(self.groups.ep, mine, self.sent, self.received)
 
 
 def gather(mine: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """Return the ranks' rows, one rank's after the other's; gradients are summed over the ranks.
+    """Concatenate the ranks' rows; gradients are summed over the ranks.
 
     Args:
-        sizes: rows of each rank.
+        sizes: number of rows of each rank.
     """
     if len(set(sizes)) == 1:
         return gather_from_sequence_parallel_region(mine, group=group)
-    # gloo gathers equal parts only, and NCCL sends unequal ones one by one.
+    # gloo only gathers equal sizes, and NCCL sends unequal ones one by one.
     return all_to_all(group, mine.repeat(len(sizes), *[1] * (mine.dim() - 1)), sizes, [mine.shape[0]] * len(sizes))
 
 
 def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """Return the sum over the ranks of this rank's rows; the opposite of `gather`."""
+    """Sum over ranks, and return this rank's rows; the reverse of `gather`."""
     if len(set(sizes)) == 1:
         return reduce_scatter_to_sequence_parallel_region(whole, group=group)
     mine = sizes[group.rank()]
@@ -176,7 +176,7 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int]) -> Tens
 
 
 def _gather_sizes(size: int, group: ProcessGroup) -> list[int]:
-    """Return every rank's number of tokens; micro-batches of data-parallel ranks differ in length."""
+    """Return every rank's number of tokens; data-parallel ranks may have micro-batches of different lengths."""
     if group.size() == 1:
         return [size]
     sizes = torch.tensor([size], device=torch.cuda.current_device())
@@ -184,19 +184,19 @@ def _gather_sizes(size: int, group: ProcessGroup) -> list[int]:
     return found
 
 
-_LEAST_TOKENS = 1024  # whose choices are summed at a time: fewer would be slow
+_LEAST_TOKENS = 1024  # smallest number of tokens whose choices are summed at once, for speed
 
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Which choice each row is of, and which row each choice became.
+    """The choice of each row, and the row of each choice.
 
-    Backward passes gather, as forward passes do: nothing is added in an order that a GPU picks anew each time.
+    Backward passes gather, like forward passes: nothing is summed in a nondeterministic order on a GPU.
 
     Attributes:
-        choices: int64 [R], token · k + number of the choice; n · k for a row of zeros.
+        choices: int64 [R], token · k + index of the choice; n · k for a row of zeros.
         rows: int64 [n, k]; R for a choice that was dropped.
-        is_complete: there are neither rows of zeros nor dropped choices.
+        is_complete: whether there are neither rows of zeros nor dropped choices.
     """
 
     choices: Tensor
@@ -204,28 +204,28 @@ class Permutation:
     is_complete: bool
 
     def permute(self, tokens: Tensor) -> Tensor:
-        """Return the rows of these tokens: [n, h] to [R, h]."""
+        """Gather the tokens of the rows: [n, h] to [R, h]."""
         return _Rearrange.apply(tokens, self.choices // self.rows.shape[1], self.rows, self.is_complete, True)
 
     def permute_choices(self, values: Tensor) -> Tensor:
-        """Return what each row has of a value for each choice: [n, k] to [R]."""
+        """Gather each row's value from the values of choices: [n, k] to [R]."""
         column, rows = values.reshape(-1, 1), self.rows.view(-1, 1)
         return _Rearrange.apply(column, self.choices, rows, self.is_complete, True).view(-1)
 
     def unpermute(self, output: Tensor) -> Tensor:
-        """Return the sum of each token's rows: [R, h] to [n, h]."""
+        """Sum the rows of each token: [R, h] to [n, h]."""
         return _Rearrange.apply(output, self.choices // self.rows.shape[1], self.rows, self.is_complete, False)
 
 
 def group_by_expert(
     experts: Tensor, num_experts: int, *, num_rows: int | None = None, capacity: int | None = None
 ) -> Permutation:
-    """Order choices by expert, and by token for each expert.
+    """Sort choices by expert, and by token for each expert.
 
     Args:
         experts: int64 [n, k]; num_experts for a choice that is dropped.
-        num_rows: choices that are not dropped. None where none is.
-        capacity: rows of each expert, filled up with zeros. No expert is chosen more often. None for as many rows as
+        num_rows: number of choices that are not dropped; None if none is.
+        capacity: rows of each expert, padded with zeros; no expert is chosen more often. None for as many rows as
             choices.
     """
     k, flat = experts.shape[1], experts.reshape(-1)
@@ -244,14 +244,14 @@ def group_by_expert(
 
 
 def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen: int64 [num_experts], without asking the host."""
+    """Return how often each expert is chosen: int64 [num_experts], without synchronizing with the host."""
     flat = experts.reshape(-1)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 class _Rearrange(torch.autograd.Function):
-    """`_take`, or `_sum`: each is the other's gradient."""
+    """`_take` or `_sum`; each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sources: Tensor, rows: Tensor, is_complete: bool, takes: bool) -> Tensor:
@@ -266,7 +266,7 @@ class _Rearrange(torch.autograd.Function):
 
 
 def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
-    """Return values[index], where an index one beyond the last finds zeros."""
+    """Return values[index]; an index one past the end returns zeros."""
     if not is_complete:
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     return values.index_select(0, index)
@@ -275,8 +275,8 @@ def _take(values: Tensor, index: Tensor, is_complete: bool) -> Tensor:
 def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
     """Return the sum of values[rows[i]] for each i; 16-bit values are summed in fp32 and rounded once.
 
-    Where most choices were dropped, as they are when every rank has all tokens, there are many more choices than rows
-    of `values`: the sums are then computed for as many tokens at a time as take the memory of `values`.
+    If most choices were dropped, as when every rank has all tokens, there are many more choices than rows of `values`.
+    The sums are therefore computed in chunks of tokens that take about as much memory as `values`.
     """
     k = rows.shape[1]
     if k == 1:
@@ -293,10 +293,10 @@ def _sum(values: Tensor, rows: Tensor, is_complete: bool) -> Tensor:
 
 
 class _HostValues:
-    """What a function that runs again has asked for, in order.
+    """Host values read by a function that runs several times, in order.
 
     Attributes:
-        position: of the next question in this run.
+        position: index of the next read in the current run.
     """
 
     def __init__(self) -> None:
@@ -308,12 +308,12 @@ _CURRENT: ContextVar[_HostValues | None] = ContextVar("answers", default=None)
 
 
 def host_values(values: Tensor) -> Any:
-    """Return a tensor's values as `tolist` does; in a function that runs again, those of its first run."""
+    """Return a tensor's `tolist()`; within `caching_host_values` that of the first run."""
     return _cached(values.tolist)
 
 
 def cached_host_copy(values: Tensor) -> device.HostCopy:
-    """Return a tensor on its way to the host; in a function that runs again, the copy of its first run."""
+    """Start copying a tensor to the host; within `caching_host_values` return the copy of the first run."""
     return _cached(lambda: device.HostCopy(values))
 
 
@@ -328,7 +328,7 @@ def _cached(find: Callable[[], Any]) -> Any:
 
 
 def caching_host_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, to be run several times on the same inputs: the host waits in its first run only."""
+    """Wrap a function that is run several times on the same inputs: only its first run synchronizes with the host."""
     answers = _HostValues()
 
     def run(*args: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The router: which experts a token goes to, and the losses that keep experts equally busy and logits small.
+"""The router: assigns tokens to experts, with losses that balance the load of experts and keep logits small.
 
-The losses are over the real tokens of a whole micro-batch, of which ranks of tensor and context parallelism hold parts.
-Each computes its share of the loss: the shares sum to the loss, and their gradients, which the engine sums over these
+The losses are over the real tokens of a whole micro-batch, of which tensor- and context-parallel ranks hold parts. Each
+rank computes its part of the loss: the parts sum to the loss, and their gradients, which the engine sums over these
 ranks, to its gradient. Nothing is counted twice.
 
-Legend: n tokens of this rank, E experts, k choices of each token, h hidden size, D documents of the micro-batch.
+Legend: n tokens of this rank, E experts, k choices of each token, h hidden size, D sequences of the micro-batch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _BALANCE_LOSSES = ("aux_loss", "seq_aux_loss")
 
 
 class Router(TopKRouter):
-    """Megatron-Core's router, which knows which tokens are padding and which document each belongs to.
+    """Megatron-Core's router, extended to know which tokens are padding and which sequence each belongs to.
 
-    Its gating, weight, expert bias and counts of tokens are the stock ones, so that Megatron-Core updates the bias.
-    Choices are made as Transformers makes them, and auxiliary losses are those of the whole micro-batch.
+    Its gating, weight, expert bias and token counts are Megatron-Core's, which updates the bias. Experts are chosen as
+    in Transformers, and auxiliary losses are those of the whole micro-batch.
     """
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **unused: Any
     ) -> None:
         super().__init__(config, pg_collection)
-        # Balance loss, z-loss and weight of the micro-batches since they were last reported.
+        # Balance loss, z-loss and total weight of the micro-batches since they were last reported.
         sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
         self.register_buffer("auxiliary_sums", sums, persistent=False)
-        # Choices of each expert since they were last reported, before any is dropped.
+        # How often each expert was chosen since the last report, before any choices are dropped.
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
         self.register_buffer("choices", counts, persistent=False)
 
@@ -67,7 +67,7 @@ class Router(TopKRouter):
             input: [s / cp (/ tp), b, h].
 
         Returns:
-            The share of each choice in its token's output, fp32 [n, k], and the chosen experts, int64 [n, k]: E for a
+            The weight of each choice in its token's output, fp32 [n, k], and the chosen experts, int64 [n, k]: E for a
             choice that is dropped.
         """
         if self.config.moe_scaled_router:
@@ -83,7 +83,7 @@ class Router(TopKRouter):
         probs = weigh(scores, experts, normalize=not self.config.moe_router_pre_softmax, scaling_factor=factor)
         if self.config.moe_scaled_router:
             probs = probs * self.expert_scale[experts]
-        # Neither evaluation nor the first pass of a layer that is recomputed counts.
+        # Evaluation does not count, nor does the first pass of a recomputed layer.
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(probs, logits, scores, is_real, sequences)
             self._count(experts, is_real)
@@ -100,8 +100,9 @@ class Router(TopKRouter):
         return choose(biased, self.topk, *groups, best=self.config.moe_router_group_best)
 
     def _replay(self, chosen: Tensor, experts: Tensor) -> Tensor:
-        """Take the rollout engine's choices, [b, s / cp, layers, k], where there are some: trainer and engine are then
-        the same function of the weights (R3, arXiv:2510.11370). How much of each expert is taken is the router's."""
+        """Replay the rollout engine's choices, [b, s / cp, layers, k], where there are any: trainer and rollout engine
+        then compute the same function of the weights (R3, arXiv:2510.11370). The weights of choices are the
+        router's."""
         of_layer = chosen[:, :, self.layer_number - 1].transpose(0, 1)
         mine = _of_this_rank(of_layer, self.config.sequence_parallel).long() - 1
         return torch.where((mine < 0).any(1, keepdim=True), experts, mine)
@@ -109,7 +110,7 @@ class Router(TopKRouter):
     def _attach_losses(
         self, probs: Tensor, logits: Tensor, scores: Tensor, is_real: Tensor, sequences: Sequences
     ) -> Tensor:
-        """Let the backward pass of `probs` add the gradients of the auxiliary losses."""
+        """Make the backward pass of `probs` add the gradients of the auxiliary losses."""
         balance = z = torch.zeros((), device=logits.device)
         balance_coeff, z_coeff = balance_coeff_of(self.config), self.config.moe_z_loss_coeff or 0.0
         if not balance_coeff and not z_coeff:
@@ -119,13 +120,13 @@ class Router(TopKRouter):
             if self.routing_type == "seq_aux_loss":
                 documents, num_documents = sequence_ids(sequences, self.config.sequence_parallel)
             affinities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
-            # What the router would choose by itself: its bias and groups are no merit of its weight.
+            # The router's choices without bias and groups, which do not depend on its weight.
             own = choose(scores.detach(), self.topk)
             balance = balance_loss(affinities, own, is_real, documents, num_documents, self.tp_cp_group)
         if z_coeff:
             z = z_loss(logits, is_real, self.tp_cp_group)
-        # All gradients are divided by the normalizer of the step: this makes the losses of its micro-batches a mean
-        # with the weights that they have in the loss.
+        # All gradients are divided by the step's normalizer: this weighting makes the losses of its micro-batches a
+        # mean with the same weights as in the main loss.
         weight = sequences.normalizer
         with torch.no_grad():
             shares = torch.stack((balance, z, torch.ones_like(balance) / self.tp_cp_group.size()))
@@ -134,16 +135,16 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, experts: Tensor, is_real: Tensor) -> None:
-        """Count choices, for `router_metrics` and for Megatron-Core's update of the bias."""
+        """Count choices, for `router_metrics` and for Megatron-Core's update of the expert bias."""
         counts = is_real[:, None].expand_as(experts).reshape(-1)
         self.choices.scatter_add_(0, experts.reshape(-1), counts.to(self.choices.dtype))
-        if self.enable_expert_bias and self.weight.requires_grad:  # the bias of a frozen router stays
+        if self.enable_expert_bias and self.weight.requires_grad:  # the bias of a frozen router is not updated
             self.local_tokens_per_expert.scatter_add_(
                 0, experts.reshape(-1), counts.to(self.local_tokens_per_expert.dtype)
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Take the weight to another dtype, but no buffer: the bias is fp32, and counts are inexact in 16 bits."""
+        """Convert the weight to another dtype, but no buffer: the bias is fp32, and counts are inexact in 16 bits."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -152,12 +153,12 @@ class Router(TopKRouter):
 
 
 def balance_coeff_of(config: TransformerConfig) -> float:
-    """Return the weight of the load-balancing loss, 0 without one."""
+    """Return the coefficient of the load-balancing loss, 0 without one."""
     return config.moe_aux_loss_coeff if config.moe_router_load_balancing_type in _BALANCE_LOSSES else 0.0
 
 
 def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
-    """Return the most choices of an expert that a rank with this many tokens keeps; None where nothing is dropped."""
+    """Return a function from a rank's number of tokens to the capacity of an expert; None if nothing is dropped."""
     if config.moe_expert_capacity_factor is None:
         return None
     topk, num_experts, factor = config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor
@@ -165,7 +166,7 @@ def capacity_of(config: TransformerConfig) -> Callable[[int], int] | None:
 
 
 def expert_biases(model: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """Return the biases that Megatron-Core changes after the backward pass, fp32 [experts] each, without gradient."""
+    """Return the biases that Megatron-Core updates after the backward pass, fp32 [experts] each, without gradient."""
     config: Any = model[0].config
     if not config.moe_router_enable_expert_bias:
         return []
@@ -174,15 +175,15 @@ def expert_biases(model: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def router_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Take what the routers summed up since they were last asked. Collective over ranks that have the same layers.
+    """Return and reset the sums of all routers. Collective over ranks that have the same layers.
 
-    Added up over all ranks, sum / count is a mean over expert layers, and for the losses over micro-batches weighted by
+    Summed over all ranks, sum / count is a mean over expert layers; for the losses also over micro-batches, weighted by
     their normalizers.
 
     Returns:
-        "expert_load", how many choices the busiest expert of a layer has, 1 where all are equally busy; of the
-        auxiliary losses those in use, without coefficients: "load_balancing_loss", 1 where experts are equally busy,
-        and "z_loss": fp64 [2] each, sum and count.
+        "expert_load", the load of the busiest expert of a layer, 1 if all are equally busy; and the auxiliary losses
+        in use, without coefficients: "load_balancing_loss", 1 if experts are equally busy, and "z_loss": fp64 [2] each,
+        sum and count.
     """
     config: Any = model[0].config
     if config.num_moe_experts is None:
@@ -209,20 +210,19 @@ def router_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 def balance_loss(
     probs: Tensor, experts: Tensor, is_real: Tensor, documents: Tensor, num_documents: int, group: ProcessGroup
 ) -> Tensor:
-    """Compute this rank's share, fp32 [], of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 where
-    experts are equally busy: f_e is how many of a document's choices fall on expert e, for each of its tokens, and P_e
-    the expert's mean probability. The mean over documents is weighted by their real tokens; of one document it is that
-    of all tokens.
+    """Compute this rank's part, fp32 [], of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 if experts
+    are equally busy: f_e is the number of a sequence's choices of expert e, per token, and P_e the expert's mean
+    probability. The mean over sequences is weighted by their real tokens; with D = 1 all tokens count as one sequence.
 
     Args:
         probs: fp32 [n, E], of all experts; sums to 1 for each token.
         experts: int64 [n, k], the choices that count.
-        is_real: bool [n]; the others are padding.
-        documents: int64 [n], of each token, below `num_documents`.
+        is_real: bool [n]; False for padding.
+        documents: int64 [n], the sequence of each token, below `num_documents`.
         group: the ranks that hold the micro-batch.
     """
     n, num_experts = probs.shape
-    # One column more counts tokens.
+    # One extra column counts tokens.
     columns = torch.cat((experts, experts.new_full((n, 1), num_experts)), 1) + documents[:, None] * (num_experts + 1)
     counts = torch.zeros(num_documents * (num_experts + 1), device=probs.device)
     counts.scatter_add_(0, columns.view(-1), is_real[:, None].expand_as(columns).reshape(-1).float())
@@ -234,7 +234,7 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, is_real: Tensor, group: ProcessGroup) -> Tensor:
-    """Compute this rank's share of the mean over real tokens of the squared log of the sum of exponentials (ST-MoE,
+    """Compute this rank's part of the mean over real tokens of the squared log-sum-exp of logits (ST-MoE,
     arXiv:2202.08906): fp32 [n, E] and bool [n] to a scalar."""
     num_tokens = _summed(is_real.sum().float(), group)
     return (logits.logsumexp(-1).square() * is_real).sum() / num_tokens.clamp(min=1)
@@ -248,20 +248,21 @@ def _summed(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
-    """Return which of the tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
+    """Return which tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
     return _of_this_rank(~sequences.is_padding.t(), sequence_parallel)
 
 
 def sequence_ids(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
-    """Return the document of each token of an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and D: the
-    rows, or the documents of the packed row."""
+    """Return the index of each token's sequence in an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and
+    D,
+    the number of sequences: rows, or sequences of the packed row."""
     num_documents = len(sequences.local_lengths if sequences.is_packed else sequences.is_padding)
     numbers = torch.arange(num_documents, device=sequences.is_padding.device)
     return _of_this_rank(expand_to_tokens(numbers, sequences).t(), sequence_parallel), num_documents
 
 
 def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
-    """Flatten [s / cp, b, ...] to [n, ...], with sequence parallelism this tensor-parallel rank's part."""
+    """Flatten [s / cp, b, ...] to [n, ...]; with sequence parallelism only this tensor-parallel rank's part."""
     if sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         whole = whole.chunk(group.size())[group.rank()]
@@ -281,10 +282,9 @@ def choose(
 ) -> Tensor:
     """Return the experts with the best scores: int64 [n, k].
 
-    Args:
-        num_groups, group_topk: choose among the experts of the best groups.
-        best: a group is judged by the sum of this many of its best: two of DeepSeek-V3 (arXiv:2412.19437), one of V2.
-            Megatron-Core sums the best k / group_topk, which is two for the sizes of V3 that were published only.
+        num_groups, group_topk: only choose among the experts of the best groups.
+        best: rank a group by the sum of this many of its best scores: two in DeepSeek-V3 (arXiv:2412.19437), one in V2.
+            Megatron-Core sums the best k / group_topk, which is only two for the published sizes of V3.
     """
     if group_topk:
         n, num_experts = scores.shape
@@ -296,9 +296,9 @@ def choose(
 
 
 def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
-    """Return the best experts after Sinkhorn's normalization, which gives every expert the same share of the real
-    tokens of this rank (S-BASE, arXiv:2202.01169): int64 [n, k]. Asks the host how many iterations are needed."""
-    # A constant added to a token's logits changes nothing but the range of their exponentials.
+    """Return the best experts after Sinkhorn normalization, which balances the experts over the real tokens of this
+    rank (S-BASE, arXiv:2202.01169): int64 [n, k]. Synchronizes with the host to count iterations."""
+    # Adding a constant to a token's logits only changes the range of their exponentials.
     balanced = logits - logits.amax(-1, keepdim=True)
     real = is_real.nonzero()[:, 0]
     if len(real):
@@ -307,7 +307,7 @@ def choose_balanced(logits: Tensor, is_real: Tensor, topk: int) -> Tensor:
 
 
 def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: float | None) -> Tensor:
-    """Return the share of each chosen expert in a token's output, [n, k]; normalized they sum to 1, before scaling."""
+    """Return the weight of each chosen expert in a token's output, [n, k]; normalized they sum to 1, before scaling."""
     probs = scores.gather(1, experts)
     if normalize:
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
@@ -315,15 +315,15 @@ def weigh(scores: Tensor, experts: Tensor, *, normalize: bool, scaling_factor: f
 
 
 def capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, never more than all."""
+    """Return the most tokens that an expert takes from a rank: `factor` times an equal share, at most all tokens."""
     return min(num_tokens, math.ceil(num_tokens * topk / num_experts * factor))
 
 
 def drop(experts: Tensor, probs: Tensor, is_real: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return the choices that are left when each expert keeps those it has the greatest share in.
+    """Drop choices beyond the capacity of each expert, which keeps those with the largest weights.
 
-    From int64 [n, k], [n, k] and bool [n] to int64 [n, k]; num_experts where a choice is dropped. Padding is dropped,
-    so that it takes no real token's place.
+    From int64 [n, k], [n, k] and bool [n] to int64 [n, k]; num_experts for a dropped choice. Padding is dropped, so
+    that it takes no capacity.
     """
     shares = torch.full((len(experts), num_experts), -1.0, dtype=probs.dtype, device=probs.device)
     shares.scatter_(1, experts, probs.detach().masked_fill(~is_real[:, None], -1.0))

@@ -1,7 +1,7 @@
-"""A vision encoder of the engine's own, whose features are options, with what makes tokens of its patches.
+"""The engine's own vision encoder, with the features of several families as options, and its projectors.
 
-Legend: n patches of all pictures of a call, m² patches to a token, c channels of a patch, V width of the encoder, h
-width of the decoder. Patches come token by token, those of a token side by side, row by row.
+Legend: n patches of all images of a call, m² patches to a token, c channels of a patch, V width of the encoder, h width
+of the decoder. Patches are ordered by token, and row by row within a token.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatune.engine.layers.rotary import rotate
 
 
 class EncoderOutput(NamedTuple):
-    """What encoders of Transformers return, as far as it is used: tokens of pictures, [n / m², h]."""
+    """The part of Transformers' encoder output that is used: tokens of images, [n / m², h]."""
 
     pooler_output: Tensor
 
 
 class VisionEncoder(nn.Module):
-    """Patches to tokens of the decoder.
+    """Encodes patches as tokens of the decoder.
 
     Args:
-        recompute: the backward pass computes each layer again.
+        recompute: recompute each layer in the backward pass.
     """
 
     def __init__(self, vision: Vision, options: VisionLayers, *, recompute: bool) -> None:
@@ -50,7 +50,7 @@ class VisionEncoder(nn.Module):
         else:
             self.patch_embed = PatchProjection(vision.in_channels, width, size, size, bias=options.bias)
         if options.num_positions:
-            # As files have it, and the class token's row first.
+            # As in checkpoint files; the class token's row is first.
             tables = (2,) if options.axial else (1,) * options.class_token
             self.positions = nn.Parameter(torch.empty(*tables, options.num_positions, width))
         if options.class_token:
@@ -61,8 +61,7 @@ class VisionEncoder(nn.Module):
         self.projector = PROJECTORS[options.projector](vision, options)
 
     def forward(self, pixel_values: Tensor, *, grid_thw: Tensor, backend: AttnBackend) -> EncoderOutput:
-        """Encode pictures: [n, c], of grids int64 [pictures, 3] on the host; tiles of an image are grids of their
-        own."""
+        """Encode images: [n, c], with grids int64 [images, 3] on the host; the tiles of an image are separate grids."""
         grids = grid_thw[:, 1:].repeat_interleave(grid_thw[:, 0], 0).tolist()
         sizes = [height * width for height, width in grids]
         hidden_states = self.patch_embed(pixel_values)
@@ -71,7 +70,7 @@ class VisionEncoder(nn.Module):
         if self.options.num_positions:
             hidden_states = hidden_states + self._positions(places)
         if self.options.class_token:
-            # All grids are alike where positions are in a table.
+            # With a table of positions all grids have the same size.
             first = (self.class_token + self.positions[:, :1]).expand(len(sizes), 1, -1)
             hidden_states = torch.cat((first, hidden_states.unflatten(0, (len(sizes), -1))), 1)
             hidden_states, sizes = hidden_states.flatten(0, 1), [size + 1 for size in sizes]
@@ -86,7 +85,7 @@ class VisionEncoder(nn.Module):
         return EncoderOutput(self.projector(hidden_states))
 
     def _positions(self, places: Tensor) -> Tensor:
-        """Return the positions of patches by row and column, int64 [n, 2] on the host: [n, V]."""
+        """Return the position embeddings of patches by row and column, int64 [n, 2] on the host: [n, V]."""
         if self.options.axial:
             rows, columns = (device.send(each.contiguous()) for each in places.unbind(1))
             return self.positions[0].index_select(0, columns) + self.positions[1].index_select(0, rows)
@@ -96,9 +95,9 @@ class VisionEncoder(nn.Module):
         return self.positions.flatten(0, -2).index_select(0, numbers)
 
     def _rotary_table(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return cosine and sine as `rotate` takes them, [2, n, 1, 1, channels of a head]: of a head's pairs of
-        channels the even ones turn by the patch's row, the odd ones by its column, rows' first; or, axial, of half a
-        head, [2, n, 1, 2, channels / 2]."""
+        """Return cosine and sine as `rotate` expects them, [2, n, 1, 1, channels of a head]. The even ones of a head's
+        channel pairs rotate by the patch's row, the odd ones by its column, rows first; if axial, each half of a head
+        separately, [2, n, 1, 2, channels / 2]."""
         assert self.options.rotary_base is not None
         channels = self.vision.hidden_size // self.vision.num_heads // (2 if self.options.axial else 1)
         powers = torch.arange(0, channels, 2, dtype=torch.float32) / channels
@@ -114,7 +113,7 @@ class VisionEncoder(nn.Module):
 
 
 class PatchProjection(nn.Conv2d):
-    """The projection of patches, each by itself: a convolution whose kernels lie side by side."""
+    """The linear projection of patches: a convolution whose stride is the kernel size."""
 
     def forward(self, patches: Tensor) -> Tensor:
         """Project [n, c] to [n, V]."""
@@ -122,16 +121,16 @@ class PatchProjection(nn.Conv2d):
 
 
 class PixelProjection(nn.Linear):
-    """The projection of patches whose pixels are from 0 to 1."""
+    """The linear projection of patches with pixel values from 0 to 1."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Project [n, c], whose channels come one after the other, to [n, V]."""
+        """Project [n, c], stored channel by channel, to [n, V]."""
         pixels = patches.unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
         return super().forward((2 * (pixels - 0.5)).to(self.weight.dtype))  # type: ignore[no-any-return]
 
 
 class EncoderLayer(nn.Module):
-    """Attention among the patches of a picture, and a feed-forward, each behind a norm and added to its input."""
+    """Attention among the patches of an image, and a feed-forward, each with a norm before it and a residual."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class EncoderLayer(nn.Module):
             self.scale1, self.scale2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
 
     def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
-        """Compute [n, V] to the same."""
+        """Run the layer on [n, V]."""
         attended = self.post_norm1(self.attention(self.norm1(hidden_states), table, spans, backend))
         hidden_states = hidden_states + (attended if self.scale1 is None else self.scale1 * attended)
         fed = self.post_norm2(self.mlp(self.norm2(hidden_states)))
@@ -155,7 +154,7 @@ class EncoderLayer(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention of the patches of a picture to each other, turned by their rows and columns where there is a table."""
+    """Attention among the patches of an image, with rotary embedding by row and column if there is a table."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
@@ -167,7 +166,7 @@ class VisionAttention(nn.Module):
             self.q_norm, self.k_norm = (_norm(width // self.num_heads, options) for _ in range(2))
 
     def forward(self, hidden_states: Tensor, table: Tensor | None, spans: Spans, backend: AttnBackend) -> Tensor:
-        """Attend within `spans`: [n, V] to the same."""
+        """Attend within `spans`: [n, V] to [n, V]."""
         query, key, value = (
             project(hidden_states).unflatten(1, (self.num_heads, -1))
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -185,7 +184,7 @@ class VisionAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with an activation between, or a gated one: SwiGLU, or with another activation."""
+    """A feed-forward with one activation, or a gated one, such as SwiGLU."""
 
     def __init__(self, vision: Vision, bias: bool) -> None:
         super().__init__()
@@ -196,14 +195,14 @@ class FeedForward(nn.Module):
         self.activation = ACT2FN[vision.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Compute [n, V] to the same."""
+        """Run the feed-forward on [n, V]."""
         up = self.up_proj(hidden_states)
         inner = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(hidden_states)) * up
         return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 class MergingProjector(nn.Module):
-    """Norm of patches, m² of them to one of the same width, and two linear layers to the decoder's width."""
+    """Normalizes patches, merges m² of them to one of the same width, and applies two linear layers."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
@@ -215,13 +214,13 @@ class MergingProjector(nn.Module):
         self.activation = ACT2FN["gelu"]
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Project [n, V] to [n / m², h]; of the patches of a token a channel of all comes before the next channel."""
+        """Project [n, V] to [n / m², h]; the merged patches of a token are interleaved by channel."""
         merged = self.norm(patches).unflatten(0, (-1, self.patches_of_token)).transpose(1, 2).flatten(1)
         return self.linear_2(self.activation(self.linear_1(self.merging_layer(merged))))  # type: ignore[no-any-return]
 
 
 class AveragingProjector(nn.Module):
-    """The average of m² patches, a norm that multiplies by 1 + its weight, and a matrix to the decoder's width."""
+    """Averages m² patches, and applies a norm that multiplies by 1 + its weight, and a linear projection."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
@@ -237,7 +236,7 @@ class AveragingProjector(nn.Module):
 
 
 class JoiningProjector(nn.Module):
-    """m² patches side by side, LayerNorm, and two linear layers to the decoder's width."""
+    """Concatenates m² patches, and applies LayerNorm and two linear layers."""
 
     def __init__(self, vision: Vision, options: VisionLayers) -> None:
         super().__init__()
@@ -247,14 +246,13 @@ class JoiningProjector(nn.Module):
         self.activation = ACT2FN["gelu"]
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Project [n, V] to [n / m², h]; patches of a token come row by row."""
+        """Project [n, V] to [n / m², h]; the patches of a token are concatenated row by row."""
         joined = self.norm(patches.unflatten(0, (-1, self.patches_of_token)).flatten(1))
         return self.linear_2(self.activation(self.linear_1(joined)))  # type: ignore[no-any-return]
 
 
 class ScaledAverageProjector(nn.Module):
-    """The average of m² patches times √V, standardized where the model is, normalized, and a matrix to the decoder's
-    width."""
+    """Averages m² patches, scales by √V, optionally standardizes, normalizes, and applies a linear projection."""
 
     std_bias: Tensor | None
     std_scale: Tensor
@@ -286,7 +284,7 @@ PROJECTORS: dict[str, Callable[[Vision, VisionLayers], nn.Module]] = {
 
 
 def patch_places(height: int, width: int, merge_size: int) -> Tensor:
-    """Return row and column of each patch of an image, int64 [height · width, 2], in the order of patches."""
+    """Return row and column of each patch of an image, int64 [height · width, 2], in patch order."""
     m = merge_size
     rows = torch.arange(height).view(-1, 1, m, 1).expand(-1, width // m, m, m)
     columns = torch.arange(width).view(1, -1, 1, m).expand(height // m, -1, m, m)

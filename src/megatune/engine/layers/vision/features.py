@@ -1,11 +1,11 @@
-"""Features of pictures in place of their tokens' embeddings, before a row is cut over ranks in any way.
+"""Insert image features in place of their tokens' embeddings, before rows are split over ranks in any way.
 
-Pictures are dealt over the ranks that hold the same tokens, or parts of the same rows: each is encoded once. Without
-this every tensor- and context-parallel rank of the first pipeline stage would encode all pictures of its micro-batch.
-`owners` say which of them encodes which; ranks are counted as in Megatron-Core's group of both, where neighbours are
-tensor-parallel.
+Images are distributed over the ranks that hold the same tokens, or parts of the same rows: each is encoded once.
+Otherwise every tensor- and context-parallel rank of the first pipeline stage would encode all images of its
+micro-batch. `owners` says which rank encodes which; ranks are numbered as in Megatron-Core's combined group, in which
+tensor-parallel ranks are adjacent.
 
-Legend: N tokens of all pictures of a micro-batch, s / cp tokens of a context-parallel rank, b rows, h width of the
+Legend: N tokens of all images of a micro-batch, s / cp tokens of a context-parallel rank, b rows, h width of the
 decoder, k deepstack mergers.
 """
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 class VisionFeatures:
-    """Makes the features of a micro-batch."""
+    """Computes the image features of a micro-batch."""
 
     def __init__(self, tower: Tower, vision: Vision) -> None:
         self._tower, self._vision = tower, vision
 
     def __call__(self, pictures: Pictures | None) -> Tensor | None:
-        """Encode pictures; collective over tensor- and context-parallel ranks where there are any.
+        """Encode images; collective over tensor- and context-parallel ranks if there are any.
 
-        An encoder or merger that is trained runs once in every micro-batch, since gradients that are reduced while
-        others are computed are counted: with no picture for this rank on one of zeros, which no token gets.
+        An encoder or merger that is trained runs exactly once per micro-batch, because DDP counts gradients to start
+        their reduction. A rank without an image encodes zeros, and discards the result.
 
         Returns:
-            [N, 1 + k, h], the same on all of these ranks; None where there is no picture and nothing is trained.
+            [N, 1 + k, h], the same on all of these ranks; None if there is no image and nothing is trained.
         """
         trained = torch.is_grad_enabled() and self._tower.is_trained
         if pictures is None:
@@ -69,7 +69,7 @@ class VisionFeatures:
         return gather_features(features, plan_gather(counts, pictures.owners, rank, size))
 
     def _of_no_picture(self) -> Tensor:
-        """Run the encoder on zeros, and return none of what it makes of them: [0, 1 + k, h]."""
+        """Run the encoder on zeros, and return an empty part of the result: [0, 1 + k, h]."""
         size, vision = self._vision.spatial_merge_size, self._vision
         channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         zeros = torch.zeros(size**2, channels, device=device.current())
@@ -79,16 +79,16 @@ class VisionFeatures:
 def place_features(
     features: Tensor, embeddings: Tensor, pictures: Pictures | None, boundaries: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Put features in the place of embeddings.
+    """Insert features in place of embeddings.
 
     Args:
-        features: [N, 1 + k, h], as VisionFeatures makes them.
+        features: [N, 1 + k, h], from VisionFeatures.
         embeddings: [s / cp, b, h], whole on every tensor-parallel rank.
-        boundaries: as in Sequences.
+        boundaries: see Sequences.
 
     Returns:
-        Embeddings; and what is added to the hidden states after each of the first k layers, [s / cp, b, k, h], zeros
-        at text; None where there is nothing to add.
+        Embeddings; and the tensor to add to the hidden states after each of the first k layers, [s / cp, b, k, h],
+        zeros for text; None if k is 0.
     """
     if pictures is None:
         return embeddings + features.to(embeddings.dtype).sum(), None
@@ -113,12 +113,12 @@ def place_features(
 
 
 class GatherPlan(NamedTuple):
-    """Where features are after they were gathered, on the host.
+    """Where features are after all-gather, on the host.
 
     Attributes:
-        longest: tokens of the rank that has most; ranks with fewer send padding behind them.
-        order: int64 [n], of the tokens of all pictures in their order, among those of all ranks.
-        own: int64 [m], of this rank's tokens among those of all pictures.
+        longest: number of tokens of the rank that has most; the others pad to it.
+        order: int64 [n], indices of the tokens of all images, in order, among the gathered ones.
+        own: int64 [m], indices of this rank's tokens among those of all images.
     """
 
     longest: int
@@ -127,18 +127,18 @@ class GatherPlan(NamedTuple):
 
 
 def plan_gather(counts: Tensor, owners: Tensor, rank: int, size: int) -> GatherPlan:
-    """Find out where features will be.
+    """Compute where features will be after all-gather.
 
     Args:
-        counts: int64 [pictures], tokens of each.
-        owners: int64 [pictures].
-        rank, size: of this rank among those that pictures are dealt to, and their number.
+        counts: int64 [images], tokens of each.
+        owners: int64 [images].
+        rank, size: of this rank in the group that encodes the images.
     """
     owner_of_token = owners.repeat_interleave(counts)
     by_owner = torch.bincount(owner_of_token, minlength=size)
     sorted_tokens = owner_of_token.argsort(stable=True)
     longest = int(by_owner.max())
-    # In the order of owners tokens lie side by side; gathered, each owner's begin at a multiple of `longest`.
+    # Sorted by owner tokens are adjacent; after all-gather each owner's begin at a multiple of `longest`.
     gaps = torch.arange(size) * longest - (by_owner.cumsum(0) - by_owner)
     order = torch.empty_like(sorted_tokens)
     order[sorted_tokens] = torch.arange(len(order)) + gaps[owner_of_token[sorted_tokens]]
@@ -146,10 +146,10 @@ def plan_gather(counts: Tensor, owners: Tensor, rank: int, size: int) -> GatherP
 
 
 def gather_features(own: Tensor, plan: GatherPlan) -> Tensor:
-    """Gather what every rank has encoded, [m, ...] of this one, to [n, ...] in the order of the tokens.
+    """Gather the features that every rank has encoded, [m, ...] of this one, to [n, ...] in the order of the tokens.
 
-    Every rank must find the same loss of the tokens that it holds: tensor-parallel ranks the same gradient of all
-    features, context-parallel ranks that of their own tokens.
+    Every rank must compute the loss of the tokens that it holds: tensor-parallel ranks then have the same gradient of
+    all features, context-parallel ranks that of their own tokens.
     """
     gathered: Tensor = _Gather.apply(own, plan.longest, device.send(plan.order), device.send(plan.own))
     return gathered
@@ -170,15 +170,15 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
-            # A sum of one number and zeros: a token is on one rank only.
+            # Each element is nonzero on one rank only, so this sum is exact.
             grad = grad.clone()
             torch.distributed.all_reduce(grad, group=group)
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
 def sum_vision_gradients(model: Sequence[DistributedDataParallel]) -> None:
-    """Sum the gradients of an encoder's parameters, marked so, over tensor-parallel ranks, after those of replicas were
-    summed: each rank has found a part."""
+    """Sum the gradients of the vision encoder's parameters over tensor-parallel ranks, each of which has a part, after
+    the reduction over replicas."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return
@@ -187,7 +187,7 @@ def sum_vision_gradients(model: Sequence[DistributedDataParallel]) -> None:
             (start, stop, getattr(parameter, "sum_over_tp", False))
             for parameter, (start, stop, _) in buffer.param_index_map.items()
         )
-        # Parameters of one module lie side by side.
+        # Parameters of one module are adjacent in the buffer.
         for sum_over_tp, side_by_side in groupby(places, key=itemgetter(2)):
             if sum_over_tp:
                 run = list(side_by_side)

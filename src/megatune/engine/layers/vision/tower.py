@@ -1,6 +1,6 @@
-"""The vision encoder: the engine's own, or Transformers' module, with all its pictures attended to in one call.
+"""Build and run the vision encoder: the engine's own, or Transformers' module with one attention call for all images.
 
-Legend: n patches of the pictures, m² patches to a token, c channels of a patch, h width of the decoder, k deepstack
+Legend: n patches of the images, m² patches to a token, c channels of a patch, h width of the decoder, k deepstack
 mergers.
 """
 
@@ -39,18 +39,17 @@ try:
     )
 
     TAKES_INPUTS = True
-except ImportError:  # before 5.15 encoders find out by themselves, and wait for the device
+except ImportError:  # before 5.15 encoders compute these themselves, and synchronize with the device
     TAKES_INPUTS = False
 
-# Transformers hands the bounds of all pictures at once to attention whose name has "flash" in it.
+# Transformers passes the bounds of all images together to attention implementations with "flash" in their name.
 _ATTENTION = "megatune_flash"
 
 
 def build_encoder(architecture: Architecture, config: TransformerConfig) -> torch.nn.Module:
-    """Build the encoder with its mergers; weights are uninitialized.
+    """Build the encoder with its mergers: the engine's own, or Transformers' module with its parameter names.
 
-    It is the engine's own, or Transformers' module with its names of parameters.
-    Without dropout, and with checkpointing of its layers where the decoder is recomputed in full.
+    Weights are uninitialized. There is no dropout, and layers are recomputed if the decoder is recomputed in full.
     """
     vision, recompute = architecture.vision, config.recompute_granularity == "full"
     assert vision is not None
@@ -66,22 +65,22 @@ def build_encoder(architecture: Architecture, config: TransformerConfig) -> torc
         encoder = encoder_class(settings)
     encoder.config._attn_implementation = _ATTENTION
     for module in encoder.modules():
-        # Frequencies of rotary embeddings stay in fp32, whatever dtype the module is brought to.
+        # Frequencies of rotary embeddings stay in fp32, even if the module is converted: they must not be buffers.
         for name in list(module._buffers):
             buffer = module._buffers.pop(name)
             setattr(module, name, None if buffer is None else buffer.detach())
-    # A convolution whose kernels lie side by side is a product with the flattened patches.
+    # A convolution whose stride is the kernel size is a product with the flattened patches.
     encoder.patch_embed.proj.__class__ = PatchProjection
     if recompute:
         for layer in encoder.blocks:
-            # As Transformers' gradient_checkpointing_enable does, which also asks patches for a gradient.
+            # As Transformers' gradient_checkpointing_enable, which would also require gradients of patches.
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return encoder  # type: ignore[no-any-return]
 
 
 class PatchProjection(torch.nn.Conv3d):
-    """The projection of patches, each by itself."""
+    """The linear projection of patches."""
 
     def forward(self, patches: Tensor) -> Tensor:
         """Project [n, channels, frames, height, width] to [n, V]."""
@@ -89,10 +88,10 @@ class PatchProjection(torch.nn.Conv3d):
 
 
 class Tower:
-    """Calls an encoder of `build_encoder`.
+    """Calls an encoder built by `build_encoder`.
 
     Args:
-        encoder: it belongs to the model, which holds its parameters.
+        encoder: a submodule of the model, which holds its parameters.
     """
 
     def __init__(self, encoder: torch.nn.Module, vision: Vision, config: TransformerConfig) -> None:
@@ -100,20 +99,20 @@ class Tower:
 
     @property
     def is_trained(self) -> bool:
-        """Whether any part of the encoder, or a merger, is."""
+        """Whether any parameter of the encoder, or of a merger, is trained."""
         return any(parameter.requires_grad for parameter in self._encoder.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its features."""
+        """The dtype of features."""
         return next(self._encoder.parameters()).dtype
 
     def __call__(self, pixel_values: Tensor, grids: Tensor) -> Tensor:
-        """Encode pictures.
+        """Encode images.
 
         Args:
-            pixel_values: [n, c] on the device, picture after picture.
-            grids: int64 [pictures, 3] on the host.
+            pixel_values: [n, c] on the device, image after image.
+            grids: int64 [images, 3] on the host.
 
         Returns:
             [n / m², 1 + k, h]: features of tokens, and what is added to them after the decoder's first layers.
@@ -127,11 +126,11 @@ class Tower:
 
 
 def encoder_inputs(grids: Tensor, vision: Vision) -> dict[str, Any]:
-    """Compute on the host what the encoder needs to know of its pictures, so that it need not ask the device."""
+    """Compute the encoder's inputs on the host, so that it does not synchronize with the device."""
     merge_size = vision.spatial_merge_size
     frames = _squares(get_vision_cu_seqlens(grids))
     inputs: dict[str, Any] = {
-        # Opaque to Transformers, which hands them to `_attend`.
+        # Passed through Transformers unchanged, to `_attend`.
         "cu_seqlens": frames,
         "max_seqlen": frames.on_device[2],
         "position_ids": device.send(get_vision_position_ids(grids, merge_size)),
@@ -153,7 +152,7 @@ def encoder_inputs(grids: Tensor, vision: Vision) -> dict[str, Any]:
 
 
 def _squares(bounds: Tensor) -> Spans:
-    """Return the spans of patches that all attend to each other, int [spans + 1]."""
+    """Return the spans of patches that all attend to each other, from int [spans + 1]."""
     edges = tuple(bounds.tolist())
     return Spans(edges, edges, causal=False)
 
@@ -170,7 +169,7 @@ def _attend(
     backend: AttnBackend,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within pictures or windows: [1, heads, n, channels], each, to [n, heads, channels]."""
+    """Attend within images or windows: [1, heads, n, channels], each, to [n, heads, channels]."""
     spans = cu_seq_lens_q if isinstance(cu_seq_lens_q, Spans) else _squares(cu_seq_lens_q)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     return attend(query, key, value, spans, scaling, backend), None
