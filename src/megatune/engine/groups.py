@@ -283,7 +283,7 @@ def build(parallel: ParallelSettings, *, seed: int, timeout: float) -> RankCoord
     return coordinates()
 
 
-def rank_coordinates() -> RankCoordinates:
+def coordinates() -> RankCoordinates:
     """Return this rank's coordinates in the groups that `build` created."""
     by_name = {
         "tp": tensor_parallel_group(),

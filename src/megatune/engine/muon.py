@@ -122,7 +122,7 @@ class Muon(FusedAdam):
 
     def _orthogonal(self, parameter: Any) -> Tensor:
         """Orthogonalize the matrices in a parameter's gradient buffer; return this rank's slice of them, scaled."""
-        weight, part = parameter.entry, rank_slice(parameter.entry, groups.rank_coordinates())
+        weight, part = parameter.entry, rank_slice(parameter.entry, groups.coordinates())
         mine = parameter.main_grad.to(torch.float32 if parameter.dtype == torch.float32 else torch.bfloat16)
         parts = _gathered(mine, weight, part)
         shapes = hf_shapes(weight, self._architecture, 0, part)

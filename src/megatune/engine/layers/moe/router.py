@@ -282,9 +282,9 @@ def choose(
 ) -> Tensor:
     """Return the experts with the best scores: int64 [n, k].
 
-        num_groups, group_topk: only choose among the experts of the best groups.
-        best: rank a group by the sum of this many of its best scores: two in DeepSeek-V3 (arXiv:2412.19437), one in V2.
-            Megatron-Core sums the best k / group_topk, which is only two for the published sizes of V3.
+    num_groups, group_topk: only choose among the experts of the best groups.
+    best: rank a group by the sum of this many of its best scores: two in DeepSeek-V3 (arXiv:2412.19437), one in V2.
+        Megatron-Core sums the best k / group_topk, which is only two for the published sizes of V3.
     """
     if group_topk:
         n, num_experts = scores.shape
