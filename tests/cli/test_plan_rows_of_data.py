@@ -11,7 +11,7 @@ from megatune.config.load import load
 from megatune.config.settings import Settings
 from megatune.data import sampled
 from megatune.data.encode import load_tokenizer, make_encoder
-from megatune.data.sampled import not_here, sampled_lengths, text_counter
+from megatune.data.sampled import first_remote_dataset, sampled_lengths, text_counter
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.plan.case import Case, PlannedModel
@@ -84,7 +84,7 @@ def test_lengths_are_about_those_of_the_template_and_the_longest_row_is_found(fo
 def test_without_a_tokenizer_texts_are_counted_and_it_is_said(folder, model):
     rows = data_rows(settings_for(folder, "Qwen/Qwen3-8B", "dataset=chat.jsonl"), planned(model)).lengths
     assert rows is not None
-    assert rows.origin == "of all 600 rows, estimated with 4 bytes of text a token"
+    assert rows.origin == "of all 600 rows, estimated with 4 bytes of text per token"
     assert rows.longest == pytest.approx(len(text(180)) / 4 + 10, abs=4)
 
 
@@ -104,13 +104,13 @@ def test_reading_ends_in_time(folder, model, monkeypatch):
     assert (found.rows, found.is_whole) == (1, False)
     monkeypatch.setattr(sampled, "_MOST_READ", 50)
     found = sampled_lengths(settings_for(folder, model, "dataset=chat.jsonl"), seconds=60.0)
-    assert found.words.startswith("of the first 50 rows")
+    assert found.origin.startswith("of the first 50 rows")
 
 
 @pytest.mark.parametrize("name", ["far", "hf::owner/name"])
 def test_what_is_not_in_files_here_is_not_fetched(folder, model, name):
     settings = settings_for(folder, model, f"dataset=[chat.jsonl,'{name}']")
-    assert not_here(settings) == name
+    assert first_remote_dataset(settings) == name
     found = data_rows(settings, planned(model))
     assert found.lengths is None
     assert found.note == (

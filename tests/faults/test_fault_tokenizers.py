@@ -69,7 +69,7 @@ def test_tokens_beyond_the_vocabulary(model: Path, told: Tell) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [
-    ("LlamaTokenizer", "belongs to another model; it makes"),
+    ("LlamaTokenizer", "belongs to another model; it produces"),
     ("BertTokenizer", "cannot be loaded; tokenizer_class: BertTokenizer of tokenizer_config.json belongs to another"),
     ("T5Tokenizer", "cannot be loaded; tokenizer_class: T5Tokenizer of tokenizer_config.json belongs to another"),
 ])  # fmt: skip

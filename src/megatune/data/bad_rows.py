@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on: why, and what on_bad_row does with them."""
+"""Errors of rows that cannot be trained on, and their handling by on_bad_row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatune.data.samples import Sample
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
-MOST_NAMED = 20  # rows that an error names
+MOST_NAMED = 20  # rows that an error lists
 TOO_LONG = "too-long"
 
 
@@ -22,9 +22,9 @@ class RowError(Exception):
     """A row that cannot be trained on.
 
     Args:
-        code: the kind of problem, for programs: "missing-field". docs/data-formats.md lists all of them.
-        reason: what is wrong, in words that are the same for all such rows (they are counted by it).
-        detail: what is special about this row.
+        code: machine-readable kind of the problem, such as "missing-field"; docs/data-formats.md lists all codes.
+        reason: description of the problem, the same for all rows that have it (reports count rows by reason).
+        detail: details of this row.
     """
 
     def __init__(self, code: str, reason: str, detail: str = "") -> None:
@@ -36,7 +36,7 @@ class RowError(Exception):
 
 
 class LengthError(RowError):
-    """A row that is lost to cutoff_len; `length` is its number of tokens before truncation."""
+    """A row that is dropped because of cutoff_len; `length` is its number of tokens before truncation."""
 
     def __init__(self, code: str, reason: str, detail: str = "", length: int = 0) -> None:
         super().__init__(code, reason, detail)
@@ -44,11 +44,12 @@ class LengthError(RowError):
 
 
 class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
-    """A row that needs what is not built, or another stage: its data set is refused, since dropping would hide that.
+    """A row that needs an unsupported feature or another stage. Its data set is refused: dropping the row would hide
+    the problem.
 
     Args:
-        what: what it needs.
-        fix: what to do about it, "" where there is nothing to say.
+        what: what the row needs.
+        fix: how to fix it, or "".
     """
 
     def __init__(self, what: str, fix: str = "") -> None:
@@ -57,20 +58,19 @@ class UnsupportedRow(Exception):  # noqa: N818 - not an error of the row
 
 
 def no_rows(name: str) -> Finding:
-    """Return what is wrong with a data set whose files have no rows."""
+    """Return the finding for a data set whose files have no rows."""
     return Finding(f"{name}: there are no rows", fix="write rows into its files, or remove it from the data")
 
 
 class BadRows:
-    """Keeps, or refuses, the rows that are dropped; use as a context manager.
+    """Context manager that collects dropped rows, and copies or refuses them.
 
-    Rows that truncation_strategy: drop leaves out are dropped as the user asks: they are kept with the others, and
-    refused only by truncation_strategy: error.
+    Rows longer than cutoff_len are refused only by truncation_strategy: error, whatever the policy is.
 
     Args:
         policy: on_bad_row.
         truncation: truncation_strategy.
-        folder: gets bad_rows.jsonl, if there are bad rows and the policy is "quarantine".
+        folder: where bad_rows.jsonl is written if there are bad rows and the policy is "quarantine".
     """
 
     def __init__(self, policy: str, truncation: str, folder: Path) -> None:
@@ -88,7 +88,7 @@ class BadRows:
             self._file.close()
 
     def add(self, sample: Sample, error: RowError) -> None:
-        """Keep one row that is dropped."""
+        """Add one dropped row."""
         kind = "long" if error.code == TOO_LONG else "bad"
         self._counts[kind] += 1
         if len(self._named[kind]) < MOST_NAMED:
@@ -96,18 +96,18 @@ class BadRows:
         if self._path is None:
             return
         if self._file is None:
-            # What JSON spells as half of a surrogate pair is written as it was: backslash, u, four digits.
+            # A lone surrogate is written as in its JSON source: backslash, u, four digits.
             self._file = open(self._path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        # A row that could not be parsed is kept as its text.
+        # A row that could not be parsed is written as its text.
         row = {"raw": sample.row.raw} if sample.row.error is not None else {"row": _written(sample.row.fields)}
         entry = {"where": sample.row.where, "code": error.code, "reason": error.reason, "detail": error.detail, **row}
         self._file.write(f"{json.dumps(entry, ensure_ascii=False, default=str)}\n")
 
     def check(self, num_read: int) -> None:
-        """Refuse the bad rows among the `num_read` rows of all data sets, once all of them are read.
+        """Raise if the settings refuse any of the dropped rows, after all `num_read` rows of all data sets are read.
 
         Raises:
-            MegatuneError: there are rows that the settings refuse (exit code 65).
+            MegatuneError: there are such rows (exit code 65).
         """
         findings: list[Finding] = []
         for kind, what, fix in (
@@ -125,7 +125,7 @@ class BadRows:
 
 
 def _written(fields: Mapping[str, Any]) -> Any:
-    """Return what is written of a row; json reads more levels than Python's own functions go through."""
+    """Return a row for bad_rows.jsonl; json can read deeper nesting than Python's recursion limit allows here."""
     try:
         return _without_media(fields)
     except RecursionError:
@@ -133,7 +133,7 @@ def _written(fields: Mapping[str, Any]) -> Any:
 
 
 def _without_media(value: Any) -> Any:
-    """Return a row's value with a digest in place of encoded images and videos: `where` has the place of the row."""
+    """Return a row's value with encoded images and videos replaced by digests; "where" names the row itself."""
     if isinstance(value, Mapping):
         return {name: _without_media(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Documents to the micro-batches that a model takes; their pictures are decoded by the ranks that
-share one, each its part."""
+"""Collate documents to micro-batches. The ranks that share a micro-batch each decode a part of its images and
+videos."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from megatune.data.vision import VisionInput
 
 
-# Names of extras that follow from a micro-batch's tokens: weights of answers' tokens, fp32 [b, s]; whether a document's
-# score is that of a token, bool [b, s].
+# Names of extras that are computed from a micro-batch's tokens: weights of answer tokens, fp32 [b, s]; whether a token
+# is the one at which the score of its document is read, bool [b, s].
 ANSWER_TOKEN_WEIGHTS, SCORED = "answer_token_weights", "scored_tokens"
 
 
 class Extra(Protocol):
-    """What a micro-batch carries beside its tokens: reference log-probabilities, advantages, rewards.
+    """A tensor that a micro-batch has in addition to its tokens: reference log-probabilities, advantages, rewards.
 
-    The pipeline schedule never looks at it; the objective gets it by its name. A token's value lies where the token
-    lies in `Batch.input_ids`: what belongs to a label lies at the token that predicts it.
+    The pipeline schedule ignores it; the objective reads it by name. Values of tokens are aligned with
+    `Batch.input_ids`: the value of a label is at the token that predicts it.
     """
 
     def on_rank(self, tokens: torch.Tensor | None, device: torch.device | int | str) -> Any:
-        """Return what a rank gets of it, on the device.
+        """Return this rank's part, on the device.
 
         Args:
-            tokens: int64 [s / cp], the places in the whole row of the tokens of this context-parallel rank; None where
-                a rank holds them all.
+            tokens: int64 [s / cp], positions of this context-parallel rank's tokens in the whole row; None if the rank
+                has all tokens.
         """
 
     def pin_memory(self) -> Extra:
-        """Return the same in page-locked memory."""
+        """Return a copy in page-locked memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """Values of every token of a micro-batch, [b, s, ...]; 0 at padding. A rank gets those of its tokens."""
+    """Values of every token of a micro-batch, [b, s, ...]; 0 at padding. A rank receives those of its tokens."""
 
     values: torch.Tensor
 
@@ -59,8 +59,8 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True)
 class DocumentValues:
-    """Values of every document of a micro-batch, [documents, ...], in the order of `Batch.lengths`; 0 for documents of
-    padding. Every rank gets all."""
+    """Values of every document of a micro-batch, [documents, ...], in the order of `Batch.lengths`; 0 for padding
+    documents. Every rank receives all of them."""
 
     values: torch.Tensor
 
@@ -73,19 +73,19 @@ class DocumentValues:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch, ready for Megatron-Core: label t is the token after token t.
+    """One micro-batch in Megatron-Core's layout: label t is the token after token t.
 
     Attributes:
-        input_ids: int64 [b, s], padded at the right.
-        labels: int64 [b, s], shifted; IGNORE_INDEX where nothing is trained.
-        position_ids: int64 [b, s], counted from 0 in every document.
-        lengths: real tokens of each document. Without packing a document is a row of the batch, b of them.
-        cu_seqlens: packed rows only, which come as one long row, b = 1: int32 [documents + 1], where documents begin,
-            and s at the end; padding follows the real tokens of its document. None where every row is one document.
-        extras: what an objective needs beside tokens, by name.
-        pictures: None where there is none in the micro-batch.
-        unreadable: those that this rank should have decoded, and could not.
-        documents_per_sample: 2 where documents are preference pairs: chosen, rejected, chosen, rejected ...
+        input_ids: int64 [b, s], padded on the right.
+        labels: int64 [b, s], shifted; IGNORE_INDEX for tokens that are not trained.
+        position_ids: int64 [b, s], starting at 0 in every document.
+        lengths: number of tokens of each document without padding. Without packing each of the b rows is a document.
+        cu_seqlens: int32 [documents + 1], starts of documents, and s at the end. Only with packing, which joins all
+            rows to one (b = 1) and pads each document at its end. None if every row is one document.
+        extras: further inputs of the objective, by name.
+        pictures: images and videos; None if there are none in the micro-batch.
+        unreadable: those that this rank should have decoded, but could not.
+        documents_per_sample: 2 if documents are preference pairs (chosen, rejected, chosen, rejected ...), else 1.
     """
 
     input_ids: torch.Tensor
@@ -100,13 +100,13 @@ class Batch:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of trained tokens."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def without(self, documents: Iterable[int]) -> Batch:
-        """Return the batch with no label in the samples of these documents, by their numbers in `lengths`.
+        """Return the batch with the labels of these documents' samples masked; documents are indices into `lengths`.
 
-        Of a pair neither answer keeps its labels: what is left of it could not be compared with anything.
+        Both documents of a pair are masked, since one alone cannot be compared.
         """
         labels, size = self.labels.clone(), self.documents_per_sample
         samples = {document // size for document in documents}
@@ -119,7 +119,7 @@ class Batch:
         return replace(self, labels=labels)
 
     def pin_memory(self) -> Batch:
-        """Return the same batch in page-locked memory (called by torch's DataLoader)."""
+        """Return a copy in page-locked memory (called by torch's DataLoader)."""
         return replace(
             self,
             input_ids=self.input_ids.pin_memory(),
@@ -132,17 +132,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Makes micro-batches of one layout."""
+    """Collates documents to micro-batches."""
 
     micro_batch_size: int  # rows of the data in a micro-batch
-    packed: bool  # rows hold several samples; those of a micro-batch are joined to one long row
+    packed: bool  # rows hold several samples; the rows of a micro-batch are joined to one
     sequence_multiple: int  # the length of a micro-batch is a multiple of this
-    document_multiple: int  # packed, every document begins at a multiple of this, which divides sequence_multiple
+    document_multiple: int  # with packing every document begins at a multiple of this; divides sequence_multiple
     pad_token_id: int
-    vision: VisionInput | None = None  # of a vision-language model
-    documents_per_row: int = 1  # 2 where documents are preference pairs; packed, a row has a multiple of it
-    ld_alpha: float | None = None  # of pairs: makes the extra ANSWER_TOKEN_WEIGHTS, see `answer_token_weights`
-    scores: bool = False  # of a model with scores: makes the extra SCORED, see `scored_tokens`
+    vision: VisionInput | None = None  # for vision-language models
+    documents_per_row: int = 1  # 2 for preference pairs; with packing a row has a multiple of it
+    ld_alpha: float | None = None  # for pairs: adds the extra ANSWER_TOKEN_WEIGHTS, see `answer_token_weights`
+    scores: bool = False  # for models with a score head: adds the extra SCORED, see `scored_tokens`
 
     def length(self, document_lengths: Sequence[int] | np.ndarray) -> int:
         """Return the shortest length, s, of a micro-batch that holds documents of these lengths."""
@@ -159,17 +159,17 @@ class Collator:
         extras: Mapping[str, ExtraColumn] | None = None,
         shard: MediaShard | None = None,
     ) -> Batch:
-        """Return the micro-batch of the documents of its rows, in order.
+        """Collate the documents of a micro-batch's rows.
 
-        What no document fills is padding that trains nothing: whole rows, or, packed, one document at the end.
+        The remaining space is filled with untrained padding: whole rows, or, with packing, one document at the end.
 
         Args:
-            length: a multiple of sequence_multiple, and at least what `length` returns for these documents.
-            extras: values of these documents, by name.
-            shard: which of the pictures this rank decodes; None for none of them.
+            length: a multiple of sequence_multiple, at least the result of `length` for these documents.
+            extras: extra values of these documents, by name.
+            shard: determines which images and videos this rank decodes; None for none of them.
 
         Raises:
-            ValueError: there are more or fewer extra values than tokens or documents.
+            ValueError: the number of extra values differs from that of tokens or documents.
         """
         assert not len(documents) % self.documents_per_row, "a part of a pair"
         lengths = [len(document.input_ids) for document in documents]
@@ -182,7 +182,7 @@ class Collator:
         starts = np.concatenate(([0], np.cumsum(spans)))
         input_ids = np.full(starts[-1], self.pad_token_id, dtype=np.int64)
         labels = np.full(starts[-1], IGNORE_INDEX, dtype=np.int64)
-        for start, size, document in zip(starts, lengths, documents, strict=False):  # padding has no document
+        for start, size, document in zip(starts, lengths, documents, strict=False):  # further spans are padding
             input_ids[start : start + size] = document.input_ids
             labels[start : start + size - 1] = document.labels[1:]
         position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], spans)
@@ -195,7 +195,7 @@ class Collator:
         pictures: Pictures | None = None
         unreadable: tuple[Unreadable, ...] = ()
         if any(document.pictures for document in documents):
-            assert self.vision is not None, "rows with images or videos for a model that reads none"
+            assert self.vision is not None, "rows with images or videos for a language model"
             rows = input_ids.reshape(shape), position_ids.reshape(shape)
             pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, shard)
         return Batch(
@@ -212,17 +212,17 @@ class Collator:
 
 
 def _collate(column: ExtraColumn, lengths: Sequence[int], starts: np.ndarray, shape: tuple[int, int]) -> Extra:
-    """Return the extra of a micro-batch.
+    """Return an extra of a micro-batch.
 
     Args:
         column: values of the documents, in the order of their spans.
-        lengths: tokens of each document.
-        starts: where spans begin in the batch's flattened rows, and their end behind the last; the first spans hold the
+        lengths: length of each document.
+        starts: starts of spans in the batch's flattened rows, and the end of the last one; the first spans are
             documents, the others padding.
         shape: (b, s).
 
     Raises:
-        ValueError: there are more or fewer values than tokens or documents.
+        ValueError: the number of values differs from that of tokens or documents.
     """
     wanted = sum(lengths) if column.per == "token" else len(lengths)
     if len(column.values) != wanted:
@@ -244,10 +244,10 @@ def _padded(length: int, multiple: int) -> int:
 
 
 def answer_token_weights(documents: Sequence[Document], alpha: float) -> ExtraColumn:
-    """Return fp32 [tokens]: alpha for trained tokens beyond as many as the shorter answer has, and 1 for all others.
+    """Return fp32 [tokens]: alpha for trained tokens beyond the length of the shorter answer, and 1 for all others.
 
-    LD-DPO (arXiv:2409.06411): a model learns less from the length of an answer. A token's weight lies at the token
-    before it, which predicts it.
+    LD-DPO (arXiv:2409.06411) reduces the influence of an answer's length. The weight of a token is at the token before
+    it, which predicts it.
 
     Args:
         documents: chosen, rejected, chosen, rejected ...
@@ -265,32 +265,32 @@ def answer_token_weights(documents: Sequence[Document], alpha: float) -> ExtraCo
 def scored_tokens(documents: Sequence[Document], pad_token_id: int) -> ExtraColumn:
     """Return bool [tokens]: True for the token of each document at which its scores are read.
 
-    It is the last one that pads no row, as in Transformers; where a tokenizer pads with the token that ends answers,
-    the one before the end.
+    It is the last token other than the padding token, as in Transformers; if the padding token also ends answers, it is
+    the one before.
     """
     parts = [np.empty(0, dtype=np.bool_)]
     for document in documents:
         (others,) = np.nonzero(document.input_ids != pad_token_id)
         is_scored = np.zeros(len(document.input_ids), dtype=np.bool_)
-        is_scored[others[-1] if len(others) else 0] = True  # Transformers takes the first of none
+        is_scored[others[-1] if len(others) else 0] = True  # the first if all are padding, as in Transformers
         parts.append(is_scored)
     return ExtraColumn("token", np.concatenate(parts))
 
 
 class MediaShard(NamedTuple):
-    """One of the ranks that deal the pictures of a micro-batch among themselves."""
+    """The index of a rank among the ranks that decode the images and videos of a micro-batch together."""
 
     rank: int
     size: int
 
 
 class Unreadable(NamedTuple):
-    """A picture that could not be decoded; the micro-batch has zeros in its place.
+    """An image or video that could not be decoded; its pixels in the micro-batch are zeros.
 
     Attributes:
-        document: its number in `Batch.lengths`.
-        where: the file, in words.
-        code, reason, detail: as a `RowError` has them.
+        document: its index in `Batch.lengths`.
+        where: the name of the file.
+        code, reason, detail: as in `RowError`.
     """
 
     document: int
@@ -305,11 +305,11 @@ class Pictures:
     """The images and videos of a micro-batch, n of them, in the order of their tokens.
 
     Attributes:
-        pixel_values: fp32 [patches, C·T·p²], of the pictures that this rank computes, in their order.
-        grids: int64 [n, 3], patches (t, h, w) of all pictures.
-        owners: int64 [n], which of the ranks that share the micro-batch computes each; 0 where no share is given.
-        places: int64 [tokens], where the pictures' tokens are in the flattened rows, [b · s], in order.
-        rotary_position_ids: int64 [3, b, s], counted from 0 in every document; padding counts on.
+        pixel_values: fp32 [patches, C·T·p²], of those that this rank encodes, in order.
+        grids: int64 [n, 3], patches (t, h, w) of all of them.
+        owners: int64 [n], the rank that encodes each, among those that share the micro-batch; 0 without a shard.
+        places: int64 [tokens], positions of their tokens in the flattened rows, [b · s], in order.
+        rotary_position_ids: int64 [3, b, s], starting at 0 in every document, and continued in padding.
     """
 
     pixel_values: torch.Tensor
@@ -319,7 +319,7 @@ class Pictures:
     rotary_position_ids: torch.Tensor
 
     def pin_memory(self) -> Pictures:
-        """Return the same in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return Pictures(*(getattr(self, each.name).pin_memory() for each in fields(self)))
 
 
@@ -331,10 +331,10 @@ def collate_pictures(
     position_ids: np.ndarray,
     shard: MediaShard | None,
 ) -> tuple[Pictures, tuple[Unreadable, ...]]:
-    """Return the pictures of a micro-batch, and which of this rank's share could not be decoded.
+    """Return the images and videos of a micro-batch, and those of this rank's shard that could not be decoded.
 
     Args:
-        starts: where documents begin in the flattened rows, and their end behind the last.
+        starts: starts of documents in the flattened rows, and the end of the last one.
         input_ids, position_ids: [b, s].
     """
     numbered = [(number, each) for number, document in enumerate(documents) for each in document.pictures]
@@ -346,7 +346,7 @@ def collate_pictures(
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = np.zeros((sum(sizes[place] for place in mine), channels), dtype=np.float32)
     unreadable, stop = [], 0
-    known: dict[bytes, slice] = {}  # pixels by what they are decoded from: the answers of a pair have the same pictures
+    known: dict[bytes, slice] = {}  # pixels by source: both documents of a pair have the same images and videos
     for place in mine:
         number, picture = numbered[place]
         start, stop = stop, stop + sizes[place]
@@ -375,18 +375,18 @@ def collate_pictures(
 
 
 def assign_to_ranks(patches: Sequence[int], size: int) -> list[int]:
-    """Return the owner of each picture, 0 to `size` - 1: the largest picture first, each to the rank with the fewest
-    patches.
+    """Assign images and videos to ranks, balanced by patches; return the rank of each, 0 to `size` - 1.
 
-    Among equals the picture that comes first, and the lowest rank. Nothing but the arguments decides.
+    The largest is assigned first, each to the rank with the fewest patches; ties go to the first item and the lowest
+    rank. Deterministic.
 
     Args:
-        patches: of each picture.
+        patches: number of patches of each image or video.
         size: number of ranks.
     """
     owners = [0] * len(patches)
     loads = [(0, rank) for rank in range(size)]
-    for picture in sorted(range(len(patches)), key=lambda picture: -patches[picture]):
-        load, owners[picture] = loads[0]
-        heapq.heapreplace(loads, (load + patches[picture], owners[picture]))
+    for item in sorted(range(len(patches)), key=lambda item: -patches[item]):
+        load, owners[item] = loads[0]
+        heapq.heapreplace(loads, (load + patches[item], owners[item]))
     return owners

@@ -1,8 +1,8 @@
-"""Encoded samples to token rows: tokens are written once, then rows over them, for each part of the data.
+"""Write encoded samples as token rows: tokens once, then rows that refer to them, for each part of the data.
 
-Packing is best-fit decreasing over all documents at once: the longest first, each into the fullest row that still has
-room for it. The number of rows tends to at most 11/9 of the fewest possible (Johnson, "Near-optimal bin packing
-algorithms", 1973); where many documents are short, hardly any room is left over.
+Packing is best-fit decreasing over all documents: longest first, each into the fullest row that has room for it. The
+number of rows tends to at most 11/9 of the minimum (Johnson, "Near-optimal bin packing algorithms", 1973); with many
+short documents rows are almost full.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _FLUSH_TOKENS = 2**20
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign documents to rows of at most `capacity` tokens; each is in one row, whole.
+    """Pack whole documents into rows of at most `capacity` tokens.
 
-    Takes time in proportion to documents plus capacity, beside the sort. Nothing but the arguments decides.
+    Deterministic; takes O(documents + capacity) time after the sort.
 
     Args:
-        lengths: tokens of each document, 1 to `capacity`.
-        seed: decides among documents of the same length, so that neighbours in a file do not end up in one row.
+        lengths: length of each document, 1 to `capacity`.
+        seed: orders documents of the same length, so that neighbours in a file do not end up in one row.
 
     Returns:
-        Document ids, row by row and in ascending order within a row: int64 [documents]; and where each row begins
-        there, with the end behind the last: int64 [rows + 1].
+        Document ids, row by row and ascending within a row: int64 [documents]; and the start of each row in them, with
+        the end of the last: int64 [rows + 1].
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
@@ -64,13 +64,13 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int, seed: int) -> tuple
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the row of each document; lengths fall.
+    """Return the row of each document; lengths are in descending order.
 
-    Since they fall, a row with room for the present document never regains what it gives away, and one without room
-    waits until documents are short enough. So the rows with room are a stack with the fullest on top: rows that come
-    in from waiting are fuller than all on it, and so is a row that is put back.
+    Rows with room for the present document are a stack with the fullest on top; rows without room wait until documents
+    are short enough. Rows that return from waiting are fuller than all rows on the stack, and so is a row that is
+    pushed back after a document was added.
     """
-    waiting: list[list[int]] = [[] for _ in range(capacity)]  # by room
+    waiting: list[list[int]] = [[] for _ in range(capacity)]  # by remaining room
     with_room: list[tuple[int, int]] = []  # (room, row)
     chosen: list[int] = []
     num_rows, previous = 0, capacity
@@ -93,19 +93,19 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def concatenate(spans: np.ndarray, capacity: int, *, joined: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Cut texts to rows of at most `capacity` tokens, in their order and without loss.
+    """Split texts into rows of at most `capacity` tokens, in order and without loss.
 
-    A piece that continues a text starts with the token that the piece before it ends with: a document's first token
-    is never predicted, so each token of a text but its first is predicted exactly once.
+    A piece that continues a text starts with the last token of the previous piece: the first token of a document is
+    never predicted, so each token of a text except its first is predicted exactly once.
 
     Args:
-        spans: int64 [texts, 2], where each text's tokens begin and end; two tokens or more.
-        joined: texts share rows, each row as full as it can be; otherwise every text begins a row.
+        spans: int64 [texts, 2], start and end of each text's tokens; two tokens or more.
+        joined: fill each row with consecutive texts; otherwise every text begins a new row.
 
     Returns:
-        Pieces in order: int64 [pieces, 2]; and where each row's pieces begin there: int64 [rows + 1].
+        Pieces in order: int64 [pieces, 2]; and the start of each row in them: int64 [rows + 1].
     """
-    pieces = array("q")  # flat: a list of ten million pairs would take a gigabyte
+    pieces = array("q")  # flattened pairs: a list of ten million pairs would take a gigabyte
     rows = array("q", [0])
     room = capacity
     for start, stop in chain.from_iterable(part.tolist() for part in np.array_split(spans, len(spans) // 65536 + 1)):
@@ -128,29 +128,29 @@ def concatenate(spans: np.ndarray, capacity: int, *, joined: bool) -> tuple[np.n
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How samples become rows."""
+    """How samples are arranged in rows."""
 
-    # "sft", "kto" and "cls": a sample is a document. "pt": a text, cut into pieces. "dpo" and "rm": a pair of documents
+    # sft, kto, cls: a sample is a document; pt: a text, which is split; dpo, rm: a pair of documents
     stage: str
-    cutoff_len: int  # tokens of the longest document
+    cutoff_len: int  # maximum document length in tokens
     packing: bool  # rows hold several samples
     seed: int  # of the packing
 
     @classmethod
     def of(cls, settings: Settings) -> RowShape:
-        """Return the shape that settings ask for."""
+        """Return the shape for these settings."""
         return cls(settings.run.stage, settings.data.cutoff_len, settings.packing, settings.run.seed)
 
     @property
     def capacity(self) -> int:
-        """Tokens of a packed row: of pairs twice cutoff_len, so that packing cuts no answer that is whole without."""
+        """Tokens of a packed row: twice cutoff_len for pairs, so that both documents of a pair fit."""
         return 2 * self.cutoff_len if self.stage in PAIR_STAGES else self.cutoff_len
 
     def arranged(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
-        """Return documents row by row, where rows begin among them, and what a row is.
+        """Return documents row by row, the start of each row in them, and the arrangement.
 
         Args:
-            spans: [documents, 2], where the tokens of each document of the samples begin and end.
+            spans: [documents, 2], start and end of the tokens of each document of the samples.
         """
         if self.stage in PAIR_STAGES:
             if not self.packing:
@@ -164,10 +164,10 @@ class RowShape:
         return spans[order], rows, arrangement
 
     def ordered(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arrangement]:
-        """Return samples of one document each, int64 [documents], row by row, where rows begin, and what a row is.
+        """Return single-document samples row by row, int64 [documents], the start of each row, and the arrangement.
 
         Args:
-            sizes: int64 [documents], the tokens that each takes of a packed row.
+            sizes: int64 [documents], the number of tokens that each occupies in a packed row.
         """
         if not self.packing:
             return np.arange(len(sizes)), np.arange(len(sizes) + 1), "single"
@@ -175,10 +175,10 @@ class RowShape:
 
 
 class RowsBuilder:
-    """Fills a folder: `add` every sample, then `write_part` for each part; use as a context manager.
+    """Writes token rows into a folder: `add` every sample, then `write_part` for each part; a context manager.
 
     Args:
-        folder: exists, and has no token files.
+        folder: an existing folder without token files.
     """
 
     def __init__(self, folder: Path, shape: RowShape) -> None:
@@ -187,14 +187,14 @@ class RowsBuilder:
         self._labelled = ColumnWriter(folder / TRAINED_FILE, np.uint8)
         self._pictures = PictureWriter(folder)
         self._columns = (self._tokens, self._labelled, *self._pictures.columns)
-        # Flat arrays, a few bytes a sample, so that tens of millions of samples fit.
-        self._ends = array("q", [0])  # of each document's tokens
-        self._samples = array("q", [0])  # where each sample's documents begin
-        self._trained = array("i")  # tokens of each document that a causal model can learn
-        self._largest = array("i")  # token id of each document
-        self._desirable = array("b")  # of each document of stage kto
-        self._margins = array("f")  # of each document, that of its pair
-        self._labels = array("f")  # of each document of stage cls, as many numbers each
+        # Flat arrays with a few bytes per sample, for tens of millions of samples.
+        self._ends = array("q", [0])  # end of each document's tokens
+        self._samples = array("q", [0])  # start of each sample's documents
+        self._trained = array("i")  # trained tokens of each document, without its first
+        self._largest = array("i")  # largest token id of each document
+        self._desirable = array("b")  # for each document in stage kto
+        self._margins = array("f")  # the margin of the pair, for each document
+        self._labels = array("f")  # for each document in stage cls, with a fixed number of values
         self._unwritten: list[Document] = []
         self._num_unwritten = 0  # tokens
 
@@ -206,7 +206,7 @@ class RowsBuilder:
             column.close()
 
     def __len__(self) -> int:
-        """Samples added."""
+        """Return the number of samples added."""
         return len(self._samples) - 1
 
     def add(
@@ -216,21 +216,21 @@ class RowsBuilder:
         desirable: bool | None = None,
         label: tuple[float, ...] | None = None,
     ) -> int:
-        """Write one sample's tokens: one document, or a pair's chosen and rejected ones; returns its number.
+        """Write one sample's tokens: one document, or the chosen and rejected ones of a pair; return its index.
 
         Args:
-            desirable: of stage kto, whether the answer is one that is wanted.
-            label: of stage cls.
+            desirable: whether the answer is desirable (stage kto).
+            label: the encoded label (stage cls).
 
         Raises:
-            ValueError: a document is empty, or has more or fewer labels than tokens.
+            ValueError: a document is empty, or its numbers of labels and tokens differ.
         """
         for document in documents:
             size = len(document.input_ids)
             if size != len(document.labels) or not size:
                 raise ValueError(f"a document of {size} tokens with {len(document.labels)} labels")
             self._pictures.add(self._ends[-1], document.pictures)
-            self._unwritten.append(document._replace(pictures=()))  # which are written, and may be large
+            self._unwritten.append(document._replace(pictures=()))  # written already, and may be large
             self._ends.append(self._ends[-1] + size)
             self._margins.append(margin)
             self._num_unwritten += size
@@ -244,7 +244,7 @@ class RowsBuilder:
         return len(self) - 1
 
     def _flush(self) -> None:
-        """Write what was added, and count it: many documents at once, since numpy's cost is by the call."""
+        """Write and count the buffered documents, many at once, since numpy's overhead is per call."""
         if self._unwritten:
             tokens = np.concatenate([document.input_ids for document in self._unwritten], dtype=np.int32)
             labels = np.concatenate([document.labels for document in self._unwritten], dtype=np.int32)
@@ -252,7 +252,7 @@ class RowsBuilder:
             self._tokens.append(tokens)
             self._labelled.append(trained)
             starts = np.cumsum([0, *(len(document.input_ids) for document in self._unwritten[:-1])])
-            trained[starts] = False  # a document's first token has nothing before it to be predicted from
+            trained[starts] = False  # a document's first token is never predicted
             self._trained.frombytes(np.add.reduceat(trained, starts, dtype=np.int32).tobytes())
             self._largest.frombytes(np.maximum.reduceat(tokens, starts).tobytes())
             self._unwritten, self._num_unwritten = [], 0
@@ -261,7 +261,7 @@ class RowsBuilder:
         """Write the rows of these samples.
 
         Args:
-            samples: numbers that `add` returned, in the order of the rows; one may come several times.
+            samples: indices returned by `add`, in the order of the rows; may contain repeats.
         """
         self._flush()
         for column in self._columns:
@@ -277,7 +277,7 @@ class RowsBuilder:
         companions: Companions | None = None
         if self._shape.stage == "kto":
             companions = Companions.find(self._folder, spans, self._shape.cutoff_len)
-            # Companions are rows as their documents are, and as long at most.
+            # A companion gets the same row as its document, so rows need room for the longer of the two.
             order, rows, arrangement = self._shape.ordered(np.maximum(spans[:, 1] - spans[:, 0], companions.sizes))
             spans, companions = spans[order], companions.reordered(order)
             extras[DESIRABLE] = np.asarray(self._desirable, dtype=bool)[documents[order]]

@@ -1,6 +1,6 @@
-"""What can be known of a run's data before its processes start: names, files, the columns of first rows, the template.
+"""Check a run's data before its processes start: names, files, the columns of the first rows, the template.
 
-Data sets on a hub are left to the run, which fetches them.
+Data sets on a hub are not checked here; the run downloads them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.processes import usable_processes
 
 T = TypeVar("T")
-# Settings that say what the data is: where one of them is wrong, nothing is known of it.
+# Settings that define the data: if one of them is invalid, the data cannot be checked.
 _OF_DATA = ("data.dataset", "data.dataset_dir", "data.eval_dataset", "data.columns", "run.stage")
-# Forms whose columns have one name each.
+# Formats with fixed columns.
 _NAMED = ("alpaca", "sharegpt", "openai")
 _MISSING = ("missing-field", "wrong-type", "messages-not-a-list")
-# What else may be wrong with all rows alike, and what helps.
+# Fixes of other problems that all rows may have in common.
 _FIXES = {
     "unknown-role": "correct the roles, or name your own as tags in the data set's entry of dataset_info.json",
     "roles-out-of-order": "begin with the user's message and let the assistant answer it, or correct the entry's tags",
@@ -36,13 +36,13 @@ _FIXES = {
 
 @dataclass(slots=True)
 class Checked:
-    """What is wrong, and what a user should know of what is not."""
+    """Errors, and lines of information for the user, collected by checks."""
 
     errors: list[MegatuneError] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
     def run(self, check: Callable[[], T]) -> T | None:
-        """Return what `check` returns; None where it raises, which is kept."""
+        """Return the result of `check`; if it raises, record the error and return None."""
         try:
             return check()
         except MegatuneError as error:
@@ -51,11 +51,11 @@ class Checked:
 
 
 def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, invalid: Collection[str] = ()) -> None:
-    """Look at the data sets that are here, their first rows, and the template.
+    """Check the local data sets, their first rows, and the template.
 
     Args:
-        tokenizer: the folder that has it; None where it is not here yet.
-        invalid: "group.name" of settings that were refused.
+        tokenizer: the tokenizer's folder; None if it is not local yet.
+        invalid: "group.name" of invalid settings.
     """
     if settings.run.stage != "pt" and not {"data.template", "run.stage"} & set(invalid):
         is_swift = bool(settings.data.swift_version)
@@ -81,7 +81,7 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     """Read the first rows of a data set, and return the names of their fields.
 
     Raises:
-        MegatuneError: there are none, or all of them are wrong in the same way (exit code 65), or as `read_samples`.
+        MegatuneError: there are none, or all have the same kind of error (exit code 65), or as `read_samples`.
     """
     samples = islice(read_samples(replace(source, num_samples=None), settings), ROWS_FOR_DETECTION)
     reader = RowReader.of(source, settings, pictures=True)
@@ -101,7 +101,7 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
 
 
 def _used(settings: Settings, source: DatasetSource) -> set[str]:
-    """Return the fields that are read of a row."""
+    """Return the fields of a row that are used."""
     columns, stage = source.columns, settings.run.stage
     used = [columns.system, columns.tools, columns.images, columns.videos, columns.audios, columns.kto_tag]
     is_alpaca = source.formatting == "alpaca"

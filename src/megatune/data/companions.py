@@ -1,11 +1,11 @@
-"""Prompts with answers to other prompts: what KTO measures the model's distance from its reference on.
+"""Mismatched prompts and answers, from which KTO estimates the KL divergence between the policy and its reference.
 
-The companion of a document is its prompt and, behind it, the answer of the next document with another prompt, in the
-order of the samples, cut to cutoff_len; behind the last document comes the first one. Documents next to each other may
-share a prompt, as those that were made of a pair: the first of them takes the answer of the first document of the next
-prompt, the second that of the second one, and so on, so that answers of both kinds are met.
+The companion of a document is its prompt followed by the answer of the next document with another prompt, in the order
+of the samples (the first one follows the last), cut to cutoff_len. Neighbouring documents may share a prompt, such as
+the two that were made of a pair: the first of them gets the answer of the first document with the next prompt, the
+second the answer of the second one, and so on, so that desirable and undesirable answers both occur.
 
-An answer is what follows a document's first trained token, and that token; what of it is trained there is here.
+An answer begins at a document's first trained token. It keeps its labels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FILE = "companions.npy"
 
 
 class Companions(NamedTuple):
-    """Of each document, int64 [documents] each: the number of the one whose answer its companion has, tokens of its
-    prompt, and those of the companion."""
+    """For each document, int64 [documents] each: the index of the document whose answer its companion has, the length
+    of its prompt, and the length of the companion."""
 
     partners: np.ndarray
     prompts: np.ndarray
@@ -34,11 +34,11 @@ class Companions(NamedTuple):
 
     @classmethod
     def find(cls, folder: Path, spans: np.ndarray, cutoff_len: int) -> Companions:
-        """Find those of documents in the order of their samples; this may take minutes for millions of them.
+        """Find the companions of documents that are in the order of their samples; millions of them may take minutes.
 
         Args:
-            folder: has their tokens.
-            spans: int64 [documents, 2], where the tokens of each begin and end.
+            folder: the folder with their tokens.
+            spans: int64 [documents, 2], start and end of each document's tokens.
         """
         tokens = Column(folder / TOKENS_FILE).values
         prompts = _prompts(Column(folder / TRAINED_FILE).values != 0, spans)
@@ -47,25 +47,25 @@ class Companions(NamedTuple):
         return cls(partners, prompts, np.minimum(prompts + answers[partners], cutoff_len))
 
     def reordered(self, order: np.ndarray) -> Companions:
-        """Return those of the same documents in another order: int64 [documents], the numbers that they have here."""
+        """Return the companions with the documents in another order: int64 [documents], their indices here."""
         numbers = np.empty_like(order)
         numbers[order] = np.arange(len(order))
         return Companions(numbers[self.partners[order]], self.prompts[order], self.sizes[order])
 
     def write(self, part: Path) -> None:
-        """Write them beside the rows of a part, whose documents they are of."""
+        """Write the companions of a part's documents into its folder."""
         write_array(part / _FILE, np.stack(self))
 
 
 class CompanionRows(TokenRows):
-    """The rows of a part of stage kto, with the companion of each document in its place."""
+    """The rows of a part in stage kto, with each document replaced by its companion."""
 
     def __init__(self, directory: Path | str, columns: Sequence[ColumnFile] = ()) -> None:
         super().__init__(directory, columns)
         try:
             self._table = Column(self.directory / _FILE).whole()
         except (OSError, ValueError) as error:
-            raise self._not_whole(str(error)) from error
+            raise self._incomplete(str(error)) from error
         self._companions = Companions(*self._table)
 
     @property
@@ -76,9 +76,9 @@ class CompanionRows(TokenRows):
     def _sizes(self) -> np.ndarray:
         return self._companions.sizes
 
-    def _numbered(self, number: int) -> Document:
+    def _document(self, number: int) -> Document:
         partner, prompt, size = (int(column[number]) for column in self._companions)
-        own, other = super()._numbered(number), super()._numbered(partner)
+        own, other = super()._document(number), super()._document(partner)
         start = int(self._companions.prompts[partner])
         answer = slice(start, start + size - prompt)
         input_ids = np.concatenate((own.input_ids[:prompt], other.input_ids[answer]))
@@ -87,12 +87,12 @@ class CompanionRows(TokenRows):
 
 
 def _prompts(trained: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Return the tokens of each document before its first trained one: int64 [documents].
+    """Return the number of tokens before the first trained one of each document: int64 [documents].
 
     Args:
         trained: bool [tokens].
     """
-    begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1  # one for almost every document
+    begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1
     starts, stops = spans[:, 0], spans[:, 1]
     firsts = np.append(begins, len(trained))[np.searchsorted(begins, starts, side="right")]
     return np.asarray(np.where(trained[starts], starts, np.minimum(firsts, stops)) - starts)
@@ -110,9 +110,10 @@ def _begins(tokens: np.ndarray, pictures: PictureTable, starts: np.ndarray, prom
 
 
 def _partners(begins: np.ndarray, num_documents: int) -> np.ndarray:
-    """Return the document whose answer each one's companion has: int64 [documents]."""
+    """Return, for each document, the document whose answer its companion has: int64 [documents]."""
     sizes = np.diff(np.append(begins, num_documents))
     run = np.repeat(np.arange(len(begins)), sizes)
     following = (run + 1) % len(begins)
-    place = np.arange(num_documents) - begins[run] + (len(begins) == 1)  # of one prompt alone, at least another answer
+    # If all documents have the same prompt, take at least another answer.
+    place = np.arange(num_documents) - begins[run] + (len(begins) == 1)
     return np.asarray(begins[following] + place % sizes[following])

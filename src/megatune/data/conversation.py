@@ -1,4 +1,4 @@
-"""An example, which a row of a file becomes whatever its form: a text, a conversation or a preference pair."""
+"""The common form of rows of all data formats: a text, a conversation or a preference pair."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Role = Literal["user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function by the assistant."""
+    """A function call by the assistant."""
 
     name: str
-    arguments: Any  # an object; ms-swift's rows may have any value of JSON
+    arguments: Any  # a JSON object; rows of ms-swift may have any JSON value
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; what a tool returns has the role "tool".
+    """One message; the role of a tool's result is "tool".
 
     Attributes:
-        trained: whether an answer is trained where its row says so; None leaves it to the settings.
-        whole: an answer that is trained is so from its first token on, whatever `answer_masks` says.
+        trained: whether an answer is trained, if its row specifies it; None leaves it to the settings.
+        whole: train the answer from its first token on, regardless of `answer_masks`.
     """
 
     role: Role
@@ -35,17 +35,17 @@ class Message:
     whole: bool = False
 
     def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
-        # The default of dataclasses with slots takes five times as long, and worker processes get every message.
+        # Five times as fast as the default of dataclasses with slots; every message is sent to worker processes.
         return Message, (self.role, self.content, self.tool_calls, self.trained, self.whole)
 
 
 class RowPicture(NamedTuple):
-    """An image or a video as a row has it: a path, bytes, base64 or frames. Whether it can be read shows when it is
-    measured, by worker processes, since its file may be far away."""
+    """An image or video as given in a row: a path, bytes, base64 or frames. Worker processes read it later, since its
+    file may be on slow storage."""
 
     kind: Kind
     value: Any
-    tag_added: bool = False  # the row has no tag for it, and got one in front of its first message
+    tag_added: bool = False  # the row has no tag for it, so one was added before its first message
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Conversation:
     """Turns of (user or tools, assistant), ending with the assistant; with a label they may end with the user.
 
     Attributes:
-        system: the system message; None where the row has none, and "" where it says that there is none.
-        tools: JSON schemas of the tools on offer, as the row has them.
-        pictures: of the tags <image> and <video> in the messages, in their order.
-        desirable: whether the last answer is one that is wanted; None where nobody asked.
-        switches: settings of the template that the row has itself, by their names in `SwiftRules`.
-        label: what `formats.labels` reads; None but in stage cls.
+        system: the system message; None if the row has none, "" if it is explicitly empty.
+        tools: JSON schemas of the available tools, as given in the row.
+        pictures: images and videos, in the order of the tags <image> and <video> in the messages.
+        desirable: whether the last answer is desirable (stage kto); None in other stages.
+        switches: template settings of this row, by their names in `SwiftRules`.
+        label: the label as encoded by `formats.labels` (stage cls); None in other stages.
     """
 
     messages: tuple[Message, ...]
@@ -78,10 +78,10 @@ class Conversation:
 class PreferencePair:
     """Two conversations, of which the first is preferred.
 
-    Most begin alike and differ in the last answer; ms-swift's may differ anywhere.
+    They usually differ only in the last answer; those of ms-swift may differ anywhere.
 
     Attributes:
-        margin: by how much the chosen answer is better, where the row says it and a reward model is trained.
+        margin: by how much the chosen answer is better, in stage rm if the row has it; otherwise 0.
     """
 
     chosen: Conversation
@@ -98,7 +98,7 @@ class PreferencePair:
         tools: tuple[dict[str, Any], ...] = (),
         pictures: tuple[RowPicture, ...] = (),
     ) -> PreferencePair:
-        """Make a pair of two answers to one prompt."""
+        """Return the pair of two answers to one prompt."""
         common = (system, tools, pictures)
         return cls(Conversation((*prompt, chosen), *common), Conversation((*prompt, rejected), *common))
 
@@ -110,7 +110,7 @@ class PreferencePair:
 # Rows of stage pt, of sft, kto and cls, and of dpo and rm.
 Example = str | Conversation | PreferencePair
 
-# Self-cognition data sets write the model's name and maker so; the setting that fills each.
+# Placeholders of self-cognition data sets, and the setting that replaces each.
 PLACEHOLDERS = {
     "{{name}}": "model_name",
     "{{author}}": "model_author",
@@ -120,10 +120,7 @@ PLACEHOLDERS = {
 
 
 def texts(example: Example) -> Iterable[str]:
-    """Return every text that someone wrote, in order: the system message first, then the messages.
-
-    Of a pair, what both conversations begin with counts once.
-    """
+    """Return the system message and the texts of all messages; the common messages of a pair only once."""
     if isinstance(example, str):
         return (example,)
     if isinstance(example, Conversation):
@@ -134,13 +131,13 @@ def texts(example: Example) -> Iterable[str]:
 
 
 def fill_placeholders(example: Example, values: Mapping[str, str | None]) -> tuple[Example, list[str]]:
-    """Replace {{name}} and {{author}}, in small or capital letters, in every text of an example.
+    """Replace {{name}} and {{author}}, in lower or upper case, in every text of an example.
 
     Args:
-        values: placeholder to replacement; None leaves it as it is.
+        values: placeholder to replacement; None leaves the placeholder.
 
     Returns:
-        The example, and the placeholders it has for which there is no replacement.
+        The example, and those of its placeholders that have no replacement.
     """
     missing = [p for p in PLACEHOLDERS if values.get(p) is None and any(p in text for text in texts(example))]
 

@@ -1,4 +1,4 @@
-"""Examples to documents: tokenise a template's turns, mask the prompts, cut to cutoff_len; and the tokenizer."""
+"""Encode examples to documents: tokenize the turns of a template, mask prompts, truncate; and load the tokenizer."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Encoded:
     """One example as tokens.
 
     Attributes:
-        documents: one; of a pair two, the chosen and the rejected one. A text is one document, however long.
-        truncated: whether anything was cut off.
+        documents: one document; two for a pair, chosen and rejected. A text is one document of any length.
+        truncated: whether it was truncated.
         length: tokens before truncation, of the longer document of a pair.
-        margin: of a pair.
-        label: of a classified row.
+        margin: the margin of a pair.
+        label: the label of a row in stage cls.
     """
 
     documents: tuple[Document, ...]
@@ -59,18 +59,18 @@ class Encoded:
 
 
 class _Written(NamedTuple):
-    """A conversation, or a text, as turns, with text in place of its tags."""
+    """A rendered conversation or text, with placeholders instead of its tags."""
 
     turns: list[Turn]
     pictures: tuple[Placed, ...] = ()
 
 
 class _Plan(NamedTuple):
-    """The documents of one example as segments, whether it was cut, and its tokens before."""
+    """The documents of one example as segments."""
 
     documents: list[list[Segment]]
     truncated: bool
-    length: int
+    length: int  # before truncation
     pictures: tuple[tuple[Placed, ...], ...] = ()  # of each document
     margin: float = 0.0
     label: tuple[float, ...] | None = None
@@ -83,17 +83,17 @@ _TurnSegments = tuple[Segment, Segment]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns examples into documents; picklable, so that worker processes can have one.
+    """Encodes examples to documents; picklable for worker processes.
 
     Attributes:
         template: None in pretraining, which has no chat template.
-        cutoff_len: tokens of the longest document; texts are not cut here.
-        truncation: what is done with longer ones.
+        cutoff_len: maximum document length in tokens; texts are not cut here.
+        truncation: what to do with longer documents.
         train_on_prompt: mask nothing.
-        mask_history: train the last completion only; with "budget", earlier turns are the first to be cut.
+        mask_history: train only the last completion; with "budget", earlier turns are cut first.
         preserve_thinking: keep the reasoning of earlier completions that are masked.
-        whole_text: tokenise conversations as a whole: see `needs_whole_text`.
-        vision: None for a language model; text of its conversations that reads as a tag is no tag.
+        whole_text: tokenize a conversation as one text: see `needs_whole_text`.
+        vision: None for a language model, which treats tags as text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -108,19 +108,17 @@ class Encoder:
     vision: VisionInput | None = None
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Encode each example, or say why it cannot be: a `LengthError` where cutoff_len is the reason.
-
-        Args:
-            examples: of one stage.
-        """
+        """Encode examples of one stage; return an error for each that cannot be encoded: a `LengthError` if cutoff_len
+        is the reason."""
         written = self._written(examples)
         turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [
             self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
             for example, each in zip(examples, written, strict=True)
         ]
-        made = [plan for plan in plans if isinstance(plan, _Plan)]
-        documents = self._documents([pair for plan in made for pair in zip(plan.documents, plan.pictures, strict=True)])
+        valid = [plan for plan in plans if isinstance(plan, _Plan)]
+        pairs = [pair for plan in valid for pair in zip(plan.documents, plan.pictures, strict=True)]
+        documents = self._documents(pairs)
         return [
             Encoded(tuple(next(documents) for _ in plan.documents), *plan[1:3], plan.margin, plan.label)
             if isinstance(plan, _Plan)
@@ -129,7 +127,7 @@ class Encoder:
         ]
 
     def _written(self, examples: Sequence[Example]) -> list[list[_Written] | RowError]:
-        """Render texts, conversations, or both conversations of each pair; of what cannot be rendered return why."""
+        """Render texts, conversations, or both conversations of each pair; or return an error."""
         placed = [self._placed(example) for example in examples]
         is_pair = any(isinstance(example, PreferencePair) for example in examples)
         drop_history = (is_pair or self.mask_history) and not self.preserve_thinking
@@ -156,7 +154,7 @@ class Encoder:
         return written
 
     def _answered(self, conversation: Conversation) -> Conversation:
-        """Give a classified question an answer that stands for none, where the template writes no question alone."""
+        """Append a dummy answer to a classified question, if the template cannot render a question alone."""
         return (
             conversation
             if self._writes(conversation)
@@ -168,7 +166,7 @@ class Encoder:
         return conversation.label is None or is_apart or conversation.messages[-1].role == "assistant"
 
     def _placed(self, example: Example) -> list[tuple[Conversation, tuple[Placed, ...]]] | RowError:
-        """Return the conversations of an example with text in place of their tags; of a text none."""
+        """Return the conversations of an example with placeholders instead of tags; none for a text."""
         if isinstance(example, str):
             return []
         both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
@@ -179,7 +177,7 @@ class Encoder:
             return error
 
     def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnSegments]]:
-        """Tokenise every turn of every conversation in one call, which a fast tokenizer spreads over cores."""
+        """Tokenize every turn of every conversation in one call, which a fast tokenizer parallelizes."""
         if self.template is not None and self.template.answer_end is not None:
             return self._tokenise_joined(conversations, self.template.answer_end)
         if self.whole_text:
@@ -200,7 +198,7 @@ class Encoder:
         ]
 
     def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnSegments]]:
-        """Tokenise neighbours that are masked alike as one text; see `Template.answer_end`."""
+        """Tokenize neighbouring texts with the same mask as one text; see `Template.answer_end`."""
         joined = [
             joined_texts(
                 (text, trained)
@@ -223,7 +221,7 @@ class Encoder:
         if turn.trained is False:
             return False
         if self.template is not None and self.template.answer_end is not None:
-            return True  # the template knows
+            return True  # decided by the template
         return self.train_on_prompt or is_last or not self.mask_history
 
     def _ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
@@ -239,17 +237,17 @@ class Encoder:
 
     @cached_property
     def _backend(self) -> Any:
-        """Return the tokenizers library's object, which encodes in half the time that Transformers takes."""
+        """The tokenizer of the tokenizers library, which is twice as fast as Transformers' wrapper."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            # Transformers turns off what tokenizer.json may ask for: truncation and padding.
+            # This call makes Transformers disable the truncation and padding that tokenizer.json may enable.
             self.tokenizer("a", add_special_tokens=False)
         return backend
 
     @cached_property
     def _backend_of_nfc(self) -> Any:
-        """Return what encodes texts that are NFC: without the normalizer that makes them so, which takes a fifth of
-        the time."""
+        """The backend for texts that are in NFC already, without the NFC normalizer, which takes a fifth of the
+        time."""
         from tokenizers.normalizers import NFC
 
         if not isinstance(self._backend.normalizer, NFC):
@@ -307,13 +305,13 @@ class Encoder:
         return plan._replace(pictures=pictures, label=example.label)
 
     def _whole(self, conversation: Conversation, turns: list[_TurnSegments]) -> list[_TurnSegments]:
-        """Let every token of a classified conversation count, without the answer that stands for none."""
+        """Label every token of a classified conversation, without the dummy answer."""
         if not self._writes(conversation):
             turns = [*turns[:-1], (turns[-1][0], ([], False))]
         return [((prompt, True), (completion, True)) for (prompt, _), (completion, _) in turns]
 
     def _expanded(self, turns: list[_TurnSegments], pictures: Sequence[Placed]) -> list[_TurnSegments]:
-        """Give every run of placeholders its length."""
+        """Expand each placeholder to the length of its run."""
         assert self.vision is not None
         segments = [segment for turn in turns for segment in turn]
         expanded = self.vision.expanded([tokens for tokens, _ in segments], pictures)
@@ -321,7 +319,7 @@ class Encoder:
         return list(zip(trained[::2], trained[1::2], strict=True))
 
     def _each_alone(self, turns: list[list[_TurnSegments]]) -> _Plan:
-        """Cut each document by itself, so that every picture is kept: ms-swift's way."""
+        """Cut each document separately and keep all images and videos, as ms-swift does."""
         pads = () if self.vision is None else self.vision.pads
         documents = [[segment for turn in each for segment in turn] for each in turns]
         length = max(sum(len(tokens) for tokens, _ in segments) for segments in documents)
@@ -340,7 +338,8 @@ class Encoder:
         return _Plan([segments], truncated, length)
 
     def _pair(self, turns: list[list[_TurnSegments]]) -> _Plan:
-        """Plan both documents of a pair; where thoughts make its prompts differ, they belong to the completions."""
+        """Plan both documents of a pair. If reasoning blocks make its prompts differ, the differing parts belong to the
+        completions."""
         prompts = [_context(each) for each in turns]
         differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
         shared = next(differing, min(map(len, prompts)))
@@ -360,7 +359,7 @@ class Encoder:
         return _Plan(documents, truncated, length)
 
     def _documents(self, planned: Sequence[tuple[list[Segment], tuple[Placed, ...]]]) -> Iterator[Document]:
-        """Make the arrays of all documents at once: numpy's cost is by the call."""
+        """Create the arrays of all documents at once: numpy's overhead is per call."""
         segments = [segment for document, _ in planned for segment in document]
         sizes = [len(ids) for ids, _ in segments]
         tokens = np.fromiter(chain.from_iterable(ids for ids, _ in segments), np.int64, sum(sizes))
@@ -374,15 +373,15 @@ class Encoder:
             found: tuple[DocumentPicture, ...] = ()
             if pictures:
                 assert self.vision is not None
-                found = self.vision.left(ids[start:stop], numbers[start:stop], pictures)
+                found = self.vision.remaining(ids[start:stop], numbers[start:stop], pictures)
             yield Document(ids[start:stop], labels[start:stop], found)
 
 
 def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Encoder:
-    """Make the encoder that settings ask for.
+    """Return the encoder for these settings.
 
     Raises:
-        MegatuneError: the template is unknown (exit code 64), or the tokenizer is not one for it (66).
+        MegatuneError: the template is unknown (exit code 64), or the tokenizer does not match it (66).
     """
     data = settings.data
     template: Template | None = None
@@ -402,7 +401,7 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer.
 
     Raises:
-        MegatuneError: INPUT, when there is none, it cannot be read, or it is not this model's.
+        MegatuneError: INPUT; it is missing, cannot be read, or belongs to another model.
     """
     from transformers import AutoTokenizer
 
@@ -413,13 +412,13 @@ def load_tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase:
         check_tokenizer(tokenizer, folder)
     except (MegatuneError, MemoryError):
         raise
-    except Exception as error:  # the libraries stumble over whatever the shape of a file is, and raise this, too
+    except Exception as error:  # the libraries raise many types for malformed files, plain Exception included
         raise cannot_load(folder, error) from error
     return tokenizer
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that fills up rows, which is never trained: the tokenizer's own, or its eos token, or 0."""
+    """Return the padding token, which is never trained: the tokenizer's, or else its eos token, or 0."""
     tokens = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     return next(int(token) for token in tokens if token is not None)
 
@@ -429,13 +428,13 @@ def _joined(pieces: Sequence[str], ids: dict[str, list[int]]) -> list[int]:
 
 
 def _context(turns: list[_TurnSegments]) -> list[int]:
-    """Join all tokens before the last completion."""
+    """Return all tokens before the last completion."""
     *earlier, ((last, _), _) = turns
     return [token for (prompt, _), (completion, _) in earlier for token in (*prompt, *completion)] + last
 
 
 def _check_trained(segments: Sequence[Segment], length: int, *, truncated: bool) -> None:
-    """Refuse a document without a trained token besides its first, which is never predicted."""
+    """Raise if a document has no trained token except its first, which is never predicted."""
     if not has_trained(segments):
         if truncated:
             raise _lost("nothing left to train on", length)

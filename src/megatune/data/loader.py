@@ -1,4 +1,4 @@
-"""Token rows to the micro-batches of one data-parallel rank, step by step."""
+"""Load the micro-batches of one data-parallel rank, step by step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ WORKER_TIMEOUT = 600.0  # seconds to wait for one step's batches from a worker p
 class StepLoader(Dataset[tuple[int, list[Batch]]]):
     """Batches of consecutive steps for one data-parallel rank; iterating yields (step, list[Batch]).
 
-    Row j of the global batch takes slot j = (m * data_parallel_size + rank) * micro_batch_size + i, for micro-batch m
-    and its row i. Slots beyond the rows (the short batch at the end of an epoch) become padding that trains nothing.
-    A step's batches depend on nothing but the arguments and the step's number, so the output is the same for any number
-    of workers and for any start.
+    Row j of the global batch has slot j = (m * data_parallel_size + rank) * micro_batch_size + i, in micro-batch m at
+    index i. Empty slots (in the last batch of an epoch) become untrained padding. A step's batches depend only on the
+    arguments and the step, so the output is the same for any number of workers and any start step.
 
     Attributes:
-        rows: of which step; `rows.global_batch_size` is what the layout below takes.
-        same_length: pad all micro-batches of a step, on all ranks, to one length, as pipeline schedules with fixed
-            shapes need, and whatever gathers tokens of several ranks.
+        rows: the rows of each step; `rows.global_batch_size` must match the layout below.
+        same_length: pad all micro-batches of a step to one length on all ranks, as required by pipeline schedules with
+            fixed shapes and by gathering tokens of several ranks.
         start_step, stop_step: the first step to yield, counted from 0 over the whole run, and the one after the last.
-        shard: which of the pictures this rank decodes; None for none of them.
-        num_workers: processes that build batches ahead; 0 builds them in this process.
-        pin_memory: page-locked host memory, where there is an accelerator to copy to.
+        shard: determines which images and videos this rank decodes; None for none of them.
+        num_workers: processes that prefetch batches; 0 builds them in this process.
+        pin_memory: use page-locked host memory if there is an accelerator.
     """
 
     rows: StepRows
@@ -57,40 +56,40 @@ class StepLoader(Dataset[tuple[int, list[Batch]]]):
             batch_size=None,
             sampler=range(self.start_step, self.stop_step),
             num_workers=self.num_workers,
-            # Steps that each process makes ahead: of pictures they take much memory.
+            # Images and videos take much memory.
             prefetch_factor=None if not self.num_workers else 2 if self.collator.vision is None else 1,
             pin_memory=self.pin_memory and torch.accelerator.is_available(),
             timeout=WORKER_TIMEOUT if self.num_workers else 0,
-            # A generator of its own: the default draws from torch's global one, which would make a model's dropout
-            # depend on how often loaders were started.
+            # The default would draw from torch's global generator, so that a model's dropout would depend on how often
+            # loaders were started.
             generator=torch.Generator(),
         )
         return iter(loader)
 
     def places(self, step: int) -> list[range]:
-        """Return which rows of a step each of this rank's micro-batches has, by their places in its global batch."""
-        return self._everyone(len(self.rows.lengths(step)))[self._mine]
+        """Return the row indices in the step's global batch of each of this rank's micro-batches."""
+        return self._micro_batches(len(self.rows.lengths(step)))[self._own]
 
     def __getitem__(self, step: int) -> tuple[int, list[Batch]]:
-        """Return one step, as torch's DataLoader asks for it."""
+        """Return the batches of one step (called by torch's DataLoader)."""
         lengths = self.rows.lengths(step)
-        everyone = self._everyone(len(lengths))
-        needed = [self.collator.length([int(t) for place in places for t in lengths[place]]) for places in everyone]
+        all_places = self._micro_batches(len(lengths))
+        needed = [self.collator.length([int(t) for place in places for t in lengths[place]]) for places in all_places]
         if self.same_length:
             needed = [max(needed)] * len(needed)
         batches = []
-        for places, length in zip(everyone[self._mine], needed[self._mine], strict=True):
+        for places, length in zip(all_places[self._own], needed[self._own], strict=True):
             documents = [*chain.from_iterable(self.rows.documents(step, places))]
             batches.append(self.collator(documents, length, self.rows.extras(step, places), self.shard))
         return step, batches
 
     @property
-    def _mine(self) -> slice:
-        """Which of the micro-batches of all ranks are this one's."""
+    def _own(self) -> slice:
+        """This rank's micro-batches among those of all ranks."""
         return slice(self.data_parallel_rank, None, self.data_parallel_size)
 
-    def _everyone(self, num_rows: int) -> list[range]:
-        """Return which rows of a global batch each micro-batch of all ranks has, in the order of their slots."""
+    def _micro_batches(self, num_rows: int) -> list[range]:
+        """Return the row indices of the micro-batches of all ranks, in the order of their slots."""
         size = self.collator.micro_batch_size
         slots = self.num_micro_batches * self.data_parallel_size * size
         if num_rows > slots:

@@ -1,12 +1,12 @@
-"""The order of rows: pure functions of (seed, epoch), the same in every layout and after every resume.
+"""The order of rows: pure functions of (seed, epoch), the same in every parallel layout and after every resume.
 
-Data sets are mixed to one sequence of samples, one after the other or drawn from in turn; the strategies mean what they
-mean in the datasets library: interleave_under is its first_exhausted, interleave_over its all_exhausted,
-interleave_once its all_exhausted_without_replacement. Rows are shuffled for each epoch, and cut into steps.
+Data sets are mixed to one sequence of samples, by concatenation or interleaving. The strategies are those of the
+datasets library: interleave_under is its first_exhausted, interleave_over its all_exhausted, interleave_once its
+all_exhausted_without_replacement. Rows are shuffled in each epoch, and divided into steps.
 
-Only numpy's bit generators and SeedSequence promise the same numbers in every numpy version; Generator.permutation
-does not. So a permutation here is the stable sort order of raw 64-bit draws: a run resumed after an upgrade of numpy
-still sees each row once.
+Only numpy's bit generators and SeedSequence guarantee the same numbers in every numpy version; Generator.permutation
+does not. A permutation here is therefore the stable argsort of raw 64-bit draws, so that a run resumed after a numpy
+upgrade still sees each row once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.rows import Document, ExtraColumn, TokenRows
-MOST_SAMPLES = 2**30  # of an epoch: more is a probability that was not meant
+MOST_SAMPLES = 2**30  # per epoch; more comes from a mistaken probability
 _CHUNK = 2**16
 _Shares = Sequence[float] | None
 
@@ -41,12 +41,12 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> n
 def grouped_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int) -> np.ndarray:
     """Return the row ids of one epoch, each once, with rows of similar length in a batch: int64 [rows].
 
-    Rows are shuffled, cut into groups of 50 batches (of fewer, where 4 groups would not come together), and sorted by
-    length, longest first, within each. The longest row of all is in the first batch, so that memory that does not
-    suffice shows at once. The rule is that of Transformers' group_by_length, for global batches.
+    Rows are shuffled, divided into groups of 50 batches (fewer if there would be less than 4 groups), and sorted by
+    length within each group, longest first. The longest row of all is in the first batch, so that out-of-memory errors
+    occur at once. This is Transformers' group_by_length, for global batches.
 
     Args:
-        lengths: tokens of every row, int64 [rows].
+        lengths: length of every row, int64 [rows].
     """
     group = global_batch_size * max(1, min(len(lengths) // (global_batch_size * 4), 50))
     order = epoch_order(len(lengths), seed, epoch)
@@ -65,7 +65,7 @@ def sample_order(num_rows: int, seed: int) -> np.ndarray:
 
 
 def packing_order(num_documents: int, seed: int) -> np.ndarray:
-    """Return the order in which packing takes documents of the same length: int64 [num_documents]."""
+    """Return the order in which packing places documents of the same length: int64 [num_documents]."""
     return _permutation(num_documents, np.random.SeedSequence(seed, spawn_key=(2,)))
 
 
@@ -75,7 +75,7 @@ def weight_order(num_rows: int, seed: int, dataset: int) -> np.ndarray:
 
 
 def mixing_bits(seed: int, size: int) -> Iterator[np.ndarray]:
-    """Yield random bits that draw data sets: uint64 [size] each, without end, one sequence for every size."""
+    """Yield random bits for drawing data sets: uint64 [size] each, endlessly; any size gives the same sequence."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(4,)))
     while True:
         yield generator.random_raw(size)
@@ -87,7 +87,7 @@ def block_order(size: int, seed: int, epoch: int, block: int) -> np.ndarray:
 
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
-    """Return the optimizer steps that train every row once; the last may be a short one."""
+    """Return the number of optimizer steps that train every row once; the last one may have fewer rows."""
     return -(-num_rows // global_batch_size)
 
 
@@ -97,20 +97,19 @@ def _permutation(num_rows: int, seed: np.random.SeedSequence) -> np.ndarray:
 
 
 def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, weights: _Shares, seed: int) -> np.ndarray:
-    """Return the samples of an epoch, before they are packed or shuffled: int64 [samples].
+    """Return the samples of an epoch, before packing and shuffling: int64 [samples].
 
     Args:
-        sizes: samples of each data set.
+        sizes: number of samples of each data set.
         strategy: "concat", "interleave_under", "interleave_over" or "interleave_once".
-        probabilities: of drawing from each data set, when interleaving; None draws from one after the other, in whole
-            rounds.
-        weights: how often each data set is taken, with concat; None takes each once.
+        probabilities: of drawing from each data set when interleaving; None draws round-robin, in whole rounds.
+        weights: how often each data set is repeated, with concat; None takes each once.
 
     Returns:
-        Numbers of samples as if the data sets were joined, one after the other, 0 to sum(sizes) - 1, with repeats.
+        Indices into the concatenated data sets, 0 to sum(sizes) - 1, with repeats.
 
     Raises:
-        MegatuneError: data sets would be repeated beyond measure (exit code 64).
+        MegatuneError: the epoch would have too many samples (exit code 64).
     """
     if strategy == "concat":
         weights, why = weights or [1.0] * len(sizes), "a whole number repeats a data set that many times"
@@ -126,13 +125,13 @@ def mixed_order(sizes: Sequence[int], strategy: str, probabilities: _Shares, wei
 def draws(
     num_sets: int, strategy: str, probabilities: _Shares, seed: int, num_used_up: Callable[[], int], first: int = 0
 ) -> Iterator[int]:
-    """Yield which data set is drawn from next, until one is used up (interleave_under) or all are.
+    """Yield the data set to draw from next, until one is exhausted (interleave_under) or all are.
 
-    Without probabilities data sets come in turn, and the last round is whole.
+    Without probabilities data sets are drawn round-robin, and the last round is completed.
 
     Args:
-        num_used_up: returns of how many data sets every sample has been taken by now.
-        first: the draw to begin with; those before it are skipped.
+        num_used_up: returns the number of data sets that are exhausted.
+        first: number of draws to skip.
     """
     drawn = cycle(range(num_sets)) if probabilities is None else _drawn(probabilities, seed)
     most = 1 if strategy == "interleave_under" else num_sets
@@ -153,7 +152,7 @@ def _concatenated(sizes: Sequence[int], weights: Sequence[float], seed: int) -> 
     parts = [np.empty(0, dtype=np.int64)]
     first = 0
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        wanted = size * Fraction(weight)  # to the nearest whole number; a half goes up, and something is never nothing
+        wanted = size * Fraction(weight)  # rounded half up, but at least 1 unless it is 0
         rounds, rest = divmod(max(int(wanted + Fraction(1, 2)), 1 if wanted else 0), max(size, 1))
         parts += [np.arange(first, first + size, dtype=np.int64)] * rounds
         parts.append(first + np.sort(weight_order(size, seed, number)[:rest]))
@@ -169,27 +168,27 @@ def _check_length(samples: float, key: str, why: str) -> None:
 
 def _interleaved(sizes: Sequence[int], strategy: str, probabilities: _Shares, seed: int) -> np.ndarray:
     first = [reached - size for reached, size in zip(accumulate(sizes), sizes, strict=True)]
-    taken, left = [0] * len(sizes), {number for number, size in enumerate(sizes) if size}
+    taken, remaining = [0] * len(sizes), {number for number, size in enumerate(sizes) if size}
     samples = array("q")
-    for drawn in draws(len(sizes), strategy, probabilities, seed, lambda: len(sizes) - len(left)):
-        if strategy == "interleave_once" and len(left) == 1:  # whatever is drawn meanwhile, the rest comes in order
-            (last,) = left
+    for drawn in draws(len(sizes), strategy, probabilities, seed, lambda: len(sizes) - len(remaining)):
+        if strategy == "interleave_once" and len(remaining) == 1:  # further draws have no effect: append the rest
+            (last,) = remaining
             samples.extend(range(first[last] + taken[last], first[last] + sizes[last]))
             break
-        if drawn in left or (strategy == "interleave_over" and sizes[drawn]):
+        if drawn in remaining or (strategy == "interleave_over" and sizes[drawn]):
             samples.append(first[drawn] + taken[drawn] % sizes[drawn])
             taken[drawn] += 1
             if taken[drawn] == sizes[drawn]:
-                left.remove(drawn)
+                remaining.remove(drawn)
     return np.asarray(samples)
 
 
 class StepRows(Protocol):
-    """The rows of every step's global batch; picklable, so that loader processes can have it."""
+    """The rows of every step's global batch; picklable for data loader processes."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds documents side by side, or pairs of them."""
+        """Whether a row holds several packed documents or pairs."""
 
     @property
     def is_pairs(self) -> bool:
@@ -197,31 +196,31 @@ class StepRows(Protocol):
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of a step; the last step of an epoch may have fewer."""
+        """Number of rows of a step; the last step of an epoch may have fewer."""
 
     def lengths(self, step: int) -> list[np.ndarray]:
-        """Return tokens of each document of each row of a step, counted from 0 over the whole run, in its order."""
+        """Return the document lengths of each row of a step, counted from 0 over the whole run."""
 
     def documents(self, step: int, places: Sequence[int]) -> list[tuple[Document, ...]]:
-        """Return the documents of some rows of the step, by their places in its global batch."""
+        """Return the documents of some rows of the step, by their indices in its global batch."""
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        """Return extra values of these documents, by name; of the same names for all rows, and for none."""
+        """Return the extra values of these documents by name; the names are the same for any rows, even for none."""
 
     def names(self, step: int) -> list[str]:
-        """Return what reports call the rows of the step."""
+        """Return the names of the step's rows for reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSteps:
-    """Steps over rows that are all prepared: epoch after epoch, each in an order of its own."""
+    """Steps over prepared rows, shuffled differently in each epoch."""
 
     rows: TokenRows
     global_batch_size: int
     seed: int = 0  # of the order of rows
-    shuffle: bool = True  # False trains rows in their order, the same in every epoch
+    shuffle: bool = True  # False trains rows in their stored order in every epoch
     group_by_length: bool = False  # shuffle so that a batch has rows of similar length
-    ordered_by: TokenRows | None = None  # whose lengths these are, where not those of `rows`
+    ordered_by: TokenRows | None = None  # group by the lengths of these rows instead of those of `rows`
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # by epoch
 
     @classmethod
@@ -240,7 +239,7 @@ class PreparedSteps:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that train every row once; the last may be a short one."""
+        """Number of steps that train every row once; the last one may have fewer rows."""
         return steps_per_epoch(len(self.rows), self.global_batch_size)
 
     def lengths(self, step: int) -> list[np.ndarray]:
@@ -258,15 +257,15 @@ class PreparedSteps:
         return [f"row {row}" for row in self.row_ids(step)]
 
     def row_ids(self, step: int) -> np.ndarray:
-        """Return row ids of one step's global batch, over all ranks and micro-batches: int64 [at most
-        global_batch_size]; shorter at the end of an epoch, since a batch never crosses epochs."""
+        """Return the row ids of one step's global batch, over all ranks and micro-batches: int64 [at most
+        global_batch_size]; fewer at the end of an epoch, since a batch never crosses epochs."""
         if not len(self.rows):
             raise ValueError("no rows")
         epoch, batch = divmod(step, self.steps_per_epoch)
         return self._order(epoch)[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Return an epoch's row ids, made once."""
+        """Return an epoch's row ids, cached."""
         if epoch not in self._orders:
             if self.group_by_length:
                 lengths = (self.rows if self.ordered_by is None else self.ordered_by).batch_lengths()
@@ -280,5 +279,5 @@ class PreparedSteps:
         return self._orders[epoch]
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Loader processes make the orders themselves: the orders would be most of what they are sent."""
+        """Pickle without the orders, which loader processes recompute: they would be most of the bytes."""
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)

@@ -1,13 +1,14 @@
-"""Pictures (images and videos) of documents: where their tokens are, and what a loader decodes them from.
+"""Images and videos of documents ("pictures" in names): positions of their tokens, and the sources they are decoded
+from.
 
-    FOLDER/pictures.npy  a record of every picture of tokens.npy, in the order of their tokens
-    FOLDER/sources.npy   how each was measured, and its file's name, or its bytes where it has no file
-    FOLDER/files.npy     "SIZE PATH" of every file, a zero byte behind each
+    FOLDER/pictures.npy  a record of every image and video in tokens.npy, in the order of their tokens
+    FOLDER/sources.npy   the measurement of each, and its file name, or its bytes if it has no file
+    FOLDER/files.npy     "SIZE PATH" of every file, each followed by a zero byte
 
-No pixel is stored: a picture is measured from its header when rows are prepared, and decoded when a step trains it.
-What rows depend on is its size in pixels, with which its number of tokens changes. So they hold how many bytes each
-file had: `are_current` compares them before prepared rows are used again, and a decoder refuses a picture of another
-size than it was measured with. Times of files are left out, since copies on several machines differ in them.
+No pixels are stored: an image or video is measured from its header when rows are prepared, and decoded in the step that
+trains it. Rows depend on its size in pixels, which determines the number of its tokens. The size of each file in bytes
+is therefore stored: `are_current` checks it before prepared rows are reused, and decoding fails if an image has another
+size in pixels than measured. File times are not compared, since they differ between copies on several machines.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ _RECORD = np.dtype([
     ("size", "<i8"),
 ])  # fmt: skip
 _SIZE = struct.Struct("<I")
-_LOOKING = 16  # threads: a file system over a network takes its time for each file
-_FILES_A_LOOK = 1024
+_STAT_THREADS = 16  # network file systems have a high latency per file
+_FILES_PER_TASK = 1024
 
 
 class DocumentPicture(NamedTuple):
-    """A picture of a document.
+    """An image or video of a document.
 
     Attributes:
-        start: its first placeholder token in the document.
-        num_tokens: its placeholder tokens: a run of them, or, where the frames of a video are apart, several.
+        start: index of its first placeholder token in the document.
+        num_tokens: number of its placeholder tokens, in one run, or in several if the frames of a video are separated.
         grid: patches (t, h, w).
-        seconds_per_grid: between patches of a video in time, where the model counts seconds.
-        packed: what it is decoded from, by `unpacked`.
+        seconds_per_grid: seconds between temporal patches of a video, if the model uses them.
+        packed: its source, see `unpacked`.
     """
 
     start: int
@@ -66,11 +67,11 @@ class DocumentPicture(NamedTuple):
 
 
 def packed(source: PictureSource, measured: Measured) -> bytes:
-    """Return what a picture is decoded from: the size of a header in JSON, the header, and the bytes of pictures that
-    the row holds.
+    """Serialize the source of an image or video: the size of a JSON header, the header, and the bytes that the row
+    contains.
 
     Raises:
-        OSError: a file of it cannot be looked at.
+        OSError: a file cannot be accessed.
     """
     parts = (source,) if source.frames is None else source.frames
     header = {
@@ -85,7 +86,7 @@ def packed(source: PictureSource, measured: Measured) -> bytes:
 
 
 def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
-    """Return what `packed` was given."""
+    """Deserialize what `packed` returned."""
     header, begin = _header_of(content)
     parts = []
     for path, size in header["parts"]:
@@ -101,25 +102,25 @@ def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
 
 
 def _header_of(content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """Return the header, and where it ends."""
+    """Return the header, and the offset of its end."""
     (size,) = _SIZE.unpack_from(content)
     stop = _SIZE.size + size
     return json.loads(bytes(content[_SIZE.size : stop])), stop
 
 
 def are_current(folder: Path) -> bool:
-    """Return whether all pictures of a folder of token rows have the files that they were measured from."""
+    """Return whether the image and video files of a folder of token rows are unchanged, see `PictureTable`."""
     return not (folder / PICTURES_FILE).exists() or PictureTable(folder).is_current()
 
 
 @dataclass(frozen=True, slots=True)
 class PictureCounts:
-    """How many pictures there are, each as often as it is used.
+    """Numbers of images and videos, each counted as often as it is used.
 
     Attributes:
-        tokens: of all of them.
-        largest: tokens of the largest one.
-        of_row: tokens of pictures in the row that has most.
+        tokens: number of their tokens.
+        largest: number of tokens of the largest one.
+        of_row: number of their tokens in the row with the most.
     """
 
     images: int = 0
@@ -128,8 +129,8 @@ class PictureCounts:
     largest: int = 0
     of_row: int = 0
 
-    def words(self) -> str:
-        """Write the counts in words, "" where there is no picture."""
+    def describe(self) -> str:
+        """Return the counts for users, "" if there are none."""
         number = self.images + self.videos
         if not number:
             return ""
@@ -140,10 +141,10 @@ class PictureCounts:
 
 
 class PictureTable:
-    """The pictures of a folder of token rows, memory-mapped.
+    """The images and videos of a folder of token rows, memory-mapped.
 
     Raises:
-        OSError, ValueError: the files are not there, or not whole.
+        OSError, ValueError: the files are missing or incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +159,7 @@ class PictureTable:
         return len(self._records)
 
     def between(self, start: int, stop: int) -> tuple[DocumentPicture, ...]:
-        """Return the pictures of the document whose tokens begin and end there in tokens.npy.
+        """Return the images and videos of the document with tokens start to stop of tokens.npy.
 
         Raises:
             ValueError: they differ from what was written.
@@ -169,7 +170,7 @@ class PictureTable:
         return tuple(self._picture(record, start) for record in self._records[first:last])
 
     def count(self, spans: np.ndarray) -> PictureCounts:
-        """Count the pictures of documents, int [documents, 2] as `TokenRows.spans`."""
+        """Count the images and videos of documents, int [documents, 2] as in `TokenRows.spans`."""
         uses = np.zeros(len(self) + 1, dtype=np.int64)
         for column, sign in ((0, 1), (1, -1)):
             np.add.at(uses, np.searchsorted(self._tokens, spans[:, column]), sign)
@@ -179,16 +180,20 @@ class PictureTable:
         return PictureCounts(*sums, int(tokens[uses > 0].max(initial=0)))
 
     def tokens_between(self, spans: np.ndarray) -> np.ndarray:
-        """Return tokens of pictures of each document, int64 [documents], of int [documents, 2] as `TokenRows.spans`."""
+        """Return the number of image and video tokens of each document, int64 [documents].
+
+        Args:
+            spans: int [documents, 2] as in `TokenRows.spans`.
+        """
         tokens = np.concatenate(([0], np.cumsum(self._records["num_tokens"], dtype=np.int64)))
         first, last = (tokens[np.searchsorted(self._tokens, spans[:, column])] for column in (0, 1))
         return last - first
 
     def is_current(self) -> bool:
-        """Return whether every picture's file is there with as many bytes as when it was measured."""
+        """Return whether every file exists with the same size in bytes as when it was measured."""
         files = self._files.tobytes().split(b"\0")[:-1]
-        parts = (files[first : first + _FILES_A_LOOK] for first in range(0, len(files), _FILES_A_LOOK))
-        with ThreadPoolExecutor(_LOOKING) as pool:
+        parts = (files[first : first + _FILES_PER_TASK] for first in range(0, len(files), _FILES_PER_TASK))
+        with ThreadPoolExecutor(_STAT_THREADS) as pool:
             return all(pool.map(_have_their_sizes, parts))
 
     def digested(self) -> Sequence[np.ndarray]:
@@ -221,7 +226,7 @@ def _have_their_sizes(files: Sequence[bytes]) -> bool:
 
 
 class PictureWriter:
-    """Writes the pictures of a folder of token rows, in the order of their tokens."""
+    """Writes the images and videos of a folder of token rows, in the order of their tokens."""
 
     def __init__(self, folder: Path) -> None:
         self._records = ColumnWriter(folder / PICTURES_FILE, _RECORD)
@@ -231,7 +236,7 @@ class PictureWriter:
         self._offset = 0
 
     def add(self, start: int, pictures: Sequence[DocumentPicture]) -> None:
-        """Write the pictures of a document that begins with this token of tokens.bin."""
+        """Write the images and videos of the document that begins at this token of tokens.npy."""
         for each in pictures:
             seconds = np.nan if each.seconds_per_grid is None else each.seconds_per_grid
             place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)

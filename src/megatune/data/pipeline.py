@@ -1,9 +1,8 @@
-"""From data sets to encoded samples, the same for prepared and for streamed data.
+"""Read data sets as encoded samples, both for prepared and for streamed data.
 
-`Pipeline` is what settings make of it: files -> samples.py -> workers.py. `DatasetReader` gives the usable samples of
-one data set, counts all of its rows, and knows where it is. prepare.py reads every data set once, to its end;
-streaming/ reads them side by side, epoch after epoch, from any place on. Both give what they take to build.py, which
-writes token rows.
+`Pipeline` connects samples.py and workers.py as configured by the settings. `DatasetReader` yields the usable samples
+of one data set, counts all of its rows, and tracks its position. prepare.py reads every data set once; streaming/ reads
+them concurrently for several epochs, starting at any position. Both pass samples to build.py, which writes token rows.
 """
 
 from __future__ import annotations
@@ -36,42 +35,42 @@ if TYPE_CHECKING:
 
 
 _SHORTEST = Conversation((Message("user", "a"), Message("assistant", "b")))
-_ROWS_A_LOOK = 64
+_PROGRESS_ROWS = 64  # rows between updates of the progress bar
 Results = Generator[Result, None, None]
-Read = Callable[[SourcePosition | None, int], Results]  # the rows behind a position, given how many come before it
+Read = Callable[[SourcePosition | None, int], Results]  # yields the rows after a position and a number of rows
 
 
 @dataclass(slots=True)
 class DatasetState:
-    """Where one data set is."""
+    """The state of reading one data set, saved in checkpoints of streams."""
 
-    position: SourcePosition | None = None  # behind the last sample taken; None at the data set's start
-    rows: int = 0  # of its files, before that place
-    usable: int = 0  # samples taken since the present pass over the data set began
-    # Complete passes over the data set within the present epoch of the mix; "passes" in checkpoints.
+    position: SourcePosition | None = None  # after the last sample taken; None at the start
+    rows: int = 0  # rows read before this position
+    usable: int = 0  # samples taken in the current pass over the data set
+    # Complete passes within the current epoch of the mixed data; "passes" in checkpoints.
     epochs: Annotated[int, Field(alias="passes")] = 0
-    ended: bool = False  # the present pass has no sample left
+    ended: bool = False  # no samples remain in the current pass
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What settings make of data sets; picklable."""
+    """The data sets of a run and their processing; picklable."""
 
     settings: Settings
     encoder: Encoder
-    training: Sequence[DatasetSource]  # that `dataset` names
-    evaluation: Sequence[DatasetSource]  # that `eval_dataset` names
-    exchange: Exchange | None = None  # shares the work on a stream with other machines
+    training: Sequence[DatasetSource]  # from `dataset`
+    evaluation: Sequence[DatasetSource]  # from `eval_dataset`
+    exchange: Exchange | None = None  # shares the work of a stream with other machines
 
     @classmethod
     def of(cls, settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Pipeline:
-        """Return the pipeline that settings ask for.
+        """Return the pipeline for these settings.
 
         Args:
-            vision: None for a language model, which is not trained on pictures.
+            vision: None for a language model.
 
         Raises:
-            MegatuneError: a data set or a template is not there, or the tokenizer does not fit (exit codes 64 and 66).
+            MegatuneError: a data set or template is missing, or the tokenizer does not match (exit codes 64 and 66).
         """
         training = datasets_of(settings)
         evaluation = datasets_of(settings, evaluation=True)
@@ -80,16 +79,16 @@ class Pipeline:
         return cls(settings, encoder, training, evaluation)
 
     def read(self, source: DatasetSource) -> Results:
-        """Return every chosen row of a data set, encoded."""
+        """Return all selected rows of a data set, encoded."""
         seed = self.settings.run.seed if self.settings.data.val_size else None
         samples = read_samples(source, self.settings)
         encoded = encode_all(self.encoder, self._reader(source, seed), samples, self._num_workers)
         return _counted(all_filled(encoded), source.name)
 
     def stream(self, source: DatasetSource, after: SourcePosition | None, taken: int) -> Results:
-        """Return the rows of a data set behind a position, of which `taken` come before, encoded."""
+        """Return the rows of a data set after a position, with `taken` rows before it, encoded."""
         samples = stream_samples(source, self.settings, after, taken)
-        # Data sets that are drawn from in turn are read side by side: they share the processes.
+        # Interleaved data sets are read concurrently, so they share the processes.
         side_by_side = 1 if self.settings.data.mix_strategy == "concat" else len(self.training)
         num_workers = self._num_workers // side_by_side
         series = None if self.exchange is None else self.exchange.series()
@@ -97,7 +96,7 @@ class Pipeline:
         return all_filled(encoded, at_once=True)
 
     def bad_rows(self, folder: Path, policy: str | None = None) -> BadRows:
-        """Return what becomes of bad rows that belong to a folder, by on_bad_row unless another policy is given."""
+        """Return the collector of bad rows for a folder; the default policy is on_bad_row."""
         data = self.settings.data
         return BadRows(policy or data.on_bad_row, data.truncation_strategy, folder)
 
@@ -113,35 +112,35 @@ def _counted(results: Results, name: str) -> Results:
     with Progress("preparing", None, "rows", name=name) as progress:
         for number, result in enumerate(results, 1):
             yield result
-            if number % _ROWS_A_LOOK == 0:
+            if number % _PROGRESS_ROWS == 0:
                 progress.to(number)
 
 
 def _check_cutoff(encoder: Encoder) -> None:
-    """Refuse a cutoff_len in which no answer has room: every row would be cut to the template's own tokens."""
+    """Refuse a cutoff_len without room for an answer: every row would be cut to the template's own tokens."""
     if encoder.template is None:
         return
     (shortest,) = replace(encoder, cutoff_len=sys.maxsize, vision=None).encode([_SHORTEST])
     if isinstance(shortest, Encoded) and shortest.length > encoder.cutoff_len:
         what = f"cutoff_len: {encoder.cutoff_len} leaves no room for an answer"
         why = f"a question and an answer of one letter each take {shortest.length} tokens in this template"
-        fix = "`megatune data stats FILE.yaml` shows how long the rows are; 2048 holds most conversations"
+        fix = "`megatune data stats FILE.yaml` shows how long the rows are; 2048 fits most conversations"
         raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
 
 
 class DatasetReader:
-    """The usable samples of one data set, pass after pass.
+    """Reads the usable samples of one data set, for any number of passes.
 
-    Its state is behind the last row that was taken or passed over, however many were read ahead.
+    Its state is after the last row that was taken or skipped, regardless of read-ahead.
 
     Args:
-        report: counts rows, over all passes.
-        start: where every pass begins: behind the rows held out for evaluation.
+        report: counts rows over all passes.
+        start: where every pass begins: after the rows held out for evaluation.
         state: where to continue.
-        refuse_empty: end the run at the end of a pass without a usable row (exit code 65).
+        refuse_empty: raise at the end of a pass without a usable row (exit code 65).
 
     Attributes:
-        on_bad_row: gets the rows that are passed over.
+        on_bad_row: called with skipped rows.
     """
 
     def __init__(
@@ -157,20 +156,20 @@ class DatasetReader:
         self.on_bad_row: Callable[[Sample, RowError], None] = lambda sample, error: None
         self._results: Results | None = None
         self._next: tuple[Sample, Encoded] | None = None
-        self._state = replace(state or start)  # a copy: it counts on in place, which is fast
+        self._state = replace(state or start)  # a copy, which is updated in place
 
     @property
     def state(self) -> DatasetState:
-        """Where the data set is."""
+        """A copy of the current state."""
         return replace(self._state)
 
     @property
     def is_used_up(self) -> bool:
-        """Whether every sample was taken in this epoch."""
+        """Whether every sample was taken at least once in this epoch."""
         return self._state.epochs > 0 or not self.has_next()
 
     def has_next(self) -> bool:
-        """Return whether this pass has a sample left."""
+        """Return whether samples remain in this pass."""
         if self._next is None and not self._state.ended:
             self._next = self._find()
         return self._next is not None
@@ -188,19 +187,19 @@ class DatasetReader:
         return taken
 
     def begin(self, epochs: int) -> None:
-        """Begin another pass, of which there were `passes` in this epoch."""
+        """Begin another pass, after `epochs` passes in this epoch."""
         self.close()
         self._state = DatasetState(self._start.position, self._start.rows, epochs=epochs)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         results, self._results, self._next = self._results, None, None
         if results is not None:
             results.close()
 
     def nothing_usable(self) -> Finding | None:
-        """Return what to say of a data set whose pass has ended without one usable row; None where there was one."""
-        # Where rows are held out there are usable ones, if none but those.
+        """Return the finding if the pass has ended without a usable row; None otherwise."""
+        # If rows are held out, there are usable ones.
         if not self._state.ended or self._state.usable or self._start.rows:
             return None
         report = self.report

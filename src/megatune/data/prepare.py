@@ -1,8 +1,8 @@
-"""Prepared rows: every sample is read and tokenised once, before the run, by one process of each machine.
+"""Prepare rows: read and tokenize every sample once, before the run, in one process of each machine.
 
-val_size holds rows out by rank, a hash of the seed and a row's own texts and pictures. So the split does not move when
-rows are added or sorted, nor with the template, the tokenizer, cutoff_len or other data sets: only how many are held
-out does.
+val_size holds rows out by rank, a hash of the seed and of the row's texts, images and videos. Therefore the split does
+not change when rows are added or sorted, or with the template, the tokenizer, cutoff_len or other data sets; only the
+number of held-out rows does.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The rows of a run."""
+    """The prepared rows of a run."""
 
     train: TokenRows
-    evaluation: TokenRows | None  # None where nothing is held out and no eval_dataset is set
+    evaluation: TokenRows | None  # None if nothing is held out and eval_dataset is not set
     report: DataReport
     directory: Path
-    key: str  # names all that determined them
-    key_parts: Mapping[str, str] = field(default_factory=dict)  # see `RowsKey`; empty where rows are only opened
-    each: Mapping[str, TokenRows] = field(default_factory=dict)  # of eval_on_each_dataset, by the data set's name
+    key: str  # cache key
+    key_parts: Mapping[str, str] = field(default_factory=dict)  # see `RowsKey`; empty if rows are only opened
+    each: Mapping[str, TokenRows] = field(default_factory=dict)  # with eval_on_each_dataset, by data set name
 
 
 def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Prepared:
-    """Make the token rows of a run, or open them where they are made already.
+    """Prepare the token rows of a run, or open them if they are cached.
 
     Args:
-        vision: what makes pictures into tokens; None for a language model.
+        vision: None for a language model.
 
     Raises:
-        MegatuneError: settings that do not fit the data (exit code 64), a data set without one usable row, rows that
-            the settings refuse or a file that cannot be read as a whole (65), a missing file or a tokenizer that does
-            not fit (66), a full or read-only disk (73).
+        MegatuneError: settings do not match the data (exit code 64), a data set has no usable row, rows are refused by
+            the settings, or a file cannot be parsed (65), a file is missing or the tokenizer does not match (66), the
+            disk is full or read-only (73).
     """
     key = prepared_key(settings, tokenizer, vision)
 
@@ -72,16 +72,16 @@ def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: Visi
         _build(Pipeline.of(settings, tokenizer, vision), folder)
 
     prepared = built(settings, kept_as(key.name), build, open_prepared, key.made_of())
-    # The bound is no part of the key: rows that it refuses stay prepared for a run that raises it.
+    # max_bad_rows is not part of the key: the rows stay cached for a run with a higher limit.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)
 
 
 def open_prepared(directory: Path) -> Prepared:
-    """Map the rows that another process prepared.
+    """Memory-map the rows that another process prepared.
 
     Raises:
-        MegatuneError: there are none, or they are not whole (exit code 66).
+        MegatuneError: they are missing or incomplete (exit code 66).
     """
     try:
         report = DataReport.load(directory / REPORT_FILE)
@@ -97,26 +97,26 @@ def open_prepared(directory: Path) -> Prepared:
 
 @dataclass(slots=True)
 class _Collected:
-    """The usable rows of one data set, by a few bytes each."""
+    """The usable rows of one data set, with a few bytes per row."""
 
     report: DatasetReport
-    first: int  # the number of the first one among all samples written; the others follow it
+    first: int  # index of the first one among all samples written; the others follow it
     copies: array[int] = field(default_factory=lambda: array("i"))  # how often each is trained in an epoch
-    ranks: array[int] = field(default_factory=lambda: array("Q"))  # see `samples.rank`; empty where nothing is held out
+    ranks: array[int] = field(default_factory=lambda: array("Q"))  # see `samples.rank`; empty if nothing is held out
 
     @property
     def numbers(self) -> np.ndarray:
-        """Their numbers among all samples written: int64 [rows]."""
+        """Their indices among all samples written: int64 [rows]."""
         return np.arange(self.first, self.first + len(self.copies), dtype=np.int64)
 
 
 def _build(pipeline: Pipeline, folder: Path) -> None:
-    """Fill an empty folder: every sample's tokens once, then the rows of each part."""
+    """Write every sample's tokens once, then the rows of each part, into an empty folder."""
     settings, data = pipeline.settings, pipeline.settings.data
-    # A run that only skips bad rows keeps them, too: one that asks for them later finds these rows prepared.
+    # Bad rows are also stored if they are only skipped, so that a later run with "quarantine" can use the cache.
     policy = "error" if data.on_bad_row == "error" else "quarantine"
     with RowsBuilder(folder, RowShape.of(settings)) as builder, pipeline.bad_rows(folder, policy) as bad_rows:
-        lengths = array("i")  # before cutting, those that were too long included
+        lengths = array("i")  # before truncation, including samples that were too long
         sources = (*pipeline.training, *pipeline.evaluation)
         collected = [_collect(pipeline, source, builder, bad_rows, lengths) for source in sources]
         bad_rows.check(sum(one.report.read for one, _ in collected))
@@ -148,7 +148,7 @@ def _build(pipeline: Pipeline, folder: Path) -> None:
 def _collect(
     pipeline: Pipeline, source: DatasetSource, builder: RowsBuilder, bad_rows: BadRows, lengths: array[int]
 ) -> tuple[_Collected, Finding | None]:
-    """Write the usable rows of one data set; return what to say where it has none."""
+    """Write the usable rows of one data set; also return the finding if it has none."""
 
     def on_bad_row(sample: Sample, error: RowError) -> None:
         bad_rows.add(sample, error)
@@ -172,25 +172,25 @@ def _collect(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What becomes of each usable row of the training data."""
+    """The split of the usable rows of the training data."""
 
     held_out: np.ndarray  # bool [rows]
     left_out: np.ndarray  # bool [rows]; neither trained nor held out, because a row with the same texts is held out
-    on_both_sides: int = 0  # rows with the texts of a held-out row that are trained, since there are no others
+    on_both_sides: int = 0  # trained rows with the same texts as a held-out row, since there are no others
 
 
 def hold_out(ranks: np.ndarray, val_size: float) -> Split:
-    """Hold out the rows of the lowest ranks.
+    """Hold out the rows with the lowest ranks.
 
-    Rows with the same texts have the same rank, and the earlier ones are held out first. What is left of a text that is
-    held out is left out of training, unless all rows have it.
+    Rows with the same texts have the same rank, and earlier ones are held out first. Further copies of a held-out row
+    are left out of training, unless all rows are copies.
 
     Args:
         ranks: uint64 [rows], see `samples.rank`.
-        val_size: a number of rows, or a share below 1, rounded up.
+        val_size: a number of rows, or a fraction below 1, rounded up.
 
     Raises:
-        MegatuneError: no row would be left to train (exit code 64).
+        MegatuneError: no training rows would remain (exit code 64).
     """
     num_rows = len(ranks)
     count = int(val_size) if val_size >= 1 else ceil(val_size * num_rows)
@@ -209,10 +209,10 @@ def hold_out(ranks: np.ndarray, val_size: float) -> Split:
 
 
 def _training_order(settings: Settings, trained: Sequence[_Collected], split: Split) -> np.ndarray:
-    """Return the numbers of an epoch's samples, copies and mixing included, and fill in the reports.
+    """Return the sample indices of an epoch, with copies and mixing, and complete the reports.
 
     Raises:
-        MegatuneError: val_size leaves nothing of a data set that is drawn from (exit code 64).
+        MegatuneError: val_size leaves no rows of an interleaved data set (exit code 64).
     """
     data = settings.data
     lists = []
@@ -244,7 +244,7 @@ def _notes(pipeline: Pipeline, split: Split, train: TokenReport) -> Iterator[str
         yield f"all rows have the same texts: {split.on_both_sides} are trained on, the others are held out"
     if train.desirable in (0, train.samples):
         yield f"all answers are {'' if train.desirable else 'un'}desirable: training needs both kinds"
-    # Stage pt reads one column, and a user may expect the answers to be trained, too.
+    # Stage pt reads only one column, but users may expect that answers are trained, too.
     for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})
         if source.formatting == "alpaca" and row.get(source.columns.response or ""):

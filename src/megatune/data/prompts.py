@@ -1,5 +1,5 @@
-"""What rows of data sets ask, without their answers; and prompts as tokens: cut from token rows, or questions that a
-run's template writes."""
+"""Read prompts for generation: questions of data sets without their answers, and tokenized prompts, either cut from
+token rows or rendered with the run's template."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SEED = 42  # of the rows that NAME#N draws, as in training
-_NO_ANSWER = "-"  # stands for the answer of a question without one, until it is cut off
+_SEED = 42  # for drawing the rows of NAME#N; the default seed of training
+_NO_ANSWER = "-"  # dummy answer of a question without one, which is cut off later
 
 
 class Question(NamedTuple):
-    """What a row asks.
+    """The question of a row.
 
     Attributes:
-        where: its place, as reports name it.
-        conversation: its messages end before the assistant's.
-        label: the row's own answer, None where it has none.
+        where: the place of the row, as in reports.
+        conversation: the messages before the last answer.
+        label: the row's answer; None if it has none.
     """
 
     where: str
@@ -52,17 +52,17 @@ def read_questions(
     pictures: bool,
     takes_texts: bool = False,
 ) -> Iterator[Question]:
-    """Yield what the rows ask.
+    """Yield the questions of rows.
 
     Args:
-        placeholders: what {{name}} and {{author}} become, as in training.
-        leave_out: gets the place of each row that cannot be read, and why.
-        pictures: whether the model takes some.
-        takes_texts: read a row that is a plain text as a question.
+        placeholders: replacements of {{name}} and {{author}}, as in training.
+        leave_out: called with the place of each row that cannot be read, and the error.
+        pictures: whether the model accepts images or videos.
+        takes_texts: read rows of plain text as questions.
 
     Raises:
-        MegatuneError: (SETTINGS) a data set asks nothing, or what the model does not take, or has a placeholder
-            without a value; a file cannot be read.
+        MegatuneError: (SETTINGS) a data set has no questions or unsupported ones, or a placeholder has no value; a file
+            cannot be read.
     """
     for source in sources:
         for row, _, copies in drawn_rows(source, _SEED):
@@ -93,13 +93,13 @@ def read_questions(
 
 
 class AnswerPrompt(NamedTuple):
-    """What is to be answered.
+    """A tokenized prompt.
 
     Attributes:
-        token_ids: int32 [p], up to the place where the answer begins.
-        label_ids: int32 [r], the answer that is wanted; None where there is none.
-        pictures: of the prompt.
-        where: the row that it is of, in words.
+        token_ids: int32 [p], the tokens before the answer.
+        label_ids: int32 [r], the reference answer; None if there is none.
+        pictures: images and videos of the prompt.
+        where: the place of its row.
     """
 
     token_ids: np.ndarray
@@ -109,11 +109,11 @@ class AnswerPrompt(NamedTuple):
 
 
 def prompts_of_rows(rows: TokenRows, count: int) -> list[AnswerPrompt]:
-    """Cut the first documents of rows before their last answers; of pairs the chosen one's is wanted, and of judged
-    answers only those that are.
+    """Cut the first documents of rows before their last answers, which become the reference answers. Of pairs only the
+    chosen document is used; undesirable answers (stage kto) are not used as references.
 
     Args:
-        count: documents at most.
+        count: maximum number of documents.
     """
     return list(islice(_cut_rows(rows), count))
 
@@ -124,13 +124,13 @@ def _cut_rows(rows: TokenRows) -> Iterator[AnswerPrompt]:
         for place, document in enumerate(documents):
             if rows.is_pairs and place % 2:
                 continue
-            is_wanted = DESIRABLE not in extras or bool(extras[DESIRABLE].values[place])
+            is_desirable = DESIRABLE not in extras or bool(extras[DESIRABLE].values[place])
             if (found := _cut(document, f"row {number + 1}")) is not None:
-                yield found if is_wanted else found._replace(label_ids=None)
+                yield found if is_desirable else found._replace(label_ids=None)
 
 
 def _cut(document: Document, where: str) -> AnswerPrompt | None:
-    """Cut a document before its last run of trained tokens; None where it begins with that, or has none."""
+    """Cut a document before its last run of trained tokens; None if there is none, or nothing before it."""
     trained = np.flatnonzero(document.labels != IGNORE_INDEX)
     if not len(trained):
         return None
@@ -146,16 +146,15 @@ def _cut(document: Document, where: str) -> AnswerPrompt | None:
 def prompts_of_file(
     settings: Settings, name: str, count: int, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None
 ) -> list[AnswerPrompt]:
-    """Read the first questions of a data set, or of a text file a question a line, as the run's template writes them;
-    in stage pt its texts, to be continued.
+    """Read the first questions of a data set, or of a text file with one question per line, and render them with the
+    run's template; in stage pt read texts to continue.
 
     Args:
-        name: as eval_dataset names one.
-        count: questions at most.
+        name: a data set as in eval_dataset, or a file.
+        count: maximum number of questions.
 
     Raises:
-        MegatuneError: the data set or its template is not there (exit codes 64 and 66), or has no question that can be
-            asked (65).
+        MegatuneError: the data set or its template is missing (exit codes 64 and 66), or has no usable question (65).
     """
     bad: list[str] = []
     questions = read_questions(
@@ -186,7 +185,7 @@ def _questions(
     questions: Iterable[Question],
     bad: list[str],
 ) -> Iterator[AnswerPrompt]:
-    """Encode questions as rows that train, and cut the answers off."""
+    """Encode questions like training rows, and cut off the answers."""
     encoder = replace(make_encoder(settings, tokenizer, vision), train_on_prompt=False)
     for question in questions:
         answer = Message("assistant", question.label or _NO_ANSWER)

@@ -1,4 +1,4 @@
-"""Reports: how many rows were read, trained, held out and dropped, and the tokens that they make."""
+"""Reports of data preparation: rows read, trained, held out and dropped, and their tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from megatune.config.groups.data import DataSettings
 
 EXAMPLES_PER_REASON = 3
-NOTABLE_CUT = 0.1  # of all rows: a data set of which more are cut is trained on beginnings
+NOTABLE_CUT = 0.1  # share of truncated rows above which users are warned
 _BY_LENGTH = (TOO_LONG, "nothing-left")
 _MOST_BINS = 16
 _BARS = "▁▂▃▄▅▆▇█"
 HELD_OUT_COPY = "held-out-copy"
-_LEFT_OUT = (TOO_LONG, HELD_OUT_COPY)  # codes of rows that the settings leave out, with which nothing is wrong
-_ALWAYS_ALLOWED = 10  # bad rows of a data set that a share never refuses
+_LEFT_OUT = (TOO_LONG, HELD_OUT_COPY)  # codes of valid rows that are left out by the settings
+_ALWAYS_ALLOWED = 10  # bad rows per data set that are allowed if max_bad_rows is a share
 _NAMED_REASONS = 3
 
 
@@ -38,22 +38,23 @@ T = TypeVar("T")
 
 @cache
 def adapter_of(kind: type[T]) -> TypeAdapter[T]:
-    """Return what reads and writes a dataclass as JSON; making one takes milliseconds."""
+    """Return the JSON adapter of a dataclass, cached, since creating one takes milliseconds."""
     return TypeAdapter(kind)
 
 
 @dataclass(slots=True)
 class DatasetReport:
-    """One data set, in rows of its files; every row read is trained, held out or dropped.
+    """Row counts of one data set; every row read is trained, held out or dropped.
 
     Attributes:
-        samples: what an epoch trains of it, after num_samples, mixing and weights.
+        samples: samples per epoch, after num_samples, mixing and weights.
         truncated: rows cut to cutoff_len, among those trained or held out.
-        tags_added: rows with pictures that have no tag, among those trained or held out.
-        tokens: of those rows, each once, after truncation; tokens.npy has them data set after data set.
-        dropped: number of rows by reason.
-        codes: each reason's code.
-        examples: the first few dropped rows of each reason, with their places.
+        tags_added: rows with images or videos without a tag, among those trained or held out.
+        tokens: tokens of the rows trained or held out, each row once, after truncation; tokens.npy is ordered by data
+            set.
+        dropped: number of dropped rows by reason.
+        codes: the code of each reason.
+        examples: the first few dropped rows for each reason, with their places.
     """
 
     name: str
@@ -76,7 +77,7 @@ class DatasetReport:
             self.examples.append(f"{where}: {error}")
 
     def too_many_bad(self, most: float | None) -> Finding | None:
-        """Return the refusal of a data set with more bad rows than `max_bad_rows` allows; None where it has fewer."""
+        """Return the finding for more bad rows than `max_bad_rows` allows; None if they are allowed."""
         bad = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] not in _LEFT_OUT})
         if most is None or bad.total() <= (max(most * self.read, _ALWAYS_ALLOWED) if 0 < most < 1 else most):
             return None
@@ -85,7 +86,8 @@ class DatasetReport:
         return Finding(what, why=self._reasons(bad), fix=fix)
 
     def dropped_warning(self) -> str:
-        """Return how many rows are dropped, why and where, in a line; "" where none is but copies of held-out rows."""
+        """Return one line with the number of dropped rows, reasons and places; "" if there are none except copies of
+        held-out rows."""
         lost = Counter({reason: n for reason, n in self.dropped.items() if self.codes[reason] != HELD_OUT_COPY})
         if not lost:
             return ""
@@ -93,7 +95,7 @@ class DatasetReport:
         return f"{self.name}: {lost.total():,} of {counted(self.read, 'row')} {is_are} dropped: {self._reasons(lost)}"
 
     def _reasons(self, dropped: Counter[str]) -> str:
-        """Name the most frequent reasons, with the places of a few rows."""
+        """Return the most frequent reasons, with the places of a few rows."""
         named = dropped.most_common(_NAMED_REASONS)
         reasons = [f"{count:,} x {reason} ({', '.join(self._places(reason))})" for reason, count in named]
         return "; ".join(reasons + [f"{len(dropped) - len(named)} more reasons"] * (len(dropped) > len(named)))
@@ -102,19 +104,19 @@ class DatasetReport:
         return [place for each in self.examples for place, found, _ in [each.partition(f": {reason}")] if found]
 
     def dropped_lines(self) -> Iterator[str]:
-        """Write how many rows were dropped for each reason, and the first of them."""
+        """Yield the number of dropped rows for each reason, and the first of them."""
         for reason, count in self.dropped.most_common():
             yield f"{self.name}: dropped {count:,}: {reason} [{self.codes[reason]}]"
         yield from (f"    {example}" for example in dict.fromkeys(self.examples))
 
     def tags_note(self) -> str:
-        """Say that rows have pictures without a tag; "" where none has."""
+        """Return a note about rows with images or videos without a tag; "" if there are none."""
         has = "1 row has images" if self.tags_added == 1 else f"{self.tags_added:,} rows have images"
         what = f"{self.name}: {has} or videos without a tag; tags are added in front of the first message"
         return what if self.tags_added else ""
 
     def leave_out(self, count: int, code: str, reason: str) -> None:
-        """Count rows that are dropped although nothing is wrong with them."""
+        """Count valid rows that are dropped."""
         if count:
             self.dropped[reason] += count
             self.codes[reason] = code
@@ -122,17 +124,17 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """The token rows of training or of evaluation.
+    """Counts of the token rows of training or evaluation.
 
     Attributes:
-        samples: conversations, texts or pairs; one that is repeated counts as often.
-        documents: as many as samples, or more where long texts are cut into several; pairs have two.
-        rows: as many as documents, or fewer where they are packed.
-        capacity: tokens that a packed row can hold; None without packing.
-        trained: tokens that count in the loss.
-        longest: tokens of the longest document.
-        largest_id: the largest token id, which the model's vocabulary must hold.
-        desirable: samples whose answer is one that is wanted; None but in stage kto.
+        samples: conversations, texts or pairs, counted with repeats.
+        documents: one per sample, two per pair, or several for long texts that are split.
+        rows: one per document or pair, or fewer with packing.
+        capacity: maximum tokens of a packed row; None without packing.
+        trained: tokens that contribute to the loss.
+        longest: length of the longest document.
+        largest_id: the largest token id, which must be in the model's vocabulary.
+        desirable: samples with a desirable answer (stage kto); None in other stages.
     """
 
     samples: int = 0
@@ -148,21 +150,21 @@ class TokenReport:
 
     @property
     def answer_counts(self) -> str:
-        """Count desirable and undesirable answers in words; "" but in stage kto."""
+        """Numbers of desirable and undesirable answers for users; "" except in stage kto."""
         if self.desirable is None:
             return ""
         return f"{self.desirable:,} desirable and {self.samples - self.desirable:,} undesirable answers"
 
     @property
     def packing_efficiency(self) -> float:
-        """Return the share of packed rows' capacity that holds tokens."""
+        """Share of packed rows' capacity that is filled with tokens."""
         assert self.capacity is not None
         return self.tokens / (self.rows * self.capacity)
 
     def line(self) -> str:
-        """Write the report in words."""
+        """Return the report as one line."""
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
-        if pictures := self.pictures.words():
+        if pictures := self.pictures.describe():
             tokens += f"; {pictures}"
         if self.answer_counts:
             tokens += f"; {self.answer_counts}"
@@ -176,11 +178,11 @@ class TokenReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """The whole report; `train` and `evaluation` count tokens, `datasets` rows of files.
+    """The whole report: `train` and `evaluation` count tokens, `datasets` count rows of files.
 
     Attributes:
-        lengths: of all samples before truncation.
-        notes: what else a user should know, a line each.
+        lengths: lengths of all samples before truncation.
+        notes: further notes for the user, one line each.
     """
 
     datasets: list[DatasetReport]
@@ -190,7 +192,7 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterable[str]:
-        """Write the report in words, for a terminal or a log: a table of data sets, reasons, lengths, rows."""
+        """Yield the report for a terminal or a log: a table of data sets, reasons, lengths, rows."""
         yield from self.dataset_lines()
         yield from (f"note: {note}" for dataset in self.datasets if (note := dataset.tags_note()))
         if self.lengths is not None:
@@ -203,10 +205,10 @@ class DataReport:
             yield f"warning: {warning}"
 
     def dataset_lines(self, tokens: Sequence[int] | None = None) -> Iterator[str]:
-        """Write a table of the data sets, and what was wrong with rows of each.
+        """Yield a table of the data sets, and the reasons of dropped rows of each.
 
         Args:
-            tokens: that an epoch trains of each data set, for a column of its own; those only evaluated on have none.
+            tokens: tokens per epoch of each training data set, for a separate column.
         """
         head = ["data set", "rows read", "trained", "held out", "dropped", "cut", "samples an epoch"]
         cells = [
@@ -223,7 +225,7 @@ class DataReport:
             yield from dataset.dropped_lines()
 
     def summary(self) -> str:
-        """Return what there is to train, and what became of the other rows, in a line."""
+        """Return one line with the numbers of rows trained, held out, dropped and truncated."""
         names = dict.fromkeys(each.name for each in self.datasets if each.trained)
         parts = [f"{counted(sum(each.trained for each in self.datasets), 'row')} of {', '.join(names)}"]
         for what, number in (
@@ -235,7 +237,7 @@ class DataReport:
         return ", ".join(parts)
 
     def cut_warning(self) -> str:
-        """Return what a user should know where cutoff_len takes something of many rows; "" where it does not."""
+        """Return a warning if cutoff_len truncates or drops many rows; otherwise ""."""
         read = sum(dataset.read for dataset in self.datasets)
         cut = sum(dataset.truncated for dataset in self.datasets)
         reasons = [(each.codes[reason], count) for each in self.datasets for reason, count in each.dropped.items()]
@@ -250,7 +252,7 @@ class DataReport:
         )
 
     def warnings(self) -> list[str]:
-        """Return what a user should see before the first step, a line each."""
+        """Return the warnings to print before the first step, one line each."""
         found = (line for each in self.datasets for line in (each.dropped_warning(), each.tags_note()))
         return [line for line in (*found, *self.notes, self.cut_warning()) if line]
 
@@ -259,17 +261,17 @@ class DataReport:
         return adapter_of(DataReport).dump_python(self, mode="json")
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
+        """Write the report as JSON."""
         path.write_text(f"{json.dumps(self.raw(), ensure_ascii=False, indent=2)}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> DataReport:
-        """Read what `save` wrote."""
+        """Read a report written by `save`."""
         return adapter_of(DataReport).validate_json(path.read_text(encoding="utf-8"))
 
 
 def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None:
-    """Refuse data sets with more bad rows than max_bad_rows allows; on_bad_row: error refuses them by itself.
+    """Raise if data sets have more bad rows than max_bad_rows allows; on_bad_row: error has its own check.
 
     Raises:
         MegatuneError: there are such data sets (exit code 65).
@@ -281,24 +283,24 @@ def check_bad_rows(reports: Iterable[DatasetReport], data: DataSettings) -> None
 
 @dataclass(frozen=True, slots=True)
 class LengthReport:
-    """Lengths of samples, in tokens; of a preference pair the longer one's."""
+    """Lengths of samples in tokens; the length of a preference pair is that of its longer document."""
 
     cutoff_len: int
-    samples: int  # rows that are dropped for their length count too, copies do not
+    samples: int  # includes rows dropped for their length, but not copies
     mean: float
-    p50: int  # the least length that 50 % do not exceed
+    p50: int  # percentiles
     p90: int
     p99: int
     longest: int
     over: int  # samples longer than cutoff_len
-    # Where the bins of the histogram end: bin i holds the lengths above edges[i] up to edges[i + 1]. Multiples of a
-    # fraction of cutoff_len, which is an edge where lengths reach it; the last is the longest length.
+    # Histogram edges: bin i has the lengths above edges[i] up to edges[i + 1]. They are multiples of a fraction of
+    # cutoff_len, which is an edge itself if lengths reach it; the last edge is the longest length.
     edges: tuple[int, ...]
     counts: tuple[int, ...]  # samples in each bin
 
     @classmethod
     def of(cls, lengths: np.ndarray, cutoff_len: int) -> LengthReport:
-        """Count lengths, int [samples], 1 or more of 1 or more tokens."""
+        """Return the report of lengths, int [samples], with at least one sample and lengths of at least 1."""
         ordered = np.sort(lengths)
         longest = int(ordered[-1])
         edges = _edges(longest, cutoff_len)
@@ -311,12 +313,11 @@ class LengthReport:
 
     @property
     def share_over(self) -> float:
-        """The share of samples longer than cutoff_len, 0 to 1."""
+        """Share of samples longer than cutoff_len, 0 to 1."""
         return self.over / self.samples
 
     def line(self) -> str:
-        """Return the report in words, with a bar for each bin, and a mark at cutoff_len where something is beyond
-        it."""
+        """Return the report as one line, with a bar for each bin, and a mark at cutoff_len if samples are longer."""
         most = max(self.counts)
         bars = [_BARS[-(-count * len(_BARS) // most) - 1] if count else " " for count in self.counts]
         if self.over:
@@ -329,7 +330,7 @@ class LengthReport:
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:
-    """Return 0, multiples of cutoff_len / 2^j up to twice cutoff_len at most, and the longest."""
+    """Return 0, multiples of cutoff_len / 2^j up to at most twice cutoff_len, and the longest length."""
     covered = min(longest, 2 * cutoff_len)
     parts = 1
     while 2 * parts <= cutoff_len and 2 * parts * covered <= (_MOST_BINS - 1) * cutoff_len:

@@ -1,17 +1,18 @@
-"""Token rows on disk: every sample's tokens once, and rows that refer to them; memory-mapped by every rank and worker.
+"""Tokenized rows on disk, memory-mapped by every rank and worker. Each sample's tokens are stored once; rows refer to
+them.
 
-    FOLDER/tokens.npy                   int32, sample after sample
-    FOLDER/trained.npy                  uint8, 1 where a token is trained
-    FOLDER/pictures.npy, sources.npy, files.npy    the pictures among the tokens, see `data.pictures`
-    FOLDER/PART/documents.npy           int64 [documents, 2]: where each document's tokens begin and end, row after row
-    FOLDER/PART/rows.npy                int64 [rows + 1]: where each row's documents begin in documents.npy
-    FOLDER/PART/extra-NAME.npy          values of every document, [documents, ...]
-    FOLDER/PART/companions.npy          of stage kto, see `data.companions`
-    FOLDER/PART/manifest.json           what a row is, and a digest of all of this
+    FOLDER/tokens.npy                   int32, the tokens of all samples, concatenated
+    FOLDER/trained.npy                  uint8, 1 if the token is trained
+    FOLDER/pictures.npy, sources.npy, files.npy    images and videos, see `data.pictures`
+    FOLDER/PART/documents.npy           int64 [documents, 2]: start and end of each document in tokens.npy, row by row
+    FOLDER/PART/rows.npy                int64 [rows + 1]: start of each row in documents.npy
+    FOLDER/PART/extra-NAME.npy          extra values of every document, [documents, ...]
+    FOLDER/PART/companions.npy          stage kto only, see `data.companions`
+    FOLDER/PART/manifest.json           the arrangement of the rows, and a digest of all of the above
 
-All are arrays of `data.store`: those of pictures and of a part are compared with their digests when the part is opened,
-tokens when they are read. A part (train, evaluation) may use a sample several times, in any order, or in overlapping
-pieces.
+Arrays are written by `data.store` with digests. The digests of media and of a part's arrays are checked when the part
+is opened, those of tokens when they are read. A part (train, evaluation) may use a sample several times, in any order,
+or in overlapping pieces.
 """
 
 from __future__ import annotations
@@ -31,29 +32,28 @@ from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
 from megatune.data.store import Column, write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-# Extras of documents: of stage kto, whether the answer is one that is wanted, bool; of stage rm, by how much the chosen
-# answer is to be ahead, in both documents of a pair; of stage cls, what `formats.labels` makes of a label, fp32 [n].
+# Extra values of documents: in stage kto whether the answer is desirable, bool; in stage rm the margin of the pair, in
+# both of its documents; in stage cls the label as encoded by `formats.labels`, fp32 [n].
 DESIRABLE, MARGIN, LABEL = "desirable", "margin", "label"
-IGNORE_INDEX = -100  # the label of a token that is not trained, in Transformers and in torch
+IGNORE_INDEX = -100  # the label of tokens that are not trained, as in Transformers and torch
 
 TOKENS_FILE = "tokens.npy"
 TRAINED_FILE = "trained.npy"
 _DOCUMENTS_FILE = "documents.npy"
 _ROWS_FILE = "rows.npy"
 _MANIFEST_FILE = "manifest.json"
-# What numpy raises where a file says that it has more than there is, or is no array at all.
+# What numpy raises for truncated files, and for files that are not arrays.
 _UNREADABLE = (OSError, ValueError, KeyError, OverflowError, MemoryError, EOFError, SyntaxError, TypeError)
 
-# What a row is: one document, several that are trained side by side, or a preference pair: chosen, then rejected; of
-# pairs, too, several can be side by side.
+# A row holds one document, several packed documents, one preference pair (chosen, rejected), or several packed pairs.
 Arrangement = Literal["single", "packed", "pairs", "packed_pairs"]
 
 
 class Document(NamedTuple):
-    """Tokens that attend to each other: a sample, or a piece of a long text."""
+    """One sequence, whose tokens attend only to each other: a sample, or a piece of a long text."""
 
     input_ids: np.ndarray  # int32 [T]
-    labels: np.ndarray  # int32 [T], that of token i at i (not shifted, as Transformers'); IGNORE_INDEX: not trained
+    labels: np.ndarray  # int32 [T], not shifted, as in Transformers; IGNORE_INDEX for tokens that are not trained
     pictures: tuple[DocumentPicture, ...] = ()  # in the order of their tokens
 
 
@@ -61,20 +61,20 @@ class ExtraColumn(NamedTuple):
     """Extra values of documents."""
 
     per: Literal["token", "document"]
-    values: np.ndarray  # one document after the other: [tokens, ...] or [documents, ...]
+    values: np.ndarray  # concatenated over documents: [tokens, ...] or [documents, ...]
 
 
-ColumnFile = tuple[str, Path]  # the name of extra values of documents, and an .npy file outside the folder of the rows
+ColumnFile = tuple[str, Path]  # the name of extra values of documents, and their .npy file outside the rows' folder
 
 
 class TokenRows:
-    """Memory-mapped rows of one part, that `write_rows` wrote; cheap to open, to pickle and to share between processes.
+    """Memory-mapped rows of one part, written by `write_rows`; cheap to open, to pickle and to share between processes.
 
     Args:
-        columns: extra values beside those in the folder.
+        columns: extra values in addition to those in the folder.
 
     Raises:
-        MegatuneError: the folder is not whole, or a column does not fit it (exit code 66).
+        MegatuneError: the folder is incomplete, or a column does not match it (exit code 66).
     """
 
     def __init__(self, directory: Path | str, columns: Sequence[ColumnFile] = ()) -> None:
@@ -90,7 +90,7 @@ class TokenRows:
             files = sorted(self.directory.glob("extra-*.npy"))
             self._extras = {file.stem.removeprefix("extra-"): Column(file).whole() for file in files}
         except _UNREADABLE as error:
-            raise self._not_whole(str(error)) from error
+            raise self._incomplete(str(error)) from error
         self._added = {name: self._added_column(name, path) for name, path in self._columns}
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class TokenRows:
         """Return the documents of one row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return tuple(map(self._numbered, range(self._rows[row], self._rows[row + 1])))
+        return tuple(map(self._document, range(self._rows[row], self._rows[row + 1])))
 
     def __iter__(self) -> Iterator[tuple[Document, ...]]:
         return (self[row] for row in range(len(self)))
@@ -109,74 +109,75 @@ class TokenRows:
         return type(self), (self.directory, self._columns)
 
     def with_column(self, name: str, path: Path) -> Self:
-        """Return the same rows with extra values from a file, which `digest` is without.
+        """Return the same rows with extra values from a file, which `digest` does not cover.
 
         Args:
             path: an .npy file, [documents, ...] in the order of `spans`.
 
         Raises:
-            MegatuneError: the file cannot be read, or has more or fewer values (exit code 66).
+            MegatuneError: the file cannot be read, or has another number of values (exit code 66).
         """
-        kind, arguments = self.__reduce__()  # of which the columns are the last
+        kind, arguments = self.__reduce__()  # the columns are the last argument
         return cast(Self, kind(*arguments[:-1], (*self._columns, (name, Path(path)))))
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds documents side by side, or pairs of them."""
+        """Whether a row holds several packed documents or pairs."""
         return self.arrangement in ("packed", "packed_pairs")
 
     @property
     def is_pairs(self) -> bool:
-        """Whether documents are pairs: chosen, rejected, chosen, rejected ...; a row has both of a pair."""
+        """Whether documents are preference pairs (chosen, rejected, chosen, rejected ...); a pair is in one row."""
         return self.arrangement in ("pairs", "packed_pairs")
 
     @property
     def spans(self) -> np.ndarray:
-        """Where each document's tokens begin and end among all tokens, row by row: int64 [documents, 2]."""
+        """Start and end of each document among all tokens, row by row: int64 [documents, 2]."""
         return self._documents
 
     @property
     def digest(self) -> str:
-        """128 bits of the content of the rows, in hexadecimal: as noted when they were written, or computed here."""
+        """128-bit digest of the rows' content, in hexadecimal: from the manifest, or else computed."""
         return self._manifest.get("digest") or self._content_digest()
 
     def extras(self, rows: Sequence[int] | np.ndarray) -> dict[str, ExtraColumn]:
-        """Return the extra values of the documents of these rows, row by row, by name."""
+        """Return the extra values of these rows' documents by name, row by row."""
         numbers = self.document_numbers(rows)
         extras = {**self._extras, **self._added}
         return {name: ExtraColumn("document", values[numbers]) for name, values in extras.items()}
 
     def document_lengths(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return tokens of each document of these rows, row by row, without reading them: int64 [documents]."""
+        """Return the length of each document of these rows, without reading tokens: int64 [documents]."""
         return self._sizes[self.document_numbers(rows)]
 
     def document_numbers(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the number among all documents of each document of these rows, row by row: int64 [documents]."""
+        """Return the indices of these rows' documents among all documents: int64 [documents]."""
         none = np.arange(0, dtype=np.int64)
         return np.concatenate([none, *(np.arange(self._rows[row], self._rows[row + 1]) for row in rows)])
 
     def row_lengths(self) -> np.ndarray:
-        """Return tokens of every row, without reading them: int64 [rows]."""
+        """Return the number of tokens of every row, without reading them: int64 [rows]."""
         return self._ends[self._rows[1:]] - self._ends[self._rows[:-1]]
 
     def batch_lengths(self) -> np.ndarray:
-        """Return the length of a micro-batch of each row alone: int64 [rows]. Of a pair its longer answer counts."""
+        """Return the length of a micro-batch with only this row, for each row: int64 [rows]; a pair has the length of
+        its longer document."""
         if self.arrangement != "pairs":
             return self.row_lengths()
         return np.asarray(self._sizes.reshape(-1, 2).max(axis=1))
 
     @property
     def _sizes(self) -> np.ndarray:
-        """Tokens of each document: int64 [documents]."""
+        """Length of each document: int64 [documents]."""
         return self._documents[:, 1] - self._documents[:, 0]
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Tokens of the documents before each one, and of all: int64 [documents + 1]."""
+        """Cumulative lengths of documents: int64 [documents + 1]."""
         return np.concatenate(([0], np.cumsum(self._sizes)))
 
     def count_pictures(self) -> PictureCounts:
-        """Count the pictures of all rows."""
+        """Count the images and videos of all rows."""
         tokens = np.concatenate(([0], np.cumsum(self._pictures.tokens_between(self._documents))))
         of_rows = tokens[self._rows[1:]] - tokens[self._rows[:-1]]
         return replace(self._pictures.count(self._documents), of_row=int(of_rows.max(initial=0)))
@@ -190,14 +191,14 @@ class TokenRows:
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return state.hexdigest()
 
-    def _numbered(self, number: int) -> Document:
-        """Return a document by its number among all."""
+    def _document(self, number: int) -> Document:
+        """Return a document by its index among all documents."""
         start, stop = self._documents[number]
         try:
             input_ids, trained = self._tokens.read(start, stop), self._trained.read(start, stop)
             pictures = self._pictures.between(start, stop)
         except ValueError as error:
-            raise self._not_whole(str(error)) from error
+            raise self._incomplete(str(error)) from error
         labels = np.where(trained != 0, input_ids, np.int32(IGNORE_INDEX))
         return Document(np.asarray(input_ids), labels, pictures)
 
@@ -211,7 +212,7 @@ class TokenRows:
             raise MegatuneError(Finding(what, str(path), str(error), fix), ExitCode.INPUT) from error
         return values
 
-    def _not_whole(self, why: str) -> MegatuneError:
+    def _incomplete(self, why: str) -> MegatuneError:
         mark_damaged(self.directory.parent)
         what, fix = "the folder of token rows is incomplete", "run the command again: it prepares the rows again"
         return MegatuneError(Finding(what, str(self.directory), why, fix), ExitCode.INPUT)
@@ -220,12 +221,12 @@ class TokenRows:
 def write_rows(
     directory: Path, spans: np.ndarray, rows: np.ndarray, arrangement: Arrangement, extras: Mapping[str, np.ndarray]
 ) -> TokenRows:
-    """Write one part: rows that refer to the tokens of the folder above.
+    """Write one part: rows that refer to the tokens in the parent folder.
 
     Args:
-        spans: [documents, 2], where each document's tokens begin and end, row after row.
-        rows: [rows + 1], where each row's documents begin in `spans`.
-        extras: extra values of all documents, in their order, by name.
+        spans: [documents, 2], start and end of each document's tokens, row by row.
+        rows: [rows + 1], start of each row in `spans`.
+        extras: extra values of all documents by name, in the order of `spans`.
     """
     directory.mkdir()
     write_array(directory / _DOCUMENTS_FILE, np.asarray(spans, dtype=np.int64))

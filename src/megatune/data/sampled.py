@@ -1,4 +1,4 @@
-"""How long a run's documents are, from a look at its data that takes seconds: nothing is prepared, fetched or kept."""
+"""Estimate the document lengths of a run from a sample of its data, in seconds, without preparing or downloading it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from megatune.data.workers import encode_all
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
-# Returns the tokens of each text.
-Counter = Callable[[Sequence[str]], Sequence[int]]
+# Returns the number of tokens of each text.
+TokenCounter = Callable[[Sequence[str]], Sequence[int]]
 
-# Rows that are encoded: at equal distances, and the longest by their text.
+# Rows that are encoded: evenly spaced ones, and those with the longest texts.
 _EVENLY, _LONGEST = 400, 16
-_MOST_READ = 20_000  # rows of a data set that are looked at
-# Bytes of text in a token, where no tokenizer is at hand: an assumption. Tokenizers of today's models take about four
-# of English, and fewer of code.
-BYTES_OF_A_TOKEN = 4
-# Tokens that a template writes around a message, as ChatML's <|im_start|>user and <|im_end|> with their line breaks.
-_AROUND = 5
+_MOST_READ = 20_000  # rows that are read of each data set
+# Assumed without a tokenizer. Today's tokenizers have about four bytes per token for English, and fewer for code.
+BYTES_PER_TOKEN = 4
+# Tokens that a template adds to a message, such as ChatML's <|im_start|>user and <|im_end|> with their line breaks.
+_TEMPLATE_TOKENS = 5
 
 
 @dataclass(slots=True)
 class SampledLengths:
-    """What was seen.
+    """Document lengths of a sample of the data.
 
     Attributes:
-        documents: tokens of each encoded document, cut as training cuts it.
-        rows: looked at.
-        encoded: of those, with the tokenizer; 0 where texts were counted.
-        is_whole: these are all rows.
-        is_exact: with the template's own tokens, too.
-        pictures, image_tokens, largest_picture: tokens of pictures of the mean row, of the row with most of them, and
-            of the largest picture.
+        documents: length of each document in tokens, cut as in training.
+        rows: number of rows read.
+        encoded: how many of them were tokenized; 0 if lengths are estimated from bytes.
+        is_whole: whether these are all rows.
+        is_exact: whether the run's template was used.
+        pictures, image_tokens, largest_picture: image and video tokens of the mean row, of the row with the most of
+            them, and of the largest image or video.
     """
 
     documents: list[int] = field(default_factory=list)
@@ -55,17 +54,17 @@ class SampledLengths:
     largest_picture: int = 0
 
     @property
-    def words(self) -> str:
-        """Say how this was found."""
+    def origin(self) -> str:
+        """How the lengths were measured, for users."""
         rows = f"{'all' if self.is_whole else 'the first'} {self.rows:,} rows"
         if not self.encoded:
-            return f"of {rows}, estimated with {BYTES_OF_A_TOKEN} bytes of text a token"
-        chosen = f"of {rows}" if self.encoded == self.rows else f"of {self.encoded:,} of {rows}, the longest among them"
-        return chosen if self.is_exact else f"{chosen}, about {_AROUND} tokens of the template a message"
+            return f"of {rows}, estimated with {BYTES_PER_TOKEN} bytes of text per token"
+        chosen = f"of {rows}" if self.encoded == self.rows else f"of {self.encoded:,} of {rows}, the longest included"
+        return chosen if self.is_exact else f"{chosen}, with about {_TEMPLATE_TOKENS} template tokens per message"
 
 
-def not_here(settings: Settings) -> str:
-    """Return the first data set that is not in files here, "" where all are.
+def first_remote_dataset(settings: Settings) -> str:
+    """Return the first data set that is not in local files, or "".
 
     Raises:
         MegatuneError: as `datasets_of`.
@@ -74,9 +73,9 @@ def not_here(settings: Settings) -> str:
     return next((name for name in settings.data.dataset if name not in here), "")
 
 
-def text_counter(folder: Path) -> Counter | None:
-    """Return what counts tokens with tokenizer.json, without Transformers, which takes seconds to import; None
-    where there is none that can be read."""
+def text_counter(folder: Path) -> TokenCounter | None:
+    """Return a function that counts tokens with tokenizer.json, without Transformers, which takes seconds to import;
+    None if there is no readable tokenizer.json."""
     from tokenizers import Tokenizer
 
     try:
@@ -89,17 +88,17 @@ def text_counter(folder: Path) -> Counter | None:
 
 
 def sampled_lengths(
-    settings: Settings, count: Counter | None = None, encoder: Encoder | None = None, *, seconds: float = 2.0
+    settings: Settings, count: TokenCounter | None = None, encoder: Encoder | None = None, *, seconds: float = 2.0
 ) -> SampledLengths:
-    """Look at rows of all data sets that are trained on.
+    """Measure the lengths of rows of all training data sets.
 
     Args:
-        count: None where no tokenizer is at hand.
-        encoder: for exact lengths, pictures included, in place of `count`.
-        seconds: after which no more rows are read; those that were read are encoded.
+        count: None without a tokenizer.
+        encoder: gives exact lengths, images and videos included, in place of `count`.
+        seconds: time limit for reading; the rows read until then are encoded.
 
     Raises:
-        MegatuneError: a data set or template is not there, or cannot be read.
+        MegatuneError: a data set or template is missing or cannot be read.
     """
     sources = datasets_of(settings)
     found = SampledLengths(is_exact=encoder is not None)
@@ -127,20 +126,22 @@ def _read(reader: RowReader, settings: Settings, seconds: float, found: SampledL
     return read
 
 
-def _count_texts(examples: Sequence[Example], settings: Settings, count: Counter | None, found: SampledLengths) -> None:
-    """Add the lengths of rows, by their texts."""
+def _count_texts(
+    examples: Sequence[Example], settings: Settings, count: TokenCounter | None, found: SampledLengths
+) -> None:
+    """Add the lengths of rows, estimated from their texts."""
     cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
     chosen = examples if count is None else [examples[place] for place in _chosen(examples)]
     documents = [list(texts(each)) for example in chosen for each in _documents(example)]
     if count is None:
-        lengths = [[len(text.encode()) // BYTES_OF_A_TOKEN for text in document] for document in documents]
+        lengths = [[len(text.encode()) // BYTES_PER_TOKEN for text in document] for document in documents]
     else:
         found.encoded += len(chosen)
         counted = iter(count([text for document in documents for text in document]))
         lengths = [[next(counted) for _ in document] for document in documents]
     for each in lengths:
-        around = 1 if is_text else _AROUND * sum(map(bool, each))
-        found.documents += _pieces(sum(each) + around, cutoff, is_text)
+        added = 1 if is_text else _TEMPLATE_TOKENS * sum(map(bool, each))
+        found.documents += _pieces(sum(each) + added, cutoff, is_text)
 
 
 def _encode(
@@ -150,7 +151,7 @@ def _encode(
     encoder: Encoder,
     found: SampledLengths,
 ) -> int:
-    """Add the lengths of some of these rows, encoded as training does; return how many there are."""
+    """Add the lengths of some of these rows, encoded as in training; return the number of rows encoded."""
     cutoff, is_text = settings.data.cutoff_len, settings.run.stage == "pt"
     chosen = [read[place][0] for place in _chosen([example for _, example in read])]
     found.encoded += len(chosen)
@@ -182,7 +183,7 @@ def _documents(example: Example) -> tuple[Example, ...]:
 
 
 def _pieces(length: int, cutoff: int, is_text: bool) -> Iterator[int]:
-    """Yield what becomes of a document that may be longer than cutoff_len."""
+    """Yield the lengths of the documents that cutoff_len leaves of one document."""
     if not is_text:
         yield min(length, cutoff)
         return

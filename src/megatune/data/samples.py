@@ -1,4 +1,4 @@
-"""Rows of a data set's files as examples, or as the reason why they are none."""
+"""Read the rows of a data set's files as examples, or as errors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.encode import Encoded  # which imports numpy
 
-_Row = tuple[RawRow, SourcePosition, int]  # the position is behind it; the number is that of its copies
-# What each placeholder becomes in rows that are tagged as Chinese, and in all others; None where it is not set.
+_Row = tuple[RawRow, SourcePosition, int]  # row, position after it, number of copies
+# The replacement of each placeholder in rows tagged as Chinese, and in all others; None if the setting is not set.
 Replacements = Mapping[str, tuple[str, str] | None]
 LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
 
 
 class RowMetadata(NamedTuple):
-    """What is known of a row beside its tokens."""
+    """What the pipeline needs of a row in addition to its tokens."""
 
-    missing: tuple[str, ...] = ()  # placeholders in it that have no value
+    missing: tuple[str, ...] = ()  # placeholders in the row that have no value
     desirable: bool | None = None  # see `Conversation`
-    rank: int = 0  # see `rank`; 0 where nothing is held out
-    tags_added: bool = False  # it has pictures without a tag
+    rank: int = 0  # see `rank`; 0 if nothing is held out
+    tags_added: bool = False  # whether it has images or videos without a tag
 
 
 NO_METADATA = RowMetadata()
@@ -43,13 +43,13 @@ NO_METADATA = RowMetadata()
 
 @dataclass(slots=True)
 class Sample:
-    """One row of a file on its way to tokens; what it says is read where it is encoded, by worker processes too.
+    """One row of a file, before encoding. Its fields are parsed when it is encoded, possibly in a worker process.
 
     Attributes:
-        row: as it was read.
-        copies: how often it is trained in an epoch; more than 1 where num_samples exceeds the data set.
-        position: where its data set continues after it.
-        metadata: what else it says, once it is read.
+        row: the row as read from the file.
+        copies: how often it is trained in an epoch; more than 1 if num_samples exceeds the data set.
+        position: the position of its data set after it.
+        metadata: set when the row is parsed.
     """
 
     row: RawRow
@@ -60,13 +60,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Reads the rows of one data set as examples; picklable, so that worker processes can have it.
+    """Parses the rows of one data set to examples; picklable for worker processes.
 
     Attributes:
         placeholders: see `replacements`.
-        pictures: whether the model takes some.
-        seed: of `rank`; None where nothing is held out.
-        labels: of stage cls.
+        pictures: whether the model accepts images or videos.
+        seed: the seed of `rank`; None if nothing is held out.
+        labels: the label encoding of stage cls.
     """
 
     source: DatasetSource
@@ -78,11 +78,11 @@ class RowReader:
 
     @classmethod
     def of(cls, source: DatasetSource, settings: Settings, *, pictures: bool, seed: int | None = None) -> RowReader:
-        """Return the reader that settings ask for."""
+        """Return the reader of a data set."""
         return cls(source, settings.run.stage, replacements(settings.data), pictures, seed, Labels.of(settings.run))
 
     def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, RowMetadata]:
-        """Return what a row says, or why it cannot be trained on."""
+        """Return the example of a row, or why it cannot be trained on, and the row's metadata."""
         try:
             example = to_example(fields, self.source, self.stage, pictures=self.pictures, labels=self.labels)
             if self.source.fetched and not isinstance(example, str):
@@ -101,10 +101,10 @@ class RowReader:
         )
 
     def examples(self, samples: Iterator[Sample]) -> Iterator[tuple[Sample, Example | RowError]]:
-        """Yield samples with what their rows say.
+        """Yield samples with their examples or errors.
 
         Raises:
-            MegatuneError: a row needs what is not built (exit code 64).
+            MegatuneError: a row needs an unsupported feature (exit code 64).
         """
         for sample in samples:
             example = sample.row.error or self.read(sample.row.fields)[0]
@@ -113,13 +113,13 @@ class RowReader:
             yield sample, example
 
     def refused(self, where: str, unsupported: UnsupportedRow) -> MegatuneError:
-        """Return the error that ends a run over a row that needs what is not built."""
+        """Return the error that ends a run because of a row that needs an unsupported feature."""
         what = f"dataset: {self.source.name} cannot be trained on: {unsupported}"
         return MegatuneError(Finding(what, where, fix=unsupported.fix), ExitCode.SETTINGS)
 
 
 def rank(example: Example, seed: int) -> int:
-    """Return the place of an example in the order in which rows are held out: 0 to 2^64 - 1, the lowest first."""
+    """Return a hash of an example, 0 to 2^64 - 1; rows with the lowest ranks are held out first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
     for _, value, _ in () if isinstance(example, str) else example.pictures:
         named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
@@ -128,12 +128,12 @@ def rank(example: Example, seed: int) -> int:
 
 
 def replacements(data: DataSettings) -> Replacements:
-    """Return what placeholders become: of a setting with two values the first in Chinese rows, the second in others."""
+    """Return the replacements of placeholders; a setting with two values has the first for Chinese rows."""
     return {placeholder: _both(getattr(data, setting)) for placeholder, setting in PLACEHOLDERS.items()}
 
 
 def values_for(fields: Mapping[str, Any], placeholders: Replacements) -> dict[str, str | None]:
-    """Return what placeholders become in a row."""
+    """Return the replacements of placeholders in a row."""
     chosen = 0 if fields.get(LANGUAGE_FIELD) == CHINESE else 1
     return {placeholder: both and both[chosen] for placeholder, both in placeholders.items()}
 
@@ -145,9 +145,9 @@ def _both(value: str | list[str] | None) -> tuple[str, str] | None:
 
 
 def read_samples(source: DatasetSource, settings: Settings) -> Iterator[Sample]:
-    """Yield the rows of one data set that num_samples and max_samples choose, in the order of its files.
+    """Yield the rows of one data set that num_samples and max_samples select, in the order of its files.
 
-    num_samples draws at random unless dataset_shuffle is off, and max_samples takes the first ones of those.
+    num_samples draws at random unless dataset_shuffle is off, and max_samples takes the first of those.
 
     Raises:
         MegatuneError: a file cannot be read.
@@ -160,28 +160,28 @@ def read_samples(source: DatasetSource, settings: Settings) -> Iterator[Sample]:
 def stream_samples(
     source: DatasetSource, settings: Settings, after: SourcePosition | None, taken: int
 ) -> Iterator[Sample]:
-    """Yield the rows of one data set from a place on; of those num_samples and max_samples leave the first.
+    """Yield the rows of one data set after a position; num_samples and max_samples limit their number.
 
     Args:
-        after: the position of the sample to continue after.
-        taken: how many samples there are up to it.
+        after: the position of the last sample taken.
+        taken: the number of samples before this position.
 
     Raises:
         MegatuneError: as `read_samples`.
     """
     limits = [limit for limit in (source.num_samples, settings.data.max_samples) if limit is not None]
-    left = max(0, min(limits) - taken) if limits else None
-    return (Sample(row, position=position) for row, position in islice(source.rows_from(after), left))
+    remaining = max(0, min(limits) - taken) if limits else None
+    return (Sample(row, position=position) for row, position in islice(source.rows_from(after), remaining))
 
 
 Result: TypeAlias = "tuple[Sample, Encoded | RowError]"
 
 
 def all_filled(results: Generator[Result, None, None], *, at_once: bool = False) -> Generator[Result, None, None]:
-    """Yield encoded samples, and refuse placeholders without a value.
+    """Yield encoded samples, and raise if placeholders have no value.
 
     Args:
-        at_once: before the first row that has one, as rows that are streamed need it; else at the end, for all of them.
+        at_once: raise before the first such row, for streamed data; otherwise at the end, with all placeholders.
 
     Raises:
         MegatuneError: a placeholder has no value (exit code 64).
@@ -201,7 +201,7 @@ def all_filled(results: Generator[Result, None, None], *, at_once: bool = False)
 
 
 def not_filled(where: Mapping[str, str]) -> MegatuneError:
-    """Return the error of placeholders without a value, by the first place of each."""
+    """Return the error for placeholders without a value, given the first place of each."""
     findings = [
         Finding(f"{name} is in the data and {PLACEHOLDERS[name]} is not set", place, fix=f"set {PLACEHOLDERS[name]}")
         for name, place in where.items()
@@ -210,24 +210,24 @@ def not_filled(where: Mapping[str, str]) -> MegatuneError:
 
 
 def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
-    """Yield rows with their number of copies: num_samples draws without replacement, as many rounds as it needs.
+    """Yield rows with their number of copies: num_samples draws without replacement, in as many rounds as needed.
 
     Args:
-        seed: of the draw; None takes the first rows.
+        seed: the seed of the draw; None takes the first rows.
     """
     if source.num_samples is None:
         yield from ((row, position, 1) for row, position in source.rows_from())
         return
-    import numpy as np  # which a look at the first rows does without
+    import numpy as np  # not needed to read the first rows
 
     from megatune.data.order import sample_order
 
-    # Read twice, so that no more than one row has to be kept.
+    # Read twice, so that no more than one row is in memory.
     num_rows = sum(1 for _ in source.rows())
     if not num_rows:
         return
     rounds, rest = divmod(source.num_samples, num_rows)
-    extra = np.zeros(num_rows, dtype=bool)  # a byte a row, where a set of numbers takes 60
+    extra = np.zeros(num_rows, dtype=bool)  # one byte per row; a set of ints takes 60
     extra[slice(rest) if seed is None else sample_order(num_rows, seed)[:rest]] = True
     for index, (row, position) in enumerate(source.rows_from()):
         if copies := rounds + int(extra[index]):

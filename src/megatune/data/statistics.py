@@ -1,4 +1,4 @@
-"""What `megatune data stats` counts, prints and draws: rows, lengths, tokens, padding and steps."""
+"""Compute, print and plot the statistics of `megatune data stats`: rows, lengths, tokens, padding and steps."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Steps:
     """The steps of a run.
 
     Attributes:
-        world_size: processes of the run.
-        world_from: "num_processes", or "smallest" for as few as hold the model.
-        data_parallel_size: replicas that share the rows of a step.
-        global_batch_size: rows of a step.
-        tokens_per_step: without padding, on average.
-        total: steps of the run.
-        epochs: passes over the rows in these steps.
+        world_size: number of processes.
+        world_from: "num_processes", or "smallest" for the fewest that hold the model.
+        data_parallel_size: number of data-parallel replicas.
+        global_batch_size: rows per step.
+        tokens_per_step: mean number of tokens without padding.
+        total: number of steps of the run.
+        epochs: number of epochs in these steps.
         computed: tokens of the batches of epoch 0, padding included.
     """
 
@@ -64,15 +64,15 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What `megatune data stats` reports.
+    """The statistics that `megatune data stats` reports.
 
     Attributes:
-        fill: int [FILL_BINS], in equal bins from 0 to 1: packed rows by how full they are, or, without packing, the
-            steps of epoch 0 by the share of real tokens in their batches.
-        dataset_tokens: tokens an epoch trains of each data set of `dataset`, copies included.
-        tokenizer_size: tokens that the tokenizer knows.
-        vocab_size: rows of the model's embedding; None where the model's config cannot be read.
-        directory: the prepared rows.
+        fill: int [FILL_BINS], histogram in equal bins from 0 to 1: packed rows by how full they are, or, without
+            packing, the steps of epoch 0 by the share of tokens in their batches that are not padding.
+        dataset_tokens: tokens per epoch of each data set of `dataset`, copies included.
+        tokenizer_size: vocabulary size of the tokenizer.
+        vocab_size: rows of the model's embedding; None if the model's config cannot be read.
+        directory: the folder of the prepared rows.
     """
 
     stage: str
@@ -89,17 +89,17 @@ class Statistics:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds samples side by side."""
+        """Whether rows hold several packed samples."""
         return self.report.train.capacity is not None
 
     @property
     def padding_share(self) -> float:
-        """Return the share of computed tokens that is padding, in epoch 0."""
+        """Share of computed tokens that are padding, in epoch 0."""
         return 1 - self.report.train.tokens / self.steps.computed
 
     @property
     def largest_id(self) -> int:
-        """Return the largest token id of all rows."""
+        """The largest token id of all rows."""
         return max(part.largest_id for part in (self.report.train, self.report.evaluation) if part is not None)
 
     def to_json(self) -> str:
@@ -112,7 +112,7 @@ class Statistics:
 
 
 def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> Statistics:
-    """Count what is prepared, in the layout of the settings."""
+    """Compute the statistics of prepared rows, for the parallel layout of the settings."""
     parallel, batch, run = settings.parallel, settings.batch, settings.run
     world_size = run.num_processes or parallel.smallest_world
     data_parallel_size = max(1, world_size // parallel.model_parallel_size)
@@ -154,9 +154,9 @@ def describe(settings: Settings, tokenizer: PreTrainedTokenizerBase, prepared: P
 
 
 def step_tokens(settings: Settings, rows: TokenRows, data_parallel_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Count real tokens, and tokens with padding, of every step of epoch 0, over all ranks: int64 [steps] each.
+    """Count tokens without and with padding of every step of epoch 0, over all ranks: int64 [steps] each.
 
-    They are those of `data.batches.Collator`: packed rows of a micro-batch are joined, others padded to the longest
+    As in `data.batches.Collator`, packed rows of a micro-batch are joined, and other rows are padded to the longest
     document.
     """
     parallel, size = settings.parallel, settings.batch.per_device_train_batch_size
@@ -165,21 +165,22 @@ def step_tokens(settings: Settings, rows: TokenRows, data_parallel_size: int) ->
     prepared = PreparedSteps.from_settings(rows, settings, size * micro_batches)
     steps = prepared.steps_per_epoch
     order = np.concatenate([prepared.row_ids(step) for step in range(steps)])
-    filled = np.full(steps * micro_batches * size, -1)  # a short last batch leaves some slots without a row
+    filled = np.full(steps * micro_batches * size, -1)  # slots beyond the rows of the last batch stay empty
     filled[: len(order)] = order
     slots = filled.reshape(steps, micro_batches, size)
     taken = np.where(slots < 0, 0, needed[slots])
     lengths = np.maximum(taken.sum(axis=2) if rows.is_packed else taken.max(axis=2), 1)  # [steps, micro_batches]
     multiple = parallel.sequence_multiple
     lengths = -(-lengths // multiple) * multiple
-    if parallel.pipeline_model_parallel_size > 1:  # stages exchange one shape
+    if parallel.pipeline_model_parallel_size > 1:  # pipeline stages need one shape
         lengths[:] = lengths.max(axis=1, keepdims=True)
     sequences = 1 if rows.is_packed else size * documents
     return np.where(slots < 0, 0, real[slots]).sum(axis=(1, 2)), lengths.sum(axis=1) * sequences
 
 
 def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return each row's tokens, and what it needs of a micro-batch's length; and documents a row, 1 where packed."""
+    """Return the tokens of each row, the length that it needs in a micro-batch, and the documents per row, 1 if
+    packed."""
     real = rows.row_lengths()
     if rows.arrangement == "pairs":
         return real, rows.batch_lengths(), 2
@@ -190,7 +191,7 @@ def _row_sizes(rows: TokenRows, multiple: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _tokens_by_dataset(rows: TokenRows, datasets: Sequence[DatasetReport]) -> tuple[int, ...]:
-    """Sum tokens by data set: where a document is in tokens.npy tells its data set."""
+    """Sum tokens by data set, which follows from a document's position in tokens.npy."""
     spans = rows.spans
     ends = np.cumsum([dataset.tokens for dataset in datasets])
     which = np.searchsorted(ends, spans[:, 0], side="right")
@@ -209,7 +210,7 @@ def _vocab_size(settings: Settings) -> int | None:
 
 
 def refuse_streaming(settings: Settings) -> None:
-    """Refuse streamed data (exit code 64), which is never prepared and so cannot be counted."""
+    """Refuse streamed data (exit code 64), which is not prepared before training."""
     if settings.data.streaming:
         why = "it prepares and counts all rows, and streamed ones are read while training"
         fix = "write streaming=false, and max_samples=10000 for the first rows of each data set"
@@ -217,7 +218,7 @@ def refuse_streaming(settings: Settings) -> None:
 
 
 def lines(statistics: Statistics) -> Iterator[str]:
-    """Write the statistics in words, for a terminal."""
+    """Yield the statistics as lines for a terminal."""
     report = statistics.report
     template = f", template {statistics.template}" if statistics.template else ""
     yield f"stage {statistics.stage}{template}, cutoff_len {statistics.cutoff_len:,}"
@@ -225,15 +226,15 @@ def lines(statistics: Statistics) -> Iterator[str]:
     yield from report.dataset_lines(statistics.dataset_tokens)
     if report.lengths is not None:
         yield ""
-        fate = ", split without loss" if statistics.stage == "pt" and report.lengths.over else ""
-        yield from _lengths(report.lengths, fate)
+        handling = ", split without loss" if statistics.stage == "pt" and report.lengths.over else ""
+        yield from _lengths(report.lengths, handling)
     yield ""
     yield from (f"{name:<11}  {value}" for name, value in _epoch(statistics))
     yield from (f"note: {note}" for note in report.notes)
 
 
-def _lengths(lengths: LengthReport, fate: str) -> Iterator[str]:
-    """Write a line for each bin, and where cutoff_len is among them; `fate` is what is done with longer samples."""
+def _lengths(lengths: LengthReport, handling: str) -> Iterator[str]:
+    """Yield a line for each bin, and one at cutoff_len; `handling` is what is done with longer samples."""
     yield f"tokens of a sample before cutting: {lengths.samples:,} samples"
     width, most = len(f"{lengths.edges[-1]:,}"), max(lengths.counts)
     for (low, high), count in zip(pairwise(lengths.edges), lengths.counts, strict=True):
@@ -243,7 +244,7 @@ def _lengths(lengths: LengthReport, fate: str) -> Iterator[str]:
             yield f"  {'cutoff_len ':╌<{2 * width + 4 + _BAR + 8}}"
     yield (
         f"  mean {lengths.mean:,.0f}, p50 {lengths.p50:,}, p90 {lengths.p90:,}, p99 {lengths.p99:,}, "
-        f"longest {lengths.longest:,}; {lengths.over:,} ({lengths.share_over:.1%}) over cutoff_len{fate}"
+        f"longest {lengths.longest:,}; {lengths.over:,} ({lengths.share_over:.1%}) over cutoff_len{handling}"
     )
 
 
@@ -258,7 +259,7 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     if train.answer_counts:
         yield "answers", train.answer_counts
     yield "tokens", _tokens(train.tokens, train.trained)
-    if pictures := train.pictures.words():
+    if pictures := train.pictures.describe():
         yield "pictures", f"{pictures}; {train.pictures.tokens / train.tokens:.1%} of all tokens"
     padding = f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have"
     yield "padding", padding
@@ -285,7 +286,7 @@ def _tokens(tokens: int, trained: int) -> str:
 
 
 def draw(statistics: Statistics, path: Path) -> None:
-    """Write a PNG.
+    """Plot the statistics to a PNG.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -305,14 +306,14 @@ def draw(statistics: Statistics, path: Path) -> None:
 
 
 def _draw_lengths(axes: Axes, statistics: Statistics) -> None:
-    """Draw samples by length, and the share of samples up to each length."""
+    """Plot samples by length, and the share of samples up to each length."""
     lengths = statistics.report.lengths
     axes.set(title="length of samples before cutting", xlabel="length (tokens)", ylabel="samples")
     if lengths is None:
         return
     edges, counts = np.asarray(lengths.edges, dtype=float), np.asarray(lengths.counts)
     is_wide = len(edges) > 2 and edges[-1] - edges[-2] > 2 * (edges[1] - edges[0])
-    if is_wide:  # the last bin holds all the rest: as wide as the others, and hatched
+    if is_wide:  # the last bin has all longer samples: draw it as wide as the others, and hatched
         edges[-1] = edges[-2] + edges[1]
     bars = axes.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, edgecolor="white", linewidth=0.6)
     if is_wide:
@@ -338,7 +339,7 @@ def _draw_lengths(axes: Axes, statistics: Statistics) -> None:
 
 
 def _draw_datasets(axes: Axes, statistics: Statistics) -> None:
-    """Draw how much of an epoch each data set is."""
+    """Plot the tokens of an epoch by data set."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     tokens = statistics.dataset_tokens
@@ -361,7 +362,7 @@ def _draw_datasets(axes: Axes, statistics: Statistics) -> None:
 
 
 def _draw_fill(axes: Axes, statistics: Statistics) -> None:
-    """Draw how much of packed rows, or of batches, is tokens."""
+    """Plot the share of tokens that are not padding, of packed rows or of batches."""
     edges = np.linspace(0, 100, FILL_BINS + 1)
     axes.bar(edges[:-1], statistics.fill, np.diff(edges), align="edge", color=_GREY, edgecolor="white", linewidth=0.6)
     axes.set_xlim(0, 100)

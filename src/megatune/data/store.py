@@ -1,7 +1,7 @@
-"""Arrays on disk: appended to or written whole, then mapped by every process that reads them.
+"""Arrays on disk with checksums: written at once or appended to, then memory-mapped by every process that reads them.
 
-An array is an .npy file with digests of its blocks next to it, each compared with its block when that is first read. A
-digest of the whole file would take a second for every few gigabytes before the first step; a block takes microseconds.
+An array is an .npy file, next to a file with digests of its 64 KiB blocks. A block is checked when it is first read,
+which takes microseconds; a digest of the whole file would take a second per few gigabytes before the first step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ColumnWriter:
         self._write_header()
 
     def append(self, values: npt.ArrayLike | bytes) -> None:
-        """Write values, converted to the column's type; bytes as they are."""
+        """Write values, converted to the column's dtype; bytes are written unchanged."""
         content = values if isinstance(values, bytes) else np.asarray(values, dtype=self._dtype).tobytes()
         self._file.write(content)
         self._length += len(content) // self._dtype.itemsize
 
     def seal(self) -> None:
-        """Make a whole array of what was written so far."""
+        """Complete the file: write the header and the digests of everything appended so far."""
         end = self._file.tell()
         self._write_header()
         self._file.seek(end)
@@ -47,7 +47,7 @@ class ColumnWriter:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Write the header, which numpy gives room for any length."""
+        """Write the header; numpy pads it, so that any length fits."""
         self._file.seek(0)
         described = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
         npy.write_array_header_1_0(self._file, described)
@@ -60,16 +60,16 @@ def write_array(path: Path, values: np.ndarray) -> None:
 
 
 class Column:
-    """The values of an array, memory-mapped: `values` unchecked, `read` and `whole` compared with the digests.
+    """A memory-mapped array. `values` is unchecked; `read` and `whole` check the digests.
 
     Raises:
-        OSError, ValueError: the file or its digests are not there, or of another size.
+        OSError, ValueError: the file or its digests are missing, or have another size.
     """
 
     def __init__(self, path: Path) -> None:
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         self._name, self._start = path.name, mapped.offset
-        self.values: np.ndarray = np.asarray(mapped)  # whose slices cost a tenth of those of a memmap
+        self.values: np.ndarray = np.asarray(mapped)  # slicing an ndarray takes a tenth of the time of a memmap
         self._content = np.memmap(path, np.uint8, "r")
         self._digests = np.memmap(_beside(path), _DIGEST, "r")
         blocks = -(-len(self._content) // BLOCK_BYTES)
@@ -82,7 +82,7 @@ class Column:
         return len(self.values)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the values between two places.
+        """Return values[start:stop].
 
         Raises:
             ValueError: they differ from what was written.
@@ -111,7 +111,7 @@ class Column:
 
 
 def _write_digests(path: Path) -> None:
-    # Read, not mapped: a mapped file of pictures would count as memory of this process, all of it.
+    # Read, not mapped: all of a mapped file would count as memory of this process.
     with path.open("rb") as file:
         digests = [xxhash.xxh3_64_intdigest(block) for block in iter(partial(file.read, BLOCK_BYTES), b"")]
     np.array(digests, _DIGEST).tofile(_beside(path))

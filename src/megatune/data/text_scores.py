@@ -1,7 +1,7 @@
-"""How near answers are to those that are wanted: equal texts, letters of choices, ROUGE and BLEU.
+"""Compare generated answers with reference answers: exact match, accuracy of multiple-choice letters, ROUGE and BLEU.
 
-ROUGE and BLEU are those of the libraries rouge-score and sacrebleu (pip install 'megatune[evaluate]'). Both compare
-words; Chinese and Japanese, which write none apart, are compared character by character.
+ROUGE and BLEU are computed by the libraries rouge-score and sacrebleu (pip install 'megatune[evaluate]'). Both compare
+words; Chinese and Japanese, which have no spaces between words, are compared by character.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 END_OF_THINK = "</think>"
-LIBRARIES = {"rouge_score": "rouge-score", "sacrebleu": "sacrebleu"}  # a module, and what it is installed as
+LIBRARIES = {"rouge_score": "rouge-score", "sacrebleu": "sacrebleu"}  # module to package
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -23,26 +23,26 @@ _BOXED = "\\boxed{"
 _ALONE = re.compile(r"(?<![A-Za-z])([A-Z])(?![A-Za-z'])")
 _STATED = re.compile(r"answer\s*(?:is|:)", re.IGNORECASE)
 _AT_START = re.compile(r"[\s*_(\[${:\\]*([A-Z])(?![A-Za-z'])")
-_CHOICE = re.compile(r"\(?([A-Z])(?:[).:].*)?", re.DOTALL)  # an answer that is wanted: B, (B), "B. Paris"
+_CHOICE = re.compile(r"\(?([A-Z])(?:[).:].*)?", re.DOTALL)  # a reference answer: B, (B), "B. Paris"
 
 
 class Scored(NamedTuple):
-    """An answer and the one that is wanted."""
+    """A generated answer and its reference answer."""
 
     answer: str
     label: str
 
 
 def missing_libraries() -> list[str]:
-    """Return what is to be installed for ROUGE and BLEU."""
+    """Return the packages that are missing for ROUGE and BLEU."""
     return [name for module, name in LIBRARIES.items() if find_spec(module) is None]
 
 
 def require_libraries(where: str) -> None:
-    """Refuse what asks for ROUGE or BLEU where their libraries are not installed.
+    """Raise if the libraries of ROUGE and BLEU are not installed.
 
     Args:
-        where: the option that does.
+        where: the option that needs them.
 
     Raises:
         MegatuneError: UNAVAILABLE.
@@ -53,12 +53,12 @@ def require_libraries(where: str) -> None:
 
 
 def text_scores(answers: Sequence[Scored]) -> dict[str, float]:
-    """Score answers, each without its thought and the white space around it.
+    """Score answers, without their reasoning blocks and surrounding white space.
 
     Returns:
-        exact_match, the share of answers that are equal; choice_accuracy, the share of right letters, where every label
-        is a choice; rouge1, rouge2 and rougeL, means of F1 from 0 to 1, and bleu, of the whole corpus from 0 to 100,
-        where their libraries are installed. {} of no answers.
+        exact_match, the share of answers that equal their references; choice_accuracy, the share of correct letters, if
+        every reference is a choice; if the libraries are installed, rouge1, rouge2 and rougeL, mean F1 from 0 to 1, and
+        bleu of the whole corpus, 0 to 100. Without answers {}.
     """
     if not answers:
         return {}
@@ -66,27 +66,27 @@ def text_scores(answers: Sequence[Scored]) -> dict[str, float]:
     found = {"exact_match": sum(answer == label for answer, label in pairs) / len(pairs)}
     choices = [_CHOICE.fullmatch(label) for _, label in pairs]
     if all(choices):
-        right = (
+        correct = (
             chosen_letter(pair.answer)[0] == choice[1] for pair, choice in zip(pairs, choices, strict=True) if choice
         )
-        found["choice_accuracy"] = sum(right) / len(pairs)
+        found["choice_accuracy"] = sum(correct) / len(pairs)
     if not missing_libraries():
         found |= _rouge(pairs) | _bleu(pairs)
     return found
 
 
 def is_equal(answer: str, label: str) -> bool:
-    """Return whether an answer counts for exact_match."""
+    """Return whether an answer is an exact match."""
     return _read(answer) == _read(label)
 
 
 def _read(text: str) -> str:
-    """Return what a user reads of an answer."""
+    """Return an answer without its reasoning block."""
     return text.rpartition(END_OF_THINK)[2].strip()
 
 
-class _Words:
-    """What rouge-score takes for words: its own tokenizer drops every letter beyond a to z."""
+class _RougeTokenizer:
+    """A tokenizer for rouge-score, whose default drops every letter beyond a to z."""
 
     def tokenize(self, text: str) -> list[str]:
         return _WORD.findall(text.lower())
@@ -95,7 +95,7 @@ class _Words:
 def _rouge(pairs: Sequence[Scored]) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(ROUGES, tokenizer=_Words())
+    scorer = RougeScorer(ROUGES, tokenizer=_RougeTokenizer())
     scored = [scorer.score(label, answer) for answer, label in pairs]
     return {name: sum(each[name].fmeasure for each in scored) / len(scored) for name in ROUGES}
 
@@ -109,7 +109,7 @@ def _bleu(pairs: Sequence[Scored]) -> dict[str, float]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what is in the last \boxed{} whose braces are closed; None where there is none.
+    r"""Return the content of the last \boxed{} with balanced braces; None if there is none.
 
     Escaped braces, \{ and \}, are text.
     """
@@ -129,9 +129,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def chosen_letter(text: str) -> tuple[str | None, bool]:
-    """Return the letter that was chosen, and whether it is in a box.
+    r"""Return the chosen letter of a multiple-choice answer, and whether it is in a \boxed{}.
 
-    Without a box it is the letter after the last "answer is" or "answer:", or one that the last line begins with.
+    Without a box it is the letter after the last "answer is" or "answer:", or the one at the start of the last line.
     """
     read = text.rpartition(END_OF_THINK)[2]
     boxed = last_boxed(read)

@@ -1,4 +1,5 @@
-"""Whether a tokenizer is there, and is the model's: ids within the vocabulary, a class that reads tokenizer.json."""
+"""Check that a tokenizer is complete and matches its model: ids within the vocabulary, a class that tokenizes like
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ if TYPE_CHECKING:
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _OWN_FILE = "the tokenizer that was published with the weights"
-# Read tokenizer.json as it is, whatever the model.
+# Classes that read tokenizer.json as it is, for any model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "tekken.json", "*.tiktoken", "vocab.txt", "spiece.model")
-# Words, digits, space and letters that classes of tokenizers split in ways of their own.
+# Words, digits, space and letters that tokenizer classes split differently.
 _PROBE = "Hello world, it's 2024:\n\n    def f(x): return x + 1\n你好，世界 naïve  1,000.50"
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Refuse a tokenizer without its tokens, of which Transformers makes one that knows none.
+    """Refuse a tokenizer without vocabulary files, which Transformers would load as an empty one.
 
     Raises:
         MegatuneError: INPUT.
     """
-    # Files of a vocabulary, each with what it is nothing without.
+    # Vocabulary files, each with the file that it needs.
     for pattern, other in (*((name, "") for name in _VOCABULARIES), ("vocab.json", "merges.txt")):
         if any(path.is_file() for path in folder.glob(pattern)) and (not other or (folder / other).is_file()):
             return
@@ -35,7 +36,8 @@ def check_vocabulary(folder: Path) -> None:
 
 
 def cannot_load(folder: Path, error: Exception) -> MegatuneError:
-    """Return the error of a tokenizer that Transformers cannot load; it names a class that is another model's."""
+    """Return the error of a tokenizer that Transformers cannot load, with a tokenizer_class of another model if that is
+    a possible cause."""
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
     fix = f"put {TOKENIZER} and {TOKENIZER_CONFIG} next to the weights"
     if (name := _foreign_class(folder)) is not None:
@@ -45,7 +47,7 @@ def cannot_load(folder: Path, error: Exception) -> MegatuneError:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for, or that makes other tokens than its file.
+    """Refuse a tokenizer with tokens without an embedding, or whose class tokenizes differently from tokenizer.json.
 
     Raises:
         MegatuneError: INPUT, with ids and texts.
@@ -57,7 +59,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _check_class(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a class, which is another model's, that makes other tokens than tokenizer.json."""
+    """Refuse a class of another model that tokenizes differently from tokenizer.json."""
     from tokenizers import Tokenizer
 
     of_file = Tokenizer.from_file(str(folder / TOKENIZER)).encode(_PROBE, add_special_tokens=False).ids
@@ -65,7 +67,7 @@ def _check_class(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
     if of_file != of_class:
         place = next((at for at, pair in enumerate(zip(of_file, of_class, strict=False)) if pair[0] != pair[1]), 0)
         first, other = (tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (of_class, of_file))
-        why = f"it makes {first} of what {TOKENIZER} makes {other}"
+        why = f"it produces the tokens {first} where {TOKENIZER} produces {other}"
         what = f"tokenizer_class: {name} belongs to another model"
         fix = f"use {_OWN_FILE}, or write tokenizer_class: {_GENERAL[0]}, which reads {TOKENIZER} as it is"
         raise MegatuneError(Finding(what, str(folder / TOKENIZER_CONFIG), why, fix), ExitCode.INPUT)
@@ -88,7 +90,7 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _foreign_class(folder: Path) -> str | None:
-    """Return the class of tokenizer_config.json, if it is neither the one of this model_type nor a general one."""
+    """Return the class in tokenizer_config.json if it is neither the one of this model_type nor a general one."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     model_type = _read(folder / "config.json").get("model_type")
@@ -104,12 +106,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}  # what reads it says what is wrong with it
+        return {}  # the code that loads this file reports the problem
     return content if isinstance(content, dict) else {}
 
 
 def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """Return what ends a response: the tokenizer's end, and those of generation_config.json."""
+    """Return the ids of stop tokens: the tokenizer's eos token, and those in generation_config.json."""
     path = source / "generation_config.json"
     found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     ids = [found] if isinstance(found, int) else list(found or ())
@@ -117,7 +119,7 @@ def stop_tokens(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
 
 
 def check_pretraining_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without an eos token (exit code 66), with which stage pt ends each text."""
+    """Refuse a tokenizer without an eos token (exit code 66), which stage pt appends to each text."""
     if tokenizer.eos_token_id is None:
         what = "the tokenizer has no eos_token, which stage pt puts after each text"
         raise MegatuneError(Finding(what, tokenizer.name_or_path), ExitCode.INPUT)

@@ -1,9 +1,9 @@
-"""Truncation: cut a sample that is longer than cutoff_len, or drop it.
+"""Truncate samples longer than cutoff_len, or drop them.
 
-No picture is cut: it is kept whole, or left out whole. Its tokens carry its number, so that every cut sees where it
-begins and ends, and it shows what is left of a sample. A cut that falls into a picture leaves it out, with what lies
-behind the cut. With "budget" an answer is not trained without the pictures that it was asked with: a turn keeps all
-of its prompt's, or is left out; there is no sample where that is its first one.
+An image or video is kept or removed as a whole. Its tokens carry its index, so that a cut sees where it begins and
+ends, and so that it is known which ones remain. A cut inside an image or video removes it, together with what is beyond
+the cut. With "budget" an answer is never trained without the images and videos of its prompt: a turn keeps all of them
+or is removed; if that is the first turn, the sample is dropped.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ import numpy as np
 from megatune.data.bad_rows import TOO_LONG, LengthError
 
 Strategy = Literal["budget", "drop", "left", "right", "split", "error"]
-# Tokens, and whether they are trained.
-Segment = tuple[list[int], bool]
+Segment = tuple[list[int], bool]  # tokens, and whether they are trained
 
 _SHIFT = 32  # bits of a token id
 
 
 def numbered(token: int, picture: int) -> int:
-    """Return a token of a picture as a negative number that holds both, until it has been cut."""
+    """Encode a token and the index of its image or video as one negative number, used during truncation."""
     return -1 - (picture << _SHIFT | token)
 
 
 def unnumbered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of tokens, int64 [T], and the number of the picture that each belongs to, -1 for text."""
+    """Decode `numbered`: return token ids, int64 [T], and the index of each token's image or video, -1 for text."""
     held = np.where(tokens < 0, -1 - tokens, tokens)
     return held & ((1 << _SHIFT) - 1), np.where(tokens < 0, held >> _SHIFT, -1)
 
 
 def share_budget(prompt_length: int, completion_length: int, budget: int) -> tuple[int, int]:
-    """Return how many tokens of a prompt and of its completion fit a budget (LLaMA-Factory's rule).
+    """Return how many tokens of a prompt and of its completion fit into a budget (LLaMA-Factory's rule).
 
-    A completion shorter than half the budget is kept whole; else a prompt shorter than half is; else both are cut in
-    proportion.
+    A completion shorter than half the budget is kept whole; otherwise a prompt shorter than half is; otherwise both
+    are cut proportionally.
     """
     if 2 * completion_length < budget:
         room = budget
@@ -57,11 +56,11 @@ def cut_turns(
 
     Args:
         turns: prompts and completions; together longer than cutoff_len.
-        last_first: with "budget", turns are kept from the last one, not from the first.
-        keep_first: with "left", the first token stays.
+        last_first: with "budget", keep turns from the last one backwards instead of from the first one.
+        keep_first: with "left", keep the first token.
 
     Raises:
-        LengthError: the strategy is "drop" or "error", or there is no room for pictures.
+        LengthError: the strategy is "drop" or "error", or there is no room for images and videos.
     """
     segments = [segment for turn in turns for segment in turn]
     if strategy == "budget":
@@ -84,14 +83,14 @@ def cut_turns(
 def cut_around_pictures(
     segments: list[Segment], cutoff_len: int, strategy: Strategy, pads: Collection[int]
 ) -> list[Segment]:
-    """Cut a document to cutoff_len tokens, of which the placeholders of all pictures are some: ms-swift's rule.
+    """Cut a document to cutoff_len tokens, and keep the placeholders of all images and videos: ms-swift's rule.
 
     Args:
-        strategy: "left" keeps the end, "right" the start; "split" leaves it to whoever makes rows of it.
+        strategy: "left" keeps the end, "right" the start; "split" returns the whole document, which is split later.
         pads: ids of the placeholders.
 
     Raises:
-        LengthError: it is longer, and the strategy is another one; or the pictures alone are.
+        LengthError: it is longer and the strategy is another one, or the placeholders alone are longer.
     """
     length = sum(len(tokens) for tokens, _ in segments)
     if length <= cutoff_len or strategy == "split":
@@ -109,7 +108,7 @@ def cut_around_pictures(
 
 
 def has_trained(segments: Iterable[Segment]) -> bool:
-    """Tell whether a document has a trained token besides its first, which is never predicted."""
+    """Return whether a document has a trained token except its first, which is never predicted."""
     first = True
     for tokens, trained in segments:
         if trained and len(tokens) > first:
@@ -121,15 +120,15 @@ def has_trained(segments: Iterable[Segment]) -> bool:
 def cut_pair(
     prompt: list[int], completions: Sequence[list[int]], cutoff_len: int, strategy: Strategy, *, keep_first: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """Cut a prompt and its two completions, each with the prompt to cutoff_len tokens; the prompt stays shared.
+    """Cut a shared prompt and its two completions, each to cutoff_len tokens together with the prompt.
 
-    With "budget" the longer completion counts in LLaMA-Factory's rule, and both are cut to what it gets. With "right"
-    the prompt keeps its start, and the completions get what it leaves; with "left" completions keep their ends, and the
-    prompt the end of what the longer one leaves.
+    With "budget" the longer completion determines the budget of both. With "right" the prompt is kept first, and the
+    starts of completions fill the remaining room; with "left" the ends of completions are kept first, and the end of
+    the prompt fills the room that the longer one leaves.
 
     Args:
-        prompt, completions: with the longer completion, longer than cutoff_len.
-        keep_first: with "left", the first token stays.
+        prompt, completions: together with the longer completion, longer than cutoff_len.
+        keep_first: with "left", keep the first token.
 
     Raises:
         LengthError: as `cut_turns`.
@@ -143,7 +142,7 @@ def cut_pair(
 
 
 def _in_budget(turns: Sequence[tuple[Segment, Segment]], budget: int, last_first: bool) -> list[Segment]:
-    """Fill the budget turn by turn; the turn that uses it up is the last."""
+    """Fill the budget turn by turn, until it is used up."""
     kept: list[tuple[Segment, Segment]] = []
     for (prompt, prompt_trained), (completion, completion_trained) in reversed(turns) if last_first else turns:
         if budget <= 0:
@@ -172,7 +171,7 @@ def _too_long(length: int, cutoff_len: int) -> LengthError:
 
 
 def _start(tokens: list[int], size: int) -> list[int]:
-    """Return at most `size` tokens from the start, with no part of a picture."""
+    """Return at most `size` tokens from the start, without partial images or videos."""
     stop = min(size, len(tokens))
     while _is_in_picture(tokens, stop):
         stop -= 1
@@ -180,7 +179,7 @@ def _start(tokens: list[int], size: int) -> list[int]:
 
 
 def _end(tokens: list[int], size: int) -> list[int]:
-    """Return at most `size` tokens from the end, with no part of a picture."""
+    """Return at most `size` tokens from the end, without partial images or videos."""
     start = max(0, len(tokens) - size)
     while _is_in_picture(tokens, start):
         start += 1
@@ -188,14 +187,14 @@ def _end(tokens: list[int], size: int) -> list[int]:
 
 
 def _pictures_end(tokens: list[int]) -> int:
-    """Return how many tokens there are up to the end of the last picture."""
+    """Return the number of tokens up to the end of the last image or video."""
     if min(tokens, default=0) >= 0:
         return 0
     return next(size for size in range(len(tokens), 0, -1) if tokens[size - 1] < 0)
 
 
 def _is_in_picture(tokens: list[int], place: int) -> bool:
-    """Return whether the tokens before and at a place belong to one picture."""
+    """Return whether the tokens before and at an index belong to the same image or video."""
     if not 0 < place < len(tokens) or max(tokens[place - 1], tokens[place]) >= 0:
         return False
     return (-1 - tokens[place - 1]) >> _SHIFT == (-1 - tokens[place]) >> _SHIFT

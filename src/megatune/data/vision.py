@@ -1,7 +1,7 @@
-"""Images and videos of examples: tags in the text become tokens, and each picture the entry of a document.
+"""Convert images and videos of examples to placeholder tokens and document entries.
 
-A tag is replaced by the text that the model's processor puts in its place, but with one placeholder for a whole run of
-them; runs get their length as tokens. Text with thousands of placeholders would be rendered and tokenised for nothing.
+A tag is replaced by the text of the model's processor, but with one placeholder for a whole run of them. Runs are
+expanded after tokenization, since rendering and tokenizing text with thousands of placeholders would be slow.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture whose tag is replaced.
+    """An image or video whose tag was replaced by placeholders.
 
     Attributes:
-        entry: without its place in a document.
-        runs: placeholder tokens of each of its runs.
+        entry: its entry, without the position in a document.
+        runs: number of placeholder tokens of each of its runs.
     """
 
     entry: DocumentPicture
     runs: tuple[int, ...]
 
 
-# Pictures by the identity of their `RowPicture`, each with the text in place of its tag.
+# Images and videos by id() of their `RowPicture`, each with the text that replaces its tag.
 KnownPictures = dict[int, tuple[Placed, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionInput:
-    """What a vision-language model makes of images and videos; picklable.
+    """The image and video preprocessing of a vision-language model; picklable.
 
     Attributes:
-        end_token_id: what is behind a picture.
-        media_dir: where relative paths begin.
-        spare_tags: ms-swift's rule: tags of the system message count, and tags beyond the pictures are text.
+        end_token_id: the token after an image or video.
+        media_dir: folder of relative paths.
+        spare_tags: ms-swift's rule: tags in the system message are replaced too, and excess tags are text.
     """
 
     vision: Vision
@@ -67,18 +67,18 @@ class VisionInput:
 
     @property
     def pads(self) -> tuple[int, int]:
-        """The ids of the placeholders that an image's and a video's features take the place of."""
+        """Token ids of the placeholders of images and videos, whose embeddings are replaced by features."""
         return self.vision.image_token_id, self.vision.video_token_id
 
     def place(self, conversation: Conversation, known: KnownPictures) -> tuple[Conversation, tuple[Placed, ...]]:
-        """Measure the pictures of a conversation, and replace their tags.
+        """Measure the images and videos of a conversation, and replace their tags.
 
         Args:
-            known: pictures that were measured, those of the other conversation of a pair; gets these.
+            known: cache of those already measured, for the other conversation of a pair; updated.
 
         Raises:
-            RowError: a picture cannot be read, or there are more or fewer tags than pictures.
-            MegatuneError: a video cannot be read here (exit code 66).
+            RowError: one of them cannot be read, or the number of tags does not match.
+            MegatuneError: videos cannot be read on this machine (exit code 66).
         """
         tags = [tag for message in conversation.messages for tag in tags_of(message.content)]
         for tag, kind in ((IMAGE, "image"), (VIDEO, "video")) if not self.spare_tags else ():
@@ -89,21 +89,21 @@ class VisionInput:
             if id(each) not in known:
                 known[id(each)] = self._measured(each)
         placed, texts = zip(*(known[id(each)] for each in conversation.pictures), strict=True)
-        left = {kind: [text for each, text in zip(conversation.pictures, texts, strict=True) if each.kind == kind]
-                for kind in ("image", "video")}  # fmt: skip
-        system = _with_text(conversation.system or "", left) if self.spare_tags else conversation.system
-        messages = tuple(replace(each, content=_with_text(each.content, left)) for each in conversation.messages)
+        remaining = {kind: [text for each, text in zip(conversation.pictures, texts, strict=True) if each.kind == kind]
+                     for kind in ("image", "video")}  # fmt: skip
+        system = _with_text(conversation.system or "", remaining) if self.spare_tags else conversation.system
+        messages = tuple(replace(each, content=_with_text(each.content, remaining)) for each in conversation.messages)
         return replace(conversation, system=system or conversation.system, messages=messages), placed
 
     def spaced(self, turn: Turn) -> Turn:
-        """Put what is around pictures into a turn."""
+        """Add the model's separators around images and videos to a turn."""
         prompt, completion = (
             tuple(spaced(text, self.vision.text) for text in pieces) for pieces in (turn.prompt, turn.completion)
         )
         return replace(turn, prompt=prompt, completion=completion)
 
     def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
-        """Return the entry of a picture, and the text in place of its tag."""
+        """Return the entry of an image or video, and the text that replaces its tag."""
         source = picture_source(picture.value, picture.kind, self.media_dir)
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
@@ -115,13 +115,13 @@ class VisionInput:
         return Placed(DocumentPicture(-1, sum(runs), *kind, content), runs), self.processor.short_placeholder(measured)
 
     def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
-        """Give every run its length, and the tokens of each picture its number (see `truncation.numbered`).
+        """Expand the runs, and mark the tokens of each image or video with its index (see `truncation.numbered`).
 
         Args:
             texts: token ids of a conversation, in order.
 
         Raises:
-            RowError: there are more or fewer runs than the pictures have.
+            RowError: the text has another number of runs than its images and videos.
         """
         runs = iter([
             (number, size, run == 0, run == len(picture.runs) - 1)
@@ -133,26 +133,28 @@ class VisionInput:
             raise RowError("picture-left-out", "the template leaves out an image or video")
         return expanded
 
-    def left(self, tokens: np.ndarray, numbers: np.ndarray, pictures: Sequence[Placed]) -> tuple[DocumentPicture, ...]:
-        """Return the pictures that are left in a document after it was cut.
+    def remaining(
+        self, tokens: np.ndarray, numbers: np.ndarray, pictures: Sequence[Placed]
+    ) -> tuple[DocumentPicture, ...]:
+        """Return the images and videos that remain in a document after truncation.
 
         Args:
             tokens, numbers: int64 [T], see `truncation.unnumbered`.
-            pictures: of the example.
+            pictures: those of the example.
         """
         pads = np.isin(tokens, self.pads)
-        left = []
+        remaining = []
         for number in np.unique(numbers[pads]).tolist():
             places, entry = np.flatnonzero(pads & (numbers == number)), pictures[number].entry
             assert len(places) == entry.num_tokens, "an image or video was cut"
-            left.append(entry._replace(start=int(places[0])))
-        return tuple(left)
+            remaining.append(entry._replace(start=int(places[0])))
+        return tuple(remaining)
 
     def _expanded(self, tokens: list[int], runs: Iterator[tuple[int, int, bool, bool]]) -> list[int]:
         if not any(pad in tokens for pad in self.pads):
             return tokens
         expanded: list[int] = []
-        number: int | None = None  # of the picture that has begun
+        number: int | None = None  # index of the image or video that has begun
         is_last = False
         for token in tokens:
             if token in self.pads:
@@ -177,15 +179,15 @@ class VisionInput:
 def load_vision_input(
     model_dir: str | Path, tokenizer: PreTrainedTokenizerBase, data: DataSettings
 ) -> VisionInput | None:
-    """Read what a model makes of pictures; None of a language model, and of one that is no model of ours.
+    """Load the image and video preprocessing of a model; None for language models and unsupported models.
 
     Raises:
-        MegatuneError: INPUT; the processor's files are not there, or the tokenizer has not the model's tokens.
+        MegatuneError: INPUT; the processor's files are missing, or the tokenizer lacks the model's tokens.
     """
     try:
         vision = load_architecture(model_dir).vision
     except MegatuneError:
-        return None  # said where the model is read: looking at data needs only the tokenizer
+        return None  # reported when the model is loaded; reading data needs only the tokenizer
     if vision is None:
         return None
     text = vision.text
@@ -195,7 +197,7 @@ def load_vision_input(
     }  # fmt: skip
     ids = {token: known for token, known in ids.items() if token}
     found = [tokenizer.encode(token, add_special_tokens=False) for token in ids]
-    # Some are in the tokenizer only.
+    # -1: the token is only in the tokenizer.
     if any(len(each) != 1 or known not in (-1, *each) for each, known in zip(found, ids.values(), strict=True)):
         what = "the tokenizer's tokens of images and videos are not those of the model"
         why = f"{', '.join(ids)} are {found}, and {list(ids.values())} in config.json"
@@ -206,8 +208,8 @@ def load_vision_input(
     return VisionInput(vision, processor, end, media_dir_of(data), bool(data.swift_version))
 
 
-def _with_text(text: str, left: Mapping[str, list[str]]) -> str:
-    """Replace tags by what is left for them, in order; tags beyond that stay."""
+def _with_text(text: str, remaining: Mapping[str, list[str]]) -> str:
+    """Replace tags by the remaining texts, in order; keep excess tags."""
     if "<" not in text:
         return text
-    return TAG.sub(lambda tag: left[tag[0][1:-1]].pop(0) if left[tag[0][1:-1]] else tag[0], text)
+    return TAG.sub(lambda tag: remaining[tag[0][1:-1]].pop(0) if remaining[tag[0][1:-1]] else tag[0], text)

@@ -1,4 +1,4 @@
-"""Encoding in this process, or in several; the order of results is that of the samples either way."""
+"""Encode samples in this process or in worker processes; results are in the order of the samples."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from megatune.data.streaming.sharing import Series
 
 CHUNK_ROWS = 256
-CHUNK_BYTES = 2**24  # of pictures that rows hold
-MOST_BYTES = 2**28  # of pictures in all chunks that are read and not taken
-CHUNK_TIMEOUT = 600.0  # seconds for one chunk, the start of its process included
-CHUNKS_AHEAD = 3  # for each process, so that none waits
+CHUNK_BYTES = 2**24  # of images and videos inside rows
+MOST_BYTES = 2**28  # of images and videos in all pending chunks
+CHUNK_TIMEOUT = 600.0  # seconds for one chunk, including the start of its process
+CHUNKS_AHEAD = 3  # pending chunks per process, so that none is idle
 
-_num_frozen = 0  # calls at work that keep the heap frozen, which was not
+_num_frozen = 0  # active calls that need the heap frozen
 
 
 class _Chunk(NamedTuple):
-    """Samples that are encoded together, and the bytes of pictures that their rows hold."""
+    """Samples that are encoded together, and the size in bytes of images and videos inside their rows."""
 
     samples: list[Sample]
     size: int
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:
-        """What is to be encoded: rows that could be read."""
+        """The rows to encode: those that could be read."""
         return [sample.row.fields for sample in self.samples if sample.row.error is None]
 
 
 class EncodedItems(NamedTuple):
-    """What became of rows, in few large arrays: many small ones take longer to send than to make.
+    """Encoded rows in a few large arrays, which are faster to send between processes than many small ones.
 
     Attributes:
-        tokens, labels: int32, of all documents, one after the other.
-        sizes, pictures: tokens and pictures of each document.
-        results: of each row its number of documents, whether it was cut, its length before, its margin and
-            its label; or why it has none. An UnsupportedRow ends the run.
-        metadata: of each row.
+        tokens, labels: int32, concatenated over documents.
+        sizes, pictures: length, and images and videos, of each document.
+        results: for each row its number of documents, whether it was truncated, its length before truncation, its
+            margin and its label; or its error. An UnsupportedRow ends the run.
+        metadata: the metadata of each row.
     """
 
     tokens: np.ndarray
@@ -68,7 +68,7 @@ class EncodedItems(NamedTuple):
     metadata: list[RowMetadata]
 
     def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, RowMetadata]]:
-        """Yield what became of each row, and what else is known of it."""
+        """Yield the result and the metadata of each row."""
         spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
         documents = (
             Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
@@ -80,8 +80,8 @@ class EncodedItems(NamedTuple):
                 yield result, metadata
 
 
-class _Promise(Protocol):
-    """A chunk that is encoded elsewhere: a future, or a chunk of another machine."""
+class _Pending(Protocol):
+    """A chunk that is being encoded: a future, or a chunk of another machine."""
 
     def result(self, timeout: float | None = None) -> EncodedItems | None: ...
 
@@ -97,19 +97,19 @@ def encode_all(
     series: Series | None = None,
     side_by_side: int = 1,
 ) -> Generator[Result, None, None]:
-    """Yield every sample with its token rows, in order, read and encoded in `num_workers` processes, or in this one.
+    """Yield every encoded sample in order; encoding is done in `num_workers` processes, or in this one.
 
     Args:
-        reader: of the samples' rows; it gives them their metadata.
+        reader: parses the samples' rows, and sets their metadata.
         series: shares the work with other machines.
-        side_by_side: data sets that are read at the same time, and share MOST_BYTES.
+        side_by_side: number of data sets that are read at the same time, and share MOST_BYTES.
 
     Raises:
-        MegatuneError: a worker process died or hung (exit code 76), or a row needs what is not built (64).
+        MegatuneError: a worker process died or hung (exit code 76), or a row needs an unsupported feature (64).
     """
     chunks = _chunked(iter(samples), reader.pictures)
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
-    # Said aloud, so that tokenizers does not warn in the worker processes that a data loader forks later.
+    # Set explicitly, so that tokenizers does not warn in the processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with _frozen_heap():
         if num_workers > 1:
@@ -120,10 +120,10 @@ def encode_all(
 
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Objects come by the million inside: the garbage collector's passes over them must not look at every module, too.
-    A heap that is frozen already stays as it is: a rank's is, since its pages are shared."""
+    """Freeze the heap, so that the garbage collector, which runs often for millions of new objects, does not traverse
+    all modules. A heap that is frozen already, such as a rank's, whose pages are shared, is left alone."""
     global _num_frozen
-    # To count what is frozen takes tens of milliseconds, and data sets that are mixed are read at the same time.
+    # Counting frozen objects takes tens of milliseconds, and mixed data sets are read at the same time.
     frozen_here = _num_frozen > 0 or gc.get_freeze_count() == 0
     if frozen_here:
         if _num_frozen == 0:
@@ -140,14 +140,14 @@ def _frozen_heap() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is done with rows; picklable."""
+    """Parses and encodes rows; picklable."""
 
     encoder: Encoder
     reader: RowReader
     most_bytes: int  # see MOST_BYTES
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedItems:
-        """Return what becomes of each row."""
+        """Parse and encode rows."""
         read = [self.reader.read(row) for row in rows]
         examples = [each for each, _ in read if not isinstance(each, RowError | UnsupportedRow)]
         encoded = self.encoder.encode(examples)
@@ -176,7 +176,7 @@ class _Work:
 
 
 def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk]:
-    """Yield chunks of samples, of fewer where their rows hold the content of large pictures."""
+    """Yield chunks of samples, with fewer samples if their rows contain large images or videos."""
     while taken := list(islice(samples, 1 if holds_pictures else CHUNK_ROWS)):
         size = 0
         if holds_pictures:
@@ -188,7 +188,7 @@ def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk
 
 
 def _num_bytes(value: object) -> int:
-    """Count what a row holds of a picture."""
+    """Return the bytes of images and videos inside a row's value."""
     if isinstance(value, Mapping):
         return sum(map(_num_bytes, value.values()))
     if isinstance(value, list):
@@ -199,7 +199,7 @@ def _num_bytes(value: object) -> int:
 def _encode_in_processes(
     work: _Work, chunks: Iterator[_Chunk], num_workers: int, series: Series | None
 ) -> Iterator[Result]:
-    # Processes are spawned: forking one that has used a GPU, threads or a tokenizer can deadlock.
+    # Spawned: forking a process that has used a GPU, threads or a tokenizer can deadlock.
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
@@ -210,7 +210,7 @@ def _encode_in_processes(
         what = "was killed, or could not start" if isinstance(error, BrokenProcessPool) else "does not answer"
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
-        what = f"a process that tokenises {what}; fewer preprocessing_num_workers need less memory"
+        what = f"a process that tokenizes {what}; fewer preprocessing_num_workers need less memory"
         raise MegatuneError(what, ExitCode.PROCESS_DIED) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -222,9 +222,9 @@ _worker_work: _Work
 def _start_worker(work: _Work, parent: int) -> None:
     global _worker_work
     _worker_work = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    when_parent_ends(parent, lambda: os._exit(1))  # it would wait for work for ever
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    when_parent_ends(parent, lambda: os._exit(1))  # otherwise it would wait for work forever
     gc.freeze()
 
 
@@ -235,15 +235,15 @@ def _encode_in_worker(rows: list[Mapping[str, Any]]) -> EncodedItems:
 def _in_order(
     work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit, series: Series | None
 ) -> Iterator[Result]:
-    """Yield the results of all samples, in one order.
+    """Yield the results of all samples, in their order.
 
     Args:
-        ahead: chunks that are submitted here and not taken.
-        series: says which chunks are encoded here; they are sent to the other machines, and theirs waited for.
+        ahead: maximum number of pending chunks on this machine.
+        series: decides which chunks are encoded here and sent to the other machines; the others are received.
     """
     ahead *= 1 if series is None else series.exchange.machines.total
-    pending: deque[tuple[_Chunk, _Promise]] = deque()
-    held = 0  # bytes of pictures
+    pending: deque[tuple[_Chunk, _Pending]] = deque()
+    held = 0  # bytes of images and videos
     while True:
         while len(pending) < ahead and (held < work.most_bytes or not pending):
             if (chunk := next(chunks, None)) is None:
@@ -259,9 +259,9 @@ def _in_order(
             held += chunk.size
         if not pending:
             return
-        chunk, promise = pending.popleft()
-        # What another machine has made of other rows is encoded here.
-        following = (promise.result(CHUNK_TIMEOUT) or work.encode(chunk.rows)).each()
+        chunk, result = pending.popleft()
+        # None if another machine has read other rows: then the chunk is encoded here.
+        following = (result.result(CHUNK_TIMEOUT) or work.encode(chunk.rows)).each()
         held -= chunk.size
         for sample in chunk.samples:
             if sample.row.error is not None:

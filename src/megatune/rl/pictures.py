@@ -115,7 +115,7 @@ def with_pictures(
         return replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
     (expanded,) = vision.expanded([list(ids)], placed)
     tokens, numbers = unnumbered(np.asarray(expanded, dtype=np.int64))
-    shown = Shown(vision, vision.left(tokens, numbers, placed)) if placed else None
+    shown = Shown(vision, vision.remaining(tokens, numbers, placed)) if placed else None
     return replace(problem, prompt_ids=tokens, shown=shown)
 
 

@@ -86,13 +86,13 @@ _OTHERWISE = "--document_length and --longest_document say otherwise"
 
 def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     """Return rows of the data that settings name: as an earlier run had them, or from a sample of it."""
-    from megatune.data.sampled import not_here, sampled_lengths, text_counter
+    from megatune.data.sampled import first_remote_dataset, sampled_lengths, text_counter
 
     whole = f"rows are taken to be {settings.data.cutoff_len:,} tokens long, cutoff_len"
     try:
         if (prepared := _prepared(settings)) is not None:
             return prepared
-        if missing := not_here(settings):
+        if missing := first_remote_dataset(settings):
             return PlannedRows(note=f"{missing} is not in files here: {whole} ({_OTHERWISE})")
         folder = _model_folder(settings)
         if model.architecture.vision is None:
@@ -109,7 +109,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     rows = found.documents
     if settings.packing:  # but for the last ones, rows are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
-    lengths = RowLengths.of(rows, found.words, document=weighted, pictures=found.pictures if found.is_exact else None)
+    lengths = RowLengths.of(rows, found.origin, document=weighted, pictures=found.pictures if found.is_exact else None)
     tokens = sum(found.documents) * found.rows / (found.encoded or found.rows) if found.is_whole else None
     if not found.is_exact:
         return PlannedRows(lengths=lengths, tokens=tokens)

@@ -1,9 +1,9 @@
-"""Training on data too large to prepare first: a process of each machine reads and tokenises ahead of the steps.
+"""Stream data that is too large to prepare: a process of each machine reads and tokenizes ahead of training.
 
-Each machine tokenises its share of the rows, and gets the others' from theirs.
+Each machine tokenizes a part of the rows, and receives the others from the other machines.
 
-blocks.py    data sets mixed, and cut to blocks of rows on disk
-producer.py  the process that writes blocks, the evaluation rows that are held out of them, and their folder
-sharing.py   how machines share the work of tokenising
-stream.py    a rank's end of it: starts the producer, says what is wrong with it, gives the rows of steps
+blocks.py    mixes data sets, and writes blocks of rows to disk
+producer.py  the process that writes blocks, the held-out evaluation rows, and their folder
+sharing.py   shares tokenization between machines
+stream.py    a rank's interface: starts and monitors the producer, and returns the rows of steps
 """

@@ -1,7 +1,7 @@
-"""Data sets mixed to one endless stream of samples, and the stream cut to blocks of rows.
+"""Mix data sets to one endless stream of samples, divided into blocks of rows.
 
-A block is the next `buffer_size` samples of an epoch, or what is left of it. All in it follows from the data, the
-settings and the state at its start, so that a run can continue from any block as if it had never stopped.
+A block has the next `buffer_size` samples of an epoch, or the remaining ones. It is determined by the data, the
+settings and the state at its start, so a run can resume exactly from any block.
 """
 
 from __future__ import annotations
@@ -26,61 +26,61 @@ from megatune.data.store import write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 PART = "train"
-ORDER_FILE = "order.npy"  # int64 [rows]: in which order the part's rows are trained
+ORDER_FILE = "order.npy"  # int64 [rows]: the order in which the part's rows are trained
 _META_FILE = "meta.json"
 
-Order = Callable[[int], np.ndarray]  # of samples, given their number
+Order = Callable[[int], np.ndarray]  # returns a permutation of this size
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Where the stream of all data sets is between two blocks: written beside every block and into every checkpoint."""
+    """The state of the stream between two blocks, stored with every block and in every checkpoint."""
 
     sets: tuple[DatasetState, ...]  # in the order of `dataset`
-    block: int = 0  # number of the next one, from 0 over the whole run
-    first_row: int = 0  # the first of its rows, from 0 over the whole run
-    epoch: int = 0  # of the last sample taken
-    draws: int = 0  # data sets drawn in this epoch, by mix_strategy interleave_*
-    epoch_first_row: int = 0  # where the epoch began
-    epoch_rows: int | None = None  # of the epoch before it, None in the first
-    reports: tuple[DatasetReport, ...] = ()  # of the rows read so far, by data set
+    block: int = 0  # index of the next block, from 0 over the whole run
+    first_row: int = 0  # its first row, from 0 over the whole run
+    epoch: int = 0  # epoch of the last sample taken
+    draws: int = 0  # number of draws of a data set in this epoch, with mix_strategy interleave_*
+    epoch_first_row: int = 0  # first row of the epoch
+    epoch_rows: int | None = None  # rows of the previous epoch; None in the first
+    reports: tuple[DatasetReport, ...] = ()  # counts of rows read so far, by data set
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the state as JSON values."""
         return adapter_of(StreamState).dump_python(self, mode="json", by_alias=True)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamState:
-        """Return what `to_json` was made of."""
+        """Return the state that `to_json` has converted."""
         return adapter_of(StreamState).validate_python(raw)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What is known of a block without reading it."""
+    """Metadata of a block."""
 
     tokens: TokenReport
-    start: StreamState  # before it
-    end: StreamState  # behind it
+    start: StreamState  # before the block
+    end: StreamState  # after the block
 
     @property
     def number(self) -> int:
-        """From 0 over the whole run."""
+        """Its index, from 0 over the whole run."""
         return self.start.block
 
     @property
     def stop_row(self) -> int:
-        """The first row of the run behind it."""
+        """The first row of the run after it."""
         return self.end.first_row
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many of the rows that were read for it cannot be trained on, by reason."""
+        """Number of rows read for it that cannot be trained on, by reason."""
         before, after = (sum((r.dropped for r in s.reports), Counter()) for s in (self.start, self.end))
         return after - before
 
     def line(self) -> str | None:
-        """Return what a user should know; None where nothing was wrong with its rows, or the first epoch had them."""
+        """Return a line about dropped rows; None if there are none, or after the first epoch, which repeats them."""
         dropped = self.dropped
         if not dropped or self.end.epoch:
             return None
@@ -91,17 +91,17 @@ class BlockMeta:
 
     @classmethod
     def load(cls, folder: Path) -> BlockMeta:
-        """Read what is known of the block in a folder."""
+        """Read the metadata of the block in a folder."""
         return adapter_of(BlockMeta).validate_json((folder / _META_FILE).read_bytes())
 
 
 class MixedStream:
-    """Samples of several data sets, epoch after epoch, cut to blocks.
+    """Mixes the samples of several data sets, for any number of epochs, and writes them as blocks.
 
     Args:
-        state: where to begin; None for the start. As an attribute, that of the next block's start.
-        starts: where the data sets begin: behind the rows that are held out; None where none are.
-        evaluation: of eval_dataset, one data set after the other, whatever mix_strategy says.
+        state: where to begin; None for the start. The attribute is the state at the start of the next block.
+        starts: where each data set begins: after its held-out rows; None if there are none.
+        evaluation: read the data sets of eval_dataset, concatenated regardless of mix_strategy.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MixedStream:
         sources = pipeline.evaluation if evaluation else pipeline.training
         begins = tuple(starts or (DatasetState() for _ in sources))
         self.state = state = state or StreamState(begins, reports=tuple(DatasetReport(each.name) for each in sources))
-        self._pipeline, self._now = pipeline, state  # of what is now only epoch and draws count
+        self._pipeline, self._now = pipeline, state  # in _now only the fields of epochs and draws are current
         self.strategy = "concat" if evaluation else pipeline.settings.data.mix_strategy
         self.sets = [
             DatasetReader(deepcopy(report), partial(pipeline.stream, source), begin, entry, refuse_empty=True)
@@ -124,7 +124,7 @@ class MixedStream:
         self._draws = self._drawn_from(state.draws)
 
     def next(self) -> Encoded | None:
-        """Return the next sample, None at the end of the epoch."""
+        """Return the next sample; None at the end of the epoch."""
         if self.strategy == "concat":
             return next((taken for reader in self.sets if (taken := _take(reader)) is not None), None)
         for number in self._draws:
@@ -142,7 +142,7 @@ class MixedStream:
         """Write the next block to an empty folder.
 
         Raises:
-            MegatuneError: a file cannot be read (exit codes 65 and 66), an epoch has no sample (65), or val_size
+            MegatuneError: a file cannot be read (exit codes 65 and 66), an epoch has no samples (65), or val_size
                 leaves none (64).
         """
         settings, start = self._pipeline.settings, self.state
@@ -150,7 +150,7 @@ class MixedStream:
         samples = islice(self._rest_of_epoch(), settings.data.buffer_size)
         tokens = self.write_part(folder, PART, samples, lambda size: self._order(size, shuffled))
         self._check_bad_rows(self.sets)
-        # Packing sorts by length; the rows it makes are shuffled once more.
+        # Packing sorts by length, so packed rows are shuffled again.
         order = self._order(tokens.rows, shuffled and settings.packing)
         write_array(folder / ORDER_FILE, order)
         self.state = replace(
@@ -165,7 +165,7 @@ class MixedStream:
         return meta
 
     def write_part(self, folder: Path, part: str, samples: Iterable[Encoded], order: Order) -> TokenReport:
-        """Write samples of this stream as the rows of a part, and refuse bad rows among them as on_bad_row says."""
+        """Write samples of this stream as the rows of a part, and raise if on_bad_row refuses bad rows among them."""
         before = self._num_read()
         with (
             RowsBuilder(folder, RowShape.of(self._pipeline.settings)) as builder,
@@ -180,13 +180,13 @@ class MixedStream:
         return tokens
 
     def nothing_left(self, sets: Sequence[DatasetReader] | None = None) -> MegatuneError:
-        """Return the refusal of a val_size that takes all of the training data."""
+        """Return the error for a val_size that leaves no training data."""
         name = ", ".join(reader.report.name for reader in sets or self.sets)
         finding = Finding(f"val_size leaves nothing of {name} to train on", fix="make it smaller, or use eval_dataset")
         return MegatuneError(finding, ExitCode.SETTINGS)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         for reader in self.sets:
             reader.close()
 
@@ -194,7 +194,7 @@ class MixedStream:
         return sum(reader.report.read for reader in self.sets)
 
     def _rest_of_epoch(self) -> Iterator[Encoded]:
-        """Yield what is left of the epoch, or all of the next one where nothing is."""
+        """Yield the remaining samples of the epoch, or those of the next one if none remain."""
         taken = self.next()
         if taken is None:
             self._begin_epoch()
@@ -206,7 +206,7 @@ class MixedStream:
             taken = self.next()
 
     def _check_bad_rows(self, readers: Iterable[DatasetReader]) -> None:
-        """Refuse more bad rows than max_bad_rows allows, of data sets in their first pass: later ones repeat them."""
+        """Check max_bad_rows for data sets in their first pass; later passes repeat the same bad rows."""
         first = (reader.report for reader in readers if not (self._now.epoch or reader.state.epochs))
         check_bad_rows(first, self._pipeline.settings.data)
 

@@ -1,13 +1,13 @@
-"""The process that reads, tokenises and writes blocks, one after the other, ahead of the ranks of its machine.
+"""The producer process of a machine, which reads, tokenizes and writes blocks ahead of the machine's ranks.
 
-It is a pool of one process, which local rank 0 asks for the next block, and which keeps the stream between two of them.
-The signals that stop a run are the ranks' to handle; they need rows until their last step. The ranks and their loader
+It is a process pool of size one. Local rank 0 requests blocks, and the process keeps the stream open between requests.
+It ignores the signals that stop a run, since ranks need rows until their last step. Ranks and their data loader
 processes share its folder:
 
-    FOLDER/block-NUMBER-FIRST-ROWS/  a whole block, with rows FIRST to FIRST + ROWS - 1 of the run
-    FOLDER/doing.json                what the process that writes them does, in words
+    FOLDER/block-NUMBER-FIRST-ROWS/  a complete block, with rows FIRST to FIRST + ROWS - 1 of the run
+    FOLDER/doing.json                the producer's current activity, for users
 
-The listing is the index: no file is read to find a row's block. Everything comes into being by a rename.
+The names are the index: no file is read to find the block of a row. Blocks and files appear atomically, by a rename.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatune.data.streaming.sharing import Exchange, Machines
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.processes import when_parent_ends
 
-Look = Callable[[], MegatuneError | None]  # called now and then while waiting; returns why no more blocks come
+Look = Callable[[], MegatuneError | None]  # polled while waiting; returns an error if no more blocks will come
 
 END_SIGNAL = signal.SIGUSR1
-END_SECONDS = 3.0  # from the signal to its end
-EVALUATION = "evaluation"  # the part of the rows that are held out
+END_SECONDS = 3.0  # time to exit after the signal
+EVALUATION = "evaluation"  # the part with held-out rows
 
 _EVALUATION_META = "evaluation.json"
 _BLOCK = re.compile(r"block-(\d+)-(\d+)-(\d+)")
@@ -56,7 +56,7 @@ _LOOK_SECONDS = 0.5
 
 
 class BlockPlace(NamedTuple):
-    """Where a block is, and which rows of the run it holds."""
+    """The folder of a block, and its rows of the run."""
 
     number: int
     first_row: int
@@ -65,22 +65,22 @@ class BlockPlace(NamedTuple):
 
     @property
     def stop_row(self) -> int:
-        """The first row behind it."""
+        """The first row after it."""
         return self.first_row + self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFolder:
-    """The folder; picklable, so that loader processes can have it."""
+    """The folder of blocks; picklable for data loader processes."""
 
     path: Path
 
     @classmethod
     def make(cls, parent: Path, name: str) -> StreamFolder:
-        """Return a new one, in the cache or, where that cannot be written, among the temporary files.
+        """Create a folder in the cache or, if that is not writable, in the directory for temporary files.
 
         Raises:
-            MegatuneError: neither can be written (exit code 73).
+            MegatuneError: neither is writable (exit code 73).
         """
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -94,20 +94,20 @@ class StreamFolder:
                 raise MegatuneError(Finding(what, str(parent), why), ExitCode.CANNOT_WRITE) from error
 
     def remove(self) -> None:
-        """Delete all of it, as far as that can be done."""
+        """Delete the folder, ignoring errors."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def blocks(self) -> list[BlockPlace]:
-        """Return the blocks that are there, by number."""
+        """Return the existing blocks, by number."""
         matches = filter(None, map(_BLOCK.fullmatch, os.listdir(self.path)))
         return sorted(BlockPlace(int(m[1]), int(m[2]), int(m[3]), self.path / m.string) for m in matches)
 
     def publish(self, draft: Path, number: int, first_row: int, rows: int) -> None:
-        """Give a written block its place."""
+        """Make a written block visible."""
         draft.rename(self.path / f"block-{number:08}-{first_row:012}-{rows}")
 
     def release(self, row: int) -> None:
-        """Delete the blocks that end before this row, and show other machines that the folder is in use."""
+        """Delete the blocks that end before this row, and touch the folder to show other machines that it is in use."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
         for block in self.blocks():
@@ -116,26 +116,26 @@ class StreamFolder:
             shutil.rmtree(block.folder, ignore_errors=True)
 
     def say(self, doing: str) -> None:
-        """Note what the process that writes blocks does."""
+        """Record the producer's current activity."""
         draft = self.path / f".{_DOING_FILE}"
         draft.write_text(json.dumps(doing), encoding="utf-8")
         draft.replace(self.path / _DOING_FILE)
 
     def doing(self) -> str:
-        """Return what the process that writes blocks does, as far as it has said so."""
+        """Return the producer's last recorded activity."""
         try:
             return str(json.loads((self.path / _DOING_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return "it has not begun to read"
+            return "it has not started to read"
 
     def wait_for_row(self, row: int, limit: float, look: Look) -> BlockPlace:
-        """Wait for the block that holds a row of the run.
+        """Wait for the block with a row of the run.
 
         Args:
-            limit: seconds until the process that writes blocks counts as too slow.
+            limit: timeout in seconds.
 
         Raises:
-            MegatuneError: what `look` returns; it is too slow (exit code 76).
+            MegatuneError: the error that `look` returns; the timeout is reached (exit code 76).
         """
         look_at = time.monotonic()
         deadline = look_at + limit
@@ -146,7 +146,7 @@ class StreamFolder:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_SECONDS
-                failure = look()  # what came before it is looked for once more
+                failure = look()  # raised only if the block has still not arrived
             if now > deadline:
                 why = f"{self.doing()}; ddp_timeout is {limit:g} seconds"
                 fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
@@ -161,19 +161,19 @@ class StreamFolder:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What is evaluated on."""
+    """Rows held out for evaluation."""
 
-    folder: Path  # holds the part EVALUATION
+    folder: Path  # contains the part EVALUATION
     tokens: TokenReport
-    reports: tuple[DatasetReport, ...]  # of the data sets they come from; those trained on where val_size takes them
-    starts: tuple[DatasetState, ...] | None  # where training on each data set begins; None where that is their starts
+    reports: tuple[DatasetReport, ...]  # their data sets: those of training with val_size, else of eval_dataset
+    starts: tuple[DatasetState, ...] | None  # where training begins in each data set; None for the start
 
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
-        """Read what is known of the rows in a folder.
+        """Read the metadata of the rows in a folder.
 
         Raises:
-            MegatuneError: it is not whole (exit code 66).
+            MegatuneError: the folder is incomplete (exit code 66).
         """
         TokenRows(folder / EVALUATION)
         try:
@@ -184,23 +184,23 @@ class HeldOut:
             raise MegatuneError(finding, ExitCode.INPUT) from error
 
     def lines(self) -> list[str]:
-        """Return the report in words."""
+        """Return the report as lines."""
         dropped = (line for report in self.reports for line in report.dropped_lines())
         return [f"evaluation: {self.tokens.line()}", *dropped]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """What to produce."""
+    """The configuration of a producer."""
 
     folder: StreamFolder
     pipeline: Pipeline
-    key: str  # of everything that determines the rows
-    state: StreamState | None  # where to begin, None for the start
-    machines: Machines | None = None  # that share the work; None for this one alone
+    key: str  # cache key of the rows
+    state: StreamState | None  # where to begin; None for the start
+    machines: Machines | None = None  # machines that share the work; None for this one alone
 
     def held_out(self) -> HeldOut | None:
-        """Return the evaluation rows, made now where the cache does not have them; None without evaluation."""
+        """Return the evaluation rows, from the cache or created now; None without evaluation."""
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
@@ -209,13 +209,13 @@ class StreamRequest:
         return held_out
 
     def _hold_out(self, folder: Path) -> None:
-        """Write the first samples of the training data, which training then leaves out; or all of eval_dataset."""
+        """Write the first samples of the training data, which are excluded from training; or all of eval_dataset."""
         count = None if self.pipeline.evaluation else int(self.pipeline.settings.data.val_size)
         with contextlib.closing(MixedStream(self.pipeline, evaluation=count is None)) as stream:
             tokens = stream.write_part(folder, EVALUATION, islice(iter(stream.next, None), count), np.arange)
             if count is not None and tokens.samples < count:
                 raise stream.nothing_left()
-            # Copies, before `_starts` reads on.
+            # Copied before `_starts` reads further rows.
             reports = tuple(replace(deepcopy(e.report), trained=0, evaluation=e.report.trained) for e in stream.sets)
             held_out = HeldOut(folder, tokens, reports, None if count is None else _starts(stream))
         (folder / _EVALUATION_META).write_bytes(
@@ -223,7 +223,7 @@ class StreamRequest:
         )
 
     def stream(self, held_out: HeldOut | None, exchange: Exchange | None = None) -> MixedStream:
-        """Return the training data behind the rows that are held out."""
+        """Return the training data after the held-out rows."""
         pipeline = replace(self.pipeline, exchange=exchange)
         return MixedStream(pipeline, self.state, held_out.starts if held_out else None)
 
@@ -246,7 +246,7 @@ class _Producer:
         self._has_ended = False
 
     def write_next(self) -> None:
-        if self._has_ended:  # the task waited behind the one that the signal has ended
+        if self._has_ended:  # this task was queued after the one that the signal ended
             return
         if self._failure is not None:
             raise self._failure
@@ -264,10 +264,10 @@ class _Producer:
             raise self._failure from error
 
     def end(self) -> None:
-        """End the processes that tokenise, and remove what was written."""
+        """Stop the tokenizing processes, and delete the folder."""
         self._has_ended = True
         if self._stream is not None:
-            with contextlib.suppress(ValueError):  # it is at work, and ends them as it ends
+            with contextlib.suppress(ValueError):  # the generator is running, and stops them when it exits
                 self._stream.close()
         self.folder.remove()
 
@@ -276,7 +276,7 @@ _producer: _Producer
 
 
 def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None:
-    """Begin to be the process that writes blocks, until END_SIGNAL comes or the parent is gone."""
+    """Initialize the producer process, which runs until END_SIGNAL is received or the parent has exited."""
     global _producer
     _producer = _Producer(request, held_out)
 
@@ -287,9 +287,9 @@ def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None
     def end_soon() -> None:
         os.kill(os.getpid(), END_SIGNAL)
         time.sleep(END_SECONDS)
-        os._exit(0)  # it hangs, or waits for another task
+        os._exit(0)  # the main thread hangs, or waits for another task
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the other cores are the ranks'
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks use the other cores
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end)
@@ -297,22 +297,22 @@ def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None
 
 
 def write_next() -> None:
-    """Write the next block, in that process.
+    """Write the next block, in the producer process.
 
     Raises:
-        MegatuneError: what keeps it from continuing.
+        MegatuneError: the reason why it cannot continue.
     """
     _producer.write_next()
 
 
 def _starts(stream: MixedStream) -> tuple[DatasetState, ...]:
-    """Return where training begins behind the samples taken so far."""
+    """Return where training begins in each data set, after the samples taken so far."""
     repeated = [entry for entry in stream.sets if entry.state.epochs]
     starts = tuple(DatasetState(entry.state.position, entry.state.rows) for entry in stream.sets)
-    for entry in stream.sets:  # rows behind those held out are training's to report
+    for entry in stream.sets:  # training reports the bad rows after the held-out ones
         entry.on_bad_row = lambda sample, error: None
     used_up = [entry for entry in stream.sets if not entry.has_next()]
-    # By mix_strategy concat a data set may be held out whole.
+    # With mix_strategy concat all of a data set may be held out.
     if repeated or (used_up and stream.strategy != "concat") or len(used_up) == len(stream.sets):
         raise stream.nothing_left(repeated or used_up)
     return starts

@@ -1,9 +1,10 @@
-"""Machines tokenise a stream together: each every Nth chunk of rows, and sends it to the others through a store.
+"""Share tokenization between N machines: each tokenizes every Nth chunk of rows, and sends it to the others through a
+TCPStore.
 
-All machines read all rows, which costs little, and make the same blocks of them, so that order, mixing and the places
-that a run resumes from do not depend on how many machines there are. A chunk is known by its number, since all machines
-come to the same chunks in the same order. It goes with a digest of the rows that it was made of: a machine that has
-read other rows tokenises them itself, and its blocks are then named as different.
+All machines read all rows, which is cheap, and write the same blocks, so that order, mixing and resume positions do not
+depend on the number of machines. A chunk is identified by its number, since all machines process the same chunks in the
+same order. It is sent with a digest of its rows: a machine that has read other rows tokenizes them itself, and its
+blocks are then reported as different.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megatune.data.samples import Sample
 
 _POLL_SECONDS = 0.005
-_LOOK_SECONDS = 1.0  # between looks at whether another machine has failed
+_LOOK_SECONDS = 1.0  # interval of checks whether another machine has failed
 _CONNECT_SECONDS = 60.0
 _FAILED = "failed"
 _OWN = ("EncodedItems", "RowError", "LengthError", "UnsupportedRow", "DocumentPicture", "RowMetadata")
@@ -37,7 +38,7 @@ _IN_CHUNKS = {("megatune", name) for name in _OWN} | {
 
 
 class Machines(NamedTuple):
-    """This machine among those of a run, and the store where they meet."""
+    """The index of this machine, the number of machines, and the address of their store."""
 
     number: int
     total: int
@@ -46,14 +47,14 @@ class Machines(NamedTuple):
 
 
 def open_store(host: str) -> TCPStore:
-    """Open a store on this machine, of which the other machines know it as `host`; it lasts as long as the object."""
+    """Open a store on this machine, which other machines know as `host`; it lives as long as the returned object."""
     from torch.distributed import TCPStore
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 class Exchange:
-    """What the producer of one machine sends to the others, and gets from them.
+    """A producer's connection to the producers of the other machines.
 
     Raises:
         MegatuneError: the store cannot be reached (exit code 69).
@@ -74,12 +75,12 @@ class Exchange:
         self._begun = 0
 
     def series(self) -> Series:
-        """Return the chunks of a pass over a data set that begins now; machines begin them in the same order."""
+        """Begin the chunks of a pass over a data set; all machines begin passes in the same order."""
         self._begun += 1
         return Series(self, self._begun)
 
     def fail(self, why: str) -> None:
-        """Tell the other machines that nothing more comes from this one."""
+        """Report to the other machines that this one has failed."""
         self.store.set(_FAILED, f"machine {self.machines.number}: {why}")
 
 
@@ -92,7 +93,7 @@ class Series:
     _chunks: int = field(default=0, init=False)
 
     def next(self, samples: Sequence[Sample]) -> Chunk:
-        """Return the part that this machine has in the chunk of these samples, the next one of the series."""
+        """Return the next chunk, of these samples."""
         machines = self.exchange.machines
         state = xxhash.xxh3_128(pickle.dumps([(each.row.fields, each.row.raw, each.copies) for each in samples]))
         is_own = (self.number + self._chunks) % machines.total == machines.number
@@ -103,24 +104,24 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk that one machine encodes for all; that of another machine is waited for as a future is."""
+    """A chunk that one machine encodes for all; on the others it is used like a future."""
 
     exchange: Exchange
     key: str
-    rows: str  # a digest of what was read
+    rows: str  # digest of the rows read
     is_own: bool
 
     def give(self, encoded: Future[Any]) -> None:
-        """Send what this machine has encoded."""
+        """Send the chunk that this machine has encoded."""
         if encoded.cancelled() or encoded.exception() is not None:
             return
         content = pickle.dumps((self.rows, encoded.result()))
         self.exchange.store.set(self.key, content)  # type: ignore[arg-type]
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for it; None where the other machine has made it of other rows.
+        """Wait for the chunk; None if the other machine has read other rows.
 
-        There is no limit but that of the ranks, which wait for this process and say for what.
+        `timeout` is ignored: the ranks, which wait for this process, have a limit and report what they wait for.
 
         Raises:
             MegatuneError: the other machine's process has failed (exit code 76).
@@ -130,7 +131,7 @@ class Chunk:
             if (now := time.monotonic()) > look_at:
                 look_at = now + _LOOK_SECONDS
                 if store.check([_FAILED]):
-                    what = "the process that reads the data failed on another machine, which tokenises part of it"
+                    what = "the process that reads the data failed on another machine, which tokenizes part of it"
                     raise MegatuneError(Finding(what, why=store.get(_FAILED).decode()), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
         rows, encoded = _ChunkUnpickler(io.BytesIO(store.get(self.key))).load()
@@ -141,7 +142,7 @@ class Chunk:
 
 
 class _ChunkUnpickler(pickle.Unpickler):
-    """Makes nothing but what a chunk has in it, so that what comes from another machine runs nothing here."""
+    """Unpickles only the types of a chunk, so that data of another machine cannot execute code here."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.partition(".")[0], name) not in _IN_CHUNKS:

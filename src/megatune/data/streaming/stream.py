@@ -1,4 +1,4 @@
-"""A rank's end of a stream: starts, waits for and watches the producer, and makes steps of its blocks."""
+"""A rank's interface to a stream: starts and monitors the producer, waits for blocks, and returns the rows of steps."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamSt
 from megatune.data.streaming.producer import BlockPlace, HeldOut, StreamFolder, StreamRequest
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-BLOCKS_AHEAD = 2  # of the last one that a step has come to
+BLOCKS_AHEAD = 2  # blocks requested ahead of the one that is being trained
 _MOST_OPEN = 4  # blocks
 
 
 class Stream:
-    """What one rank does with the stream of its machine, beside taking rows from it.
+    """The stream of a machine, as used by its ranks.
 
     Args:
-        folder: that the producer fills.
-        key: of all that determines the rows.
+        folder: the producer's folder.
+        key: cache key of the rows.
         held_out: the evaluation rows; None without evaluation.
-        limit: seconds to wait for a block.
+        limit: timeout in seconds for a block.
     """
 
     def __init__(self, folder: StreamFolder, key: str, held_out: HeldOut | None, limit: float) -> None:
         self.folder, self.key, self.held_out, self._limit = folder, key, held_out, limit
-        self._meta: BlockMeta | None = None  # of the last block that a step has come to
+        self._meta: BlockMeta | None = None  # of the last block that steps have reached
 
     def close(self) -> None:
-        """End what reads ahead, in the rank that started it."""
+        """Stop the producer, in the rank that started it."""
 
     def _ask(self, last: int) -> None:
-        """Ask for the blocks up to this one, in the rank that started the producer."""
+        """Request the blocks up to this one, in the rank that started the producer."""
 
     def _failure(self) -> MegatuneError | None:
-        """Return why no more blocks come; None while they do, and in ranks that leave it to another to notice."""
+        """Return why the producer has failed, in the rank that started it; otherwise None."""
         return None
 
     def steps(self, global_batch_size: int, *, is_packed: bool, is_pairs: bool = False) -> StreamedSteps:
         """Return the rows of each step."""
-        # Loader processes wait longer than `before` does: what it raises says more than what comes from them.
+        # Data loader processes wait longer than `before`, whose errors are more informative than theirs.
         return StreamedSteps(self.folder, global_batch_size, is_packed, self._limit + 60, is_pairs)
 
     def before(
@@ -60,14 +60,14 @@ class Stream:
         """Wait for the rows of a step.
 
         Args:
-            first, stop: the step's rows, numbered over the whole run.
+            first, stop: the step's rows, counted over the whole run.
             last: the end of the run's last step.
 
         Yields:
-            The blocks that this is the first step to come to, and their folders.
+            The blocks that this step is the first to use, and their folders.
 
         Raises:
-            MegatuneError: as `StreamFolder.wait_for_row`; and as soon as the producer is gone and the run needs more.
+            MegatuneError: as `StreamFolder.wait_for_row`; or the producer has failed and the run needs more blocks.
         """
 
         def look() -> MegatuneError | None:
@@ -85,22 +85,23 @@ class Stream:
             yield self._meta, place.folder
 
     def after(self, first: int) -> None:
-        """Delete what ends before the rows of a step that all ranks have trained, in the rank that started it."""
+        """Delete the blocks that end before a step that all ranks have trained, in the rank that started the
+        producer."""
 
     def state(self, row: int) -> StreamState:
-        """Return where a run continues whose next row is this one, the first that the last step has not trained."""
+        """Return the state to resume from if this row, the first after the last trained step, is the next one."""
         assert self._meta is not None, "no step yet"
         return self._meta.start if row < self._meta.stop_row else self._meta.end
 
     def epoch_after(self, row: int) -> float | None:
-        """Return the epochs done when the rows before this one are trained; None in the first, of unknown length."""
-        meta = self._meta.end if self._meta is not None else None  # what is evaluated first has no step before it
+        """Return the fraction of epochs completed before this row; None in the first epoch, of unknown length."""
+        meta = self._meta.end if self._meta is not None else None  # None if evaluation comes before the first step
         if meta is None or meta.epoch_rows is None:
             return None
         return meta.epoch + min(max(row - meta.epoch_first_row, 0) / meta.epoch_rows, 1.0)
 
     def summary(self) -> Iterator[str]:
-        """Yield what became of every row read for the blocks that steps have come to, in words."""
+        """Yield lines with the counts of rows read for the blocks used so far."""
         for report in self._meta.end.reports if self._meta is not None else ():
             yield (
                 f"data: {report.name}: {report.read} rows read, {report.trained} for training, "
@@ -111,7 +112,7 @@ class Stream:
 
 
 class StartedStream(Stream):
-    """The stream in the rank that starts the producer, and ends it."""
+    """The stream in the rank that starts and stops the producer."""
 
     def __init__(self, request: StreamRequest) -> None:
         try:
@@ -120,8 +121,8 @@ class StartedStream(Stream):
             request.folder.remove()
             raise
         super().__init__(request.folder, request.key, held_out, request.pipeline.settings.run.ddp_timeout)
-        self._tasks: deque[Future[None]] = deque()  # that may not have ended well
-        self._asked = request.state.block - 1 if request.state is not None else -1  # the last block that was asked for
+        self._tasks: deque[Future[None]] = deque()  # requests not known to have succeeded
+        self._asked = request.state.block - 1 if request.state is not None else -1  # the last requested block
         # Spawned: forking a rank that has used a GPU, threads or a tokenizer can deadlock.
         spawn, begins = multiprocessing.get_context("spawn"), (request, held_out, os.getpid())
         self._pool = ProcessPoolExecutor(1, spawn, initializer=producer.begin, initargs=begins)
@@ -141,7 +142,7 @@ class StartedStream(Stream):
         self.folder.release(first)
 
     def _ask(self, last: int) -> None:
-        with contextlib.suppress(BrokenProcessPool):  # the tasks before have noticed
+        with contextlib.suppress(BrokenProcessPool):  # earlier tasks report it
             while self._asked < last:
                 self._tasks.append(self._pool.submit(producer.write_next))
                 self._asked += 1
@@ -165,9 +166,9 @@ class StartedStream(Stream):
 
 
 class StreamedSteps:
-    """`StepRows` of a stream: step s trains rows s * global_batch_size and following, across blocks and epochs.
+    """`StepRows` of a stream: step s trains the rows from s * global_batch_size on, across blocks and epochs.
 
-    Each process that has one maps the blocks that it needs; it waits `limit` seconds for one that is still to come.
+    Each process maps the blocks that it needs, and waits up to `limit` seconds for each.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class StreamedSteps:
         return [rows[row] for rows, row in (self._find(numbers[place]) for place in places)]
 
     def extras(self, step: int, places: Sequence[int]) -> Mapping[str, ExtraColumn]:
-        return {}  # nothing is computed beside streamed rows
+        return {}  # not supported for streamed rows
 
     def names(self, step: int) -> list[str]:
         places = [(number, self._place(number)) for number in self._numbers(step)]
@@ -198,7 +199,7 @@ class StreamedSteps:
         return range(step * self.global_batch_size, (step + 1) * self.global_batch_size)
 
     def _find(self, number: int) -> tuple[TokenRows, int]:
-        """Return the rows of a row's block, and which of them it is."""
+        """Return the rows of the block with this row, and its index in them."""
         place = self._place(number)
         rows, order = self._open[place]
         return rows, int(order[number - place.first_row])
