@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 from reporting import add_output_flag, finish
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.processor import Bounds, PictureProcessor
 
 SIZES = ((500, 375), (640, 480), (1024, 768), (1920, 1080), (3024, 4032))
@@ -70,12 +70,12 @@ def their_patches(made: Qwen2VLImageProcessorPil, first: tuple[int, int], path: 
 
 
 def our_pixels(made: PictureProcessor, path: Path) -> torch.Tensor:
-    source = PictureSource("image", str(path))
+    source = MediaSource("image", str(path))
     return torch.from_numpy(made.pixels(source, made.measure(source)))
 
 
 def our_patches(made: PictureProcessor, path: Path) -> int:
-    return made.measure(PictureSource("image", str(path))).num_patches
+    return made.measure(MediaSource("image", str(path))).num_patches
 
 
 def ways(first: tuple[int, int]) -> tuple[Way, Way, Way, Way]:

@@ -267,8 +267,8 @@ def test_only_what_is_trained_is_trained_further(model_dir: MakeModel, tmp_path:
     assert "32 tensors have other shapes" in refusal(open_adapter, tmp_path, architecture, other)
     other = lora(**known).model_copy(update={"lora_alpha": 4, "use_rslora": True})
     text = refusal(open_adapter, tmp_path, architecture, other)
-    assert "lora_alpha was 12, and is 4 in this run" in text
-    assert "use_rslora was false, and is true in this run" in text
+    assert "lora_alpha is 12 in the adapter, but 4 in this run" in text
+    assert "use_rslora is false in the adapter, but true in this run" in text
 
 
 UNTRAINABLE: dict[str, tuple[str, dict[str, Any], list[str]]] = {

@@ -75,7 +75,7 @@ def export_bytes(model: Path, settings: Settings, ranks: list[int] | None) -> tu
     coords = build(settings.parallel, seed=0, timeout=30)
     loaded = load_model(model, settings, coords)
     largest = 0
-    with LiveBytes() as found, mock.patch.object(module, "_MOST_BYTES", 1):
+    with LiveBytes() as found, mock.patch.object(module, "_MAX_BYTES", 1):
         for _, tensor in export_weights(loaded, ranks):
             largest = max(largest, tensor.nbytes)
     return found.peak, largest

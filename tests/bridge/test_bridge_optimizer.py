@@ -75,4 +75,4 @@ def test_state_of_another_optimizer_is_refused(pool, model_dir, tmp_path):
     move(pool, model_dir("qwen2"), ALL["1"], ALL["1"], tmp_path)
     text, code = pool.run(1, load_with_sgd, tmp_path / "one")[0]
     assert code == ExitCode.INPUT
-    assert "holds exp_avg, exp_avg_sq, this run's optimizer needs momentum_buffer" in text
+    assert "has exp_avg, exp_avg_sq, but this run's optimizer needs momentum_buffer" in text

@@ -109,14 +109,14 @@ def test_each_rank_reads_only_what_it_owns(pool, model_dir):
 
 def read_together(model: Path, settings: Settings, folder: Path) -> int:
     """On every rank: how many bytes it read. However small, parameters are read together, in blocks; then saved."""
-    kept = assembling._READ_ALONE, assembling._READ_TOGETHER
-    assembling._READ_ALONE, assembling._READ_TOGETHER = 1, 1000
+    kept = assembling._MIN_SHARED_READ, assembling._SHARED_READ
+    assembling._MIN_SHARED_READ, assembling._SHARED_READ = 1, 1000
     try:
         sizes = bytes_read_by_each_tensor(model, settings)
         groups.destroy_model_parallel()
         resave_weights(model, settings, folder, 5 * 10**9)
     finally:
-        assembling._READ_ALONE, assembling._READ_TOGETHER = kept
+        assembling._MIN_SHARED_READ, assembling._SHARED_READ = kept
     return sum(sizes.values())
 
 
@@ -168,7 +168,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(copy):
     assert len(error.findings) == 3
     assert "1 keys are missing: model.layers.2.mlp.up_proj.weight" in str(error)
     assert "1 keys are unknown: model.layers.0.self_attn.q_proj.bias" in str(error)
-    assert "model.norm.weight is [65], config.json says [64]" in str(error)
+    assert "model.norm.weight is [65], but config.json requires [64]" in str(error)
 
 
 def test_many_keys_are_counted_and_some_named(copy):

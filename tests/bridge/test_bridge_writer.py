@@ -50,7 +50,7 @@ def test_transposed_tensor_is_written_in_order(tmp_path):
 
 def test_missing_tensors_are_caught(tmp_path):
     entries = [TensorEntry("a", (1,), torch.float32), TensorEntry("b", (1,), torch.float32)]
-    with pytest.raises(AssertionError, match="is not as large as its header says"):
+    with pytest.raises(AssertionError, match="does not have the size in its header"):
         TensorFile("x.safetensors", entries, [torch.zeros(1)]).write(tmp_path)
 
 

@@ -153,7 +153,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard cut short": (lambda folder: os.truncate(sorted(folder.glob("*.distcp"))[1], 5000), "truncated"),
     "swapped shards": (swap, "swapped or truncated"),
     "beyond the file": (moved(offset=2**50), "ends at byte"),
-    "before the file": (moved(offset=-1), "lies at -1"),
+    "before the file": (moved(offset=-1), "has the invalid location -1"),
     "a huge tensor": (shaped([4, 2**40, 96]), "overlap, or leave gaps"),
     "a huge chunk": (
         shaped(
@@ -167,7 +167,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "overlapping chunks": (shaped(None, twice), "overlap"),
     "a missing chunk": (shaped(None, lambda each: each[:-1]), "overlap, or leave gaps"),
     "no chunks": (shaped(None, lambda each: []), "overlap, or leave gaps"),
-    "a chunk in no file": (lambda folder: edit(folder, lambda found: found.storage_data.clear()), "in no file"),
+    "a chunk in no file": (lambda folder: edit(folder, lambda found: found.storage_data.clear()), "without a file"),
     "another dtype": (typed, "torch.float32"),
     "another shape in the file": (moved(offset=0), "a part of"),
     "a smaller tensor in the file": (stored(torch.zeros(1, 64, 95)), "the file has [1, 64, 95]"),

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import Measured, PictureProcessor
+from megatune.data.media.processor import MediaShape, PictureProcessor
 from megatune.encoders import Vision
 
 CLIP: dict[str, list[float]] = {
@@ -102,7 +102,7 @@ def image_reference(image: Image.Image, family: str, **changes: Any) -> tuple[np
     return in_transformers(image, **FILES[family][0])
 
 
-def video_reference(frames: list[Image.Image], measured: Measured, family: str) -> np.ndarray:
+def video_reference(frames: list[Image.Image], measured: MediaShape, family: str) -> np.ndarray:
     """pixel_values of the frames of a video by LLaMA-Factory and Transformers."""
     return frames_reference(
         frames, measured.grid, FILES[family][0], SETTINGS["video_min_pixels"], SETTINGS["video_max_pixels"]

@@ -8,7 +8,7 @@ import resource
 import sys
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.processor import Bounds, PictureProcessor
 from megatune.encoders import PictureText
 
@@ -24,7 +24,7 @@ PROCESSOR = PictureProcessor(
 
 def outcome(kind: str, path: str) -> dict[str, object]:
     """What comes of one file: a code and when it shows, or a digest of its pixels."""
-    source, when = PictureSource(kind, path), "measured"  # type: ignore[arg-type]
+    source, when = MediaSource(kind, path), "measured"  # type: ignore[arg-type]
     try:
         measured = PROCESSOR.measure(source)
         when = "decoded"

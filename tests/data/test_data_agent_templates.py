@@ -27,7 +27,7 @@ RECORDED = [
 
 def _write(template: AgentTemplate, kind: str, given: Any) -> Any:
     if kind == "offers":
-        return list(template.offer(*given))
+        return list(template.add_tools(*given))
     if kind == "calls":
         calls, before = given
         return list(template.calls([ToolCall(*call) for call in calls], before))

@@ -30,8 +30,8 @@ import json, sys, time
 from pathlib import Path
 from megatune.config.settings import Settings
 from megatune.data.cache import files
-from megatune.data.cache import built
-files.SAY_AFTER = 0.2
+from megatune.data.cache import get_or_build
+files.REPORT_AFTER = 0.2
 log, go = map(Path, sys.argv[1:3])
 settings = Settings(data=json.loads(sys.argv[3]))
 def build(folder):
@@ -40,7 +40,7 @@ def build(folder):
         file.write("build\\n")
     while not go.exists():
         time.sleep(0.01)
-print(built(settings, "k", build, lambda folder: (folder / "tokens.bin").read_text()))
+print(get_or_build(settings, "k", build, lambda folder: (folder / "tokens.bin").read_text()))
 """
 NOWHERE = Path("/proc/megatune")  # nobody can make a folder there, not even root
 
@@ -72,9 +72,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def built(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
+def get_or_build(settings: Settings, key: str, build: Callable[[Path], None]) -> Path:
     """The folder itself."""
-    return cache_folder.built(settings, key, build, lambda folder: folder)
+    return cache_folder.get_or_build(settings, key, build, lambda folder: folder)
 
 
 def with_data(**data: object) -> Settings:
@@ -106,13 +106,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_rows_are_built_once(cache: Path) -> None:
-    folder = built(Settings(), "k", tokens("1234"))
+    folder = get_or_build(Settings(), "k", tokens("1234"))
     assert folder == cache / "k"
     assert (folder / "part" / "tokens.bin").read_text() == "1234"
     assert (folder / "key.txt").read_text() == "k\n"
     assert [path.name for path in cache.iterdir()] == ["k"], "neither a lock nor a partial folder is left"
-    assert built(Settings(), "k", no_build) == folder
-    assert built(Settings(), "other", tokens("5")) != folder
+    assert get_or_build(Settings(), "k", no_build) == folder
+    assert get_or_build(Settings(), "other", tokens("5")) != folder
 
 
 def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +144,10 @@ def test_a_killed_builder_leaves_nothing_in_the_way(tmp_path: Path, cache: Path,
     first.wait()
     assert not (cache / "k").exists()
     assert any("partial" in path.name for path in cache.iterdir())
-    built(Settings(), "another", tokens("1"))
+    get_or_build(Settings(), "another", tokens("1"))
     assert sorted(path.name for path in cache.iterdir() if "partial" in path.name) == []
     began = time.monotonic()
-    built(Settings(), "k", tokens("1234"))
+    get_or_build(Settings(), "k", tokens("1234"))
     assert time.monotonic() - began < 5
     assert sorted(path.name for path in cache.iterdir()) == ["another", "k"]
 
@@ -159,7 +159,7 @@ def test_partial_folders_of_other_machines_go_when_they_are_old(cache: Path, age
     (partial / "tokens.bin").touch()
     for path in (partial / "tokens.bin", partial):
         os.utime(path, (time.time() - age,) * 2)
-    built(Settings(), "other", tokens("1"))
+    get_or_build(Settings(), "other", tokens("1"))
     assert partial.exists() is left
 
 
@@ -170,7 +170,7 @@ def test_a_build_that_fails_leaves_nothing(cache: Path, error: BaseException) ->
         raise error
 
     with pytest.raises(type(error)):
-        built(Settings(), "k", build)
+        get_or_build(Settings(), "k", build)
     assert list(cache.iterdir()) == []
 
 
@@ -182,14 +182,14 @@ def test_a_damaged_folder_is_made_again(cache: Path, capsys: pytest.CaptureFixtu
             raise MegatuneError("not whole", ExitCode.INPUT)
         return text
 
-    folder = built(Settings(), "k", tokens("1234"))
+    folder = get_or_build(Settings(), "k", tokens("1234"))
     for damage in (lambda: os.truncate(folder / "part/tokens.bin", 2), lambda: mark_damaged(folder)):
         damage()
         made: list[str] = []
-        assert cache_folder.built(Settings(), "k", tokens("1234", made), read) == "1234"
+        assert cache_folder.get_or_build(Settings(), "k", tokens("1234", made), read) == "1234"
         assert made == ["1234"]
         assert capsys.readouterr().err == f"the prepared rows in {folder} are damaged and are recreated\n"
-    assert cache_folder.built(Settings(), "k", no_build, read) == "1234"
+    assert cache_folder.get_or_build(Settings(), "k", no_build, read) == "1234"
     assert [path.name for path in cache.iterdir()] == ["k"]
 
 
@@ -201,12 +201,12 @@ def test_what_was_made_and_cannot_be_read_is_refused(cache: Path) -> None:
         raise MegatuneError("not whole", ExitCode.INPUT)
 
     with pytest.raises(MegatuneError, match="not whole"):
-        cache_folder.built(Settings(), "k", tokens("1", made), read)
+        cache_folder.get_or_build(Settings(), "k", tokens("1", made), read)
     assert made == ["1"]
 
 
 def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = built(Settings(), "k", tokens("1234"))
+    folder = get_or_build(Settings(), "k", tokens("1234"))
     before = folder.parent.stat().st_mtime_ns
 
     def refuse(*args: object) -> int:
@@ -214,7 +214,7 @@ def test_rows_that_are_there_need_no_writing(cache: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(files, "_acquire", refuse)
-    assert built(Settings(), "k", no_build) == folder
+    assert get_or_build(Settings(), "k", no_build) == folder
     assert folder.parent.stat().st_mtime_ns == before
 
 
@@ -223,13 +223,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     monkeypatch.setenv("MEGATUNE_CACHE", str(NOWHERE))
     temporary = tmp_path / f"megatune-{os.getuid()}"
-    folder = built(Settings(), "k", tokens("1234"))
+    folder = get_or_build(Settings(), "k", tokens("1234"))
     assert folder == temporary / "rows" / "k"
     assert capsys.readouterr().err == (
         f"cannot write {NOWHERE}/rows/k: No such file or directory; prepared rows are written to {folder}\n"
     )
     assert temporary.stat().st_mode & 0o777 == 0o700
-    assert built(Settings(), "k", no_build) == folder
+    assert get_or_build(Settings(), "k", no_build) == folder
 
 
 def test_a_disk_that_fills_up_is_done_without(tmp_path: Path, cache: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_disk_that_fills_up_is_done_without(tmp_path: Path, cache: Path) -> No
             with open("/dev/full", "w") as full:
                 full.write("1")
 
-    assert built(Settings(), "k", build).is_relative_to(tmp_path / f"megatune-{os.getuid()}")
+    assert get_or_build(Settings(), "k", build).is_relative_to(tmp_path / f"megatune-{os.getuid()}")
     assert list(cache.iterdir()) == []
 
 
@@ -252,7 +252,7 @@ def test_temporary_folders_of_other_users_are_not_trusted(
     theirs.mkdir()
     (tmp_path / f"megatune-{os.getuid()}").symlink_to(theirs)
     with pytest.raises(MegatuneError, match="belongs to another user") as caught:
-        built(Settings(), "k", tokens("1234"))
+        get_or_build(Settings(), "k", tokens("1234"))
     assert caught.value.exit_code == ExitCode.CANNOT_WRITE
     assert list(theirs.iterdir()) == []
 
@@ -261,7 +261,7 @@ def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATUNE_CACHE", str(NOWHERE))
     monkeypatch.setenv("TMPDIR", "/proc")
     with pytest.raises(MegatuneError) as caught:
-        built(Settings(), "k", no_build)
+        get_or_build(Settings(), "k", no_build)
     assert caught.value.exit_code == ExitCode.CANNOT_WRITE
     assert str(caught.value).splitlines()[:3] == [
         f"{NOWHERE}/rows/k: cannot write the prepared rows",
@@ -269,7 +269,7 @@ def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
         "    fix: name a writable folder as $MEGATUNE_CACHE",
     ]
     with pytest.raises(MegatuneError, match="as tokenized_path") as caught:
-        built(with_data(tokenized_path=str(NOWHERE)), "k", no_build)
+        get_or_build(with_data(tokenized_path=str(NOWHERE)), "k", no_build)
     assert caught.value.exit_code == ExitCode.CANNOT_WRITE
 
 
@@ -278,7 +278,7 @@ def test_failures_to_read_are_not_failures_to_write(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "data.jsonl"))
 
     with pytest.raises(PermissionError):
-        built(Settings(), "k", build)
+        get_or_build(Settings(), "k", build)
 
 
 def test_without_locks_the_first_rename_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,21 +290,21 @@ def test_without_locks_the_first_rename_wins(cache: Path, monkeypatch: pytest.Mo
     def build(folder: Path) -> None:
         tokens("ours")(folder)
         folder.rename(folder.with_name("ours"))  # both runs are this process, and would use one name
-        built(Settings(), "k", tokens("theirs"))
+        get_or_build(Settings(), "k", tokens("theirs"))
         folder.with_name("ours").rename(folder)
 
-    folder = built(Settings(), "k", build)
+    folder = get_or_build(Settings(), "k", build)
     assert (folder / "part/tokens.bin").read_text() == "theirs"
     assert [path.name for path in cache.iterdir()] == ["k"]
 
 
 def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
     settings = with_data(tokenized_path=str(tmp_path / "mine"))
-    folder = built(settings, "k", tokens("1234"))
+    folder = get_or_build(settings, "k", tokens("1234"))
     assert folder == tmp_path / "mine"
-    assert built(settings, "k", no_build) == folder
+    assert get_or_build(settings, "k", no_build) == folder
     with pytest.raises(MegatuneError) as caught:
-        built(settings, "other", no_build)
+        get_or_build(settings, "other", no_build)
     assert caught.value.exit_code == ExitCode.SETTINGS
     assert str(caught.value) == (
         f"tokenized_path: {folder} has rows that were prepared from other data or settings, or by another version of "
@@ -318,11 +318,11 @@ def test_tokenized_path_is_the_folder_itself(tmp_path: Path) -> None:
 def test_it_says_how_the_rows_of_tokenized_path_differ(tmp_path: Path) -> None:
     settings = with_data(tokenized_path=str(tmp_path / "mine"))
     made_of = {"cutoff_len": 512, "template": None, "the tokenizer": "a", "the file a.json of dataset a": "1"}
-    cache_folder.built(settings, "k", tokens("1"), lambda folder: folder, made_of)
+    cache_folder.get_or_build(settings, "k", tokens("1"), lambda folder: folder, made_of)
     other = {**made_of, "cutoff_len": 1024, "the tokenizer": "b", "the file b.json of dataset b": "1"}
     del other["the file a.json of dataset a"]
     with pytest.raises(MegatuneError) as caught:
-        cache_folder.built(settings, "other", no_build, lambda folder: folder, other)
+        cache_folder.get_or_build(settings, "other", no_build, lambda folder: folder, other)
     assert caught.value.findings[0].why == (
         "cutoff_len is 1024, and 512 there; the tokenizer differs; the file a.json of dataset a differs; "
         "the file b.json of dataset b differs"
@@ -335,7 +335,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     thesis.write_text("years of work")
     for path in (thesis.parent, thesis):
         with pytest.raises(MegatuneError, match="not a folder of prepared rows") as caught:
-            built(with_data(tokenized_path=str(path)), "k", no_build)
+            get_or_build(with_data(tokenized_path=str(path)), "k", no_build)
         assert caught.value.exit_code == ExitCode.SETTINGS
     assert thesis.read_text() == "years of work"
 
@@ -343,10 +343,10 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
 def test_an_empty_folder_can_be_tokenized_path(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     settings = with_data(tokenized_path=str(tmp_path / "mine"))
-    folder = built(settings, "k", tokens("1234"))
-    assert built(settings, "k", no_build) == folder
+    folder = get_or_build(settings, "k", tokens("1234"))
+    assert get_or_build(settings, "k", no_build) == folder
     mark_damaged(folder)
-    assert built(settings, "k", tokens("1234")) == folder
+    assert get_or_build(settings, "k", tokens("1234")) == folder
 
 
 def test_a_full_disk_says_what_was_written_and_what_is_free(cache: Path, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_full_disk_says_what_was_written_and_what_is_free(cache: Path, tmp_pat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "tokens.bin"))
 
     with pytest.raises(MegatuneError) as caught:
-        built(with_data(), "k", build)
+        get_or_build(with_data(), "k", build)
     assert caught.value.exit_code == ExitCode.CANNOT_WRITE
     assert len(caught.value.findings) == 2
     for finding in caught.value.findings:

@@ -75,7 +75,7 @@ def test_a_column_that_the_first_rows_lack(tmp_path: Path) -> None:
 
 
 def test_columns_that_read_both_ways_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MegatuneError, match=r"\{prompt: response, response: prompt\} can be read both ways"):
+    with pytest.raises(MegatuneError, match=r"\{prompt: response, response: prompt\} is ambiguous"):
         read(tmp_path, {"prompt": "response", "response": "prompt"}, {"prompt": "I.", "response": "Who?"})
 
 
@@ -124,5 +124,5 @@ def test_refusals(tmp_path: Path) -> None:
     assert len(resolve_datasets(names, tmp_path, "sft", {"q": "query", "a": "response"})) == 2
     # An entry of dataset_info.json says its own columns.
     (tmp_path / "dataset_info.json").write_text('{"described": {"file_name": "three.jsonl"}}')
-    with pytest.raises(MegatuneError, match=r"no data set has a field 'q'\n.*write them into the entries"):
+    with pytest.raises(MegatuneError, match=r"no data set has a field 'q'\n.*move them to the entries"):
         resolve_datasets(["described"], tmp_path, "sft", {"q": "query"})

@@ -64,11 +64,11 @@ def test_a_registry_without_end_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("entry", "what"), [
-    ({"file_name": "a.zip"}, "archives are not read"),
-    ({"file_name": "a.tar.gz"}, "archives are not read"),
+    ({"file_name": "a.zip"}, "archives are not supported"),
+    ({"file_name": "a.tar.gz"}, "archives are not supported"),
     ({"file_name": "a.py"}, "scripts are not run"),
-    ({"file_name": "a.pkl"}, ".pkl files are not read"),
-    ({"file_name": "a.npy"}, ".npy files are not read"),
+    ({"file_name": "a.pkl"}, ".pkl files are not supported"),
+    ({"file_name": "a.npy"}, ".npy files are not supported"),
     ({"script_url": "a"}, "a data set's script is code, which is never run"),
 ])  # fmt: skip
 def test_archives_scripts_and_pickles_are_not_opened(folder: Path, entry: dict[str, str], what: str) -> None:
@@ -123,7 +123,7 @@ def test_a_row_has_an_end(
 ) -> None:
     """A gigabyte of zeros compresses to a megabyte, and was one row."""
     for module in (files, text):
-        monkeypatch.setattr(module, "MOST_ROW_BYTES", 100_000)
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", 100_000)
     file = tmp_path / (f"{name}.gz" if compressed else name)
     file.write_bytes(gzip.compress(content.encode()) if compressed else content.encode())
     with pytest.raises(MegatuneError, match=r"a row of more than 0 MiB|field larger than field limit") as caught:

@@ -229,8 +229,8 @@ def test_bad_conversations(row: dict[str, Any], message: str) -> None:
         ),
         (
             openai(said("user"), said("assistant", [{"type": "tool_use", "name": "f", "input": {}}])),
-            "anthropic-blocks: Anthropic's content blocks are not read "
-            "(message 2 has a part of type 'tool_use'; OpenAI's tool_calls, role tool and reasoning_content are read)",
+            "anthropic-blocks: Anthropic's content blocks are not supported "
+            "(message 2 has a part of type 'tool_use'; use OpenAI's tool_calls, role tool and reasoning_content)",
         ),
         (
             openai(said("user"), said("assistant", None, tool_calls="f")),

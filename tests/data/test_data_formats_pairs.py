@@ -198,7 +198,7 @@ SAME = "same-answers: chosen and rejected are the same"
         (
             OPENAI,
             {**OPENAI, "chosen": [said("system", "s"), G]},
-            "answer-without-prompt: field 'chosen': a system message and an answer, and no question",
+            "answer-without-prompt: field 'chosen': a system message and an answer, but no question",
         ),
         (
             OPENAI,

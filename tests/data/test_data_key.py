@@ -313,7 +313,7 @@ def test_rows_are_kept_by_the_sources_that_make_them(folder: Path, monkeypatch: 
     """Code and tables count by what they say, unless no row depends on them; the key, by which runs resume, is without
     them."""
     room = Path(key_of.__file__).parents[1]
-    assert {path.stem for path in room.iterdir()} >= key_of._MAKES_NO_ROWS
+    assert {path.stem for path in room.iterdir()} >= key_of._NO_EFFECT_ON_ROWS
     monkeypatch.setattr(key_of, "__file__", str(folder / "cache" / "key.py"))
     monkeypatch.setattr(key_of, "_sources", key_of._sources.__wrapped__)  # which is remembered
 
@@ -321,8 +321,8 @@ def test_rows_are_kept_by_the_sources_that_make_them(folder: Path, monkeypatch: 
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        found = key_of.kept_as("key")
-        assert key_of.kept_as("key") == found, "as it is remembered"
+        found = key_of.versioned("key")
+        assert key_of.versioned("key") == found, "as it is remembered"
         assert found.startswith("key-")
         return found
 

@@ -23,8 +23,8 @@ from megatune.data.companions import CompanionRows, Companions
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form, Tags, detect
-from megatune.data.media import PictureSource
-from megatune.data.media.processor import Measured
+from megatune.data.media import MediaSource
+from megatune.data.media.processor import MediaShape
 from megatune.data.order import PreparedSteps
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.prepare import prepare
@@ -181,7 +181,7 @@ def test_the_preview_says_the_tag(tmp_path: Path, evaluation: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "stage", "says"),
     [
-        ([{"messages": [U, A]}], "kto", "its rows do not say whether an answer is desirable, which stage kto needs"),
+        ([{"messages": [U, A]}], "kto", "its rows do not state whether an answer is desirable, which stage kto needs"),
         (
             [{"prompt": "q", "chosen": "a", "rejected": "b", "label": True}],
             "kto",
@@ -291,8 +291,8 @@ def test_one_prompt_alone(tmp_path: Path, number: int, partners: list[int]) -> N
 
 def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
     """And prompts that differ in nothing else are different ones."""
-    measured = Measured((1, 2, 2), None, (), (), (28, 28))
-    one, other = (packed(PictureSource("image", data=name), measured) for name in (b"one", b"other"))
+    measured = MediaShape((1, 2, 2), None, (), (), (28, 28))
+    one, other = (packed(MediaSource("image", data=name), measured) for name in (b"one", b"other"))
     folder = tmp_path / "rows"
     folder.mkdir()
     with RowsBuilder(folder, RowShape("kto", 64, False, 0)) as builder:

@@ -21,7 +21,7 @@ from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, make_encoder
 from megatune.data.formats.form import DEFAULT_FORMS
-from megatune.data.media import PictureSource, picture_source
+from megatune.data.media import MediaSource, media_source
 from megatune.data.pictures import unpacked
 from megatune.data.pipeline import Pipeline
 from megatune.data.readers import RawRow
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     said = [f"Is <image>this\n<{second.kind}>, or", "No.", "<image>", "Yes: it is."]
     found = document(model, chat(*said, pictures=pictures), **changes)
     processor = model.vision().processor
-    sources = [picture_source(each.value, each.kind, "") for each in pictures]
+    sources = [media_source(each.value, each.kind, "") for each in pictures]
     measured = [processor.measure(each) for each in sources]
     texts = [processor.placeholder(each) for each in measured]
     whole = [said[0].replace("<image>", texts[0], 1).replace(f"<{second.kind}>", texts[1]), said[1], texts[2], said[3]]
@@ -452,7 +452,7 @@ def test_videos_are_read(models: dict[str, Model], data: Path) -> None:
         ((document,),) = model.prepared(data, "rows.jsonl", preprocessing_num_workers=2).train
         (video,) = document.pictures
         source, measured = unpacked(video.packed)
-        assert source == PictureSource("video", str(data / "a.mp4"))
+        assert source == MediaSource("video", str(data / "a.mp4"))
         assert (video.is_video, len(measured.frames), video.grid[0]) == (True, 4, 2)
         assert video.seconds_per_grid == measured.seconds_per_grid == 1.0
         assert model.vision().processor.pixels(source, measured).shape[0] == measured.num_patches, family

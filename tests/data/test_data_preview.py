@@ -322,7 +322,7 @@ def test_held_out_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("rows", "wanted", "evaluation", "code", "says"),
     [
         ([alpaca(1)], range(5, 6), False, ExitCode.SETTINGS, "--row 5 of 1 row"),
-        ([alpaca(1)], range(1, 2), True, ExitCode.SETTINGS, "nothing is evaluated on"),
+        ([alpaca(1)], range(1, 2), True, ExitCode.SETTINGS, "the run has no evaluation rows"),
         ([{"instruction": "a"}], range(1, 2), False, ExitCode.DATA, "0 usable of the first 1 rows"),
     ],
 )

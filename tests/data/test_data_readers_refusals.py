@@ -36,7 +36,7 @@ BAD_ROWS = [  # name, the third line of the file, code, message, raw
     ("jsonl", b'{"a": "\t"}', "invalid-json", "invalid JSON (invalid control character at column 8)", '{"a": "\t"}'),
     ("jsonl", b'{"a": "\\x"}', "invalid-json", "invalid JSON (invalid \\escape at column 8)", '{"a": "\\x"}'),
     ("jsonl", b'{"a": 1} {}', "invalid-json", "invalid JSON (extra data at column 10)", '{"a": 1} {}'),
-    ("jsonl", b"[" * 100_000, "invalid-json", "invalid JSON (nested too deep)", "[" * 100_000),
+    ("jsonl", b"[" * 100_000, "invalid-json", "invalid JSON (nested too deeply)", "[" * 100_000),
     ("jsonl", b"1" * 5000, "invalid-json", "invalid JSON (a number with too many digits)", "1" * 5000),
     (
         "jsonl",
@@ -135,9 +135,9 @@ def test_bad_rows_of_a_json_array(tmp_path: Path) -> None:
 # What is wrong with a file.
 
 OVER_LINES = "one JSON object over several lines is not a row"
-LINES_FIX = "one object a line, or an array of objects in .json"
+LINES_FIX = "one object per line, or an array in a .json file"
 EMPTY = "the file is empty\n    fix: write rows into it, or remove it from the data"
-JSON_FIX = "\n    fix: correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
+JSON_FIX = "\n    fix: correct it there; in a .jsonl file, on_bad_row can skip single rows that cannot be read"
 LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF-8"
 
 
@@ -185,7 +185,7 @@ LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF
         (
             "a.json",
             json.dumps({"data": ROWS}, indent=1),
-            f"a.json:1: {OVER_LINES}\n    fix: keep the list of 'data' only",
+            f"a.json:1: {OVER_LINES}\n    fix: keep only the list of 'data'",
         ),
         (
             "a.jsonl",
@@ -201,45 +201,49 @@ LATIN_FIX = "    why: the file looks like latin-1\n    fix: save the file as UTF
         ("a.txt", "hello".encode("utf-16"), "a.txt: the file is UTF-16\n    fix: save it as UTF-8"),
         ("a.csv", 'x\ny\n"open\n\n', "a.csv:3: invalid CSV: a quoted field is not closed"),
         ("a.csv", 'x,y\n1,"2"3\n', "a.csv:2: invalid CSV: ',' expected after '\"'"),
-        ("a.csv", "x,y,x\n", "a.csv:1: the header has 'x' twice\n    fix: give each column its own name"),
+        ("a.csv", "x,y,x\n", "a.csv:1: the header has 'x' twice\n    fix: give each column a unique name"),
         (
             "a.csv",
             ",x\n0,1\n",
             "a.csv:1: column 1 of the header has no name\n"
-            "    fix: name it, or leave it out (pandas: to_csv(index=False))",
+            "    fix: name it, or remove the column (pandas: to_csv(index=False))",
         ),
         (
             "a.jsonl",
             gzip.compress(b"{}", mtime=0),
-            "a.jsonl: the name says .jsonl, the content is gzip\n    fix: name it a.jsonl.gz",
+            "a.jsonl: the name says .jsonl, but the content is gzip\n    fix: name it a.jsonl.gz",
         ),
         (
             "a.jsonl.gz",
             "{}",
-            "a.jsonl.gz: the name says gzip, the content is something else\n"
+            "a.jsonl.gz: the name says gzip, but the content is something else\n"
             "    fix: name it a.jsonl if it is not compressed",
         ),
         (
             "a.csv.zst",
             lzma.compress(b"x"),
-            "a.csv.zst: the name says zstd, the content is xz\n    fix: name it a.csv.xz",
+            "a.csv.zst: the name says zstd, but the content is xz\n    fix: name it a.csv.xz",
         ),
-        ("a.json", b"PAR1\x15\x04", "a.json: the name says .json, the content is parquet\n    fix: name it a.parquet"),
-        ("a.parquet", '{"a": 1}', "a.parquet: the name says .parquet, the content is something else"),
+        (
+            "a.json",
+            b"PAR1\x15\x04",
+            "a.json: the name says .json, but the content is parquet\n    fix: name it a.parquet",
+        ),
+        ("a.parquet", '{"a": 1}', "a.parquet: the name says .parquet, but the content is something else"),
         (
             "a.parquet",
             gzip.compress(b"PAR1", mtime=0),
-            "a.parquet: the name says .parquet, the content is gzip\n    fix: decompress it first",
+            "a.parquet: the name says .parquet, but the content is gzip\n    fix: decompress it first",
         ),
         (
             "a.json",
             b"PK\x03\x04....",
-            "a.json: the name says .json, the content is a zip archive\n    fix: unpack it first",
+            "a.json: the name says .json, but the content is a zip archive\n    fix: unpack it first",
         ),
         (
             "a.parquet",
             "version https://git-lfs.github.com/spec/v1\noid sha256:0",
-            "a.parquet: the name says .parquet, the content is a pointer of Git LFS\n"
+            "a.parquet: the name says .parquet, but the content is a pointer of Git LFS\n"
             "    fix: fetch the file itself: git lfs pull",
         ),
     ],
@@ -279,7 +283,7 @@ def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     else:
         write_arrow(tmp_path / "a.arrow", table, 1, stream=True)
-    message = f"a.{kind}: two columns are named 'x'\n    fix: give each column its own name"
+    message = f"a.{kind}: two columns are named 'x'\n    fix: give each column a unique name"
     assert refusal(tmp_path / f"a.{kind}") == (message, ExitCode.DATA)
 
 
@@ -290,20 +294,21 @@ CODE = "    why: loading one may run code that it contains\n    fix: save the ro
     ("name", "message"),
     [
         *(
-            (f"a{s}", f"a{s}: {s} files are not read\n{CODE}")
+            (f"a{s}", f"a{s}: {s} files are not supported\n{CODE}")
             for s in (".pkl", ".pickle", ".pt", ".bin", ".npy", ".npz")
         ),
-        ("a.pkl.gz", f"a.pkl.gz: .pkl files are not read\n{CODE}"),
+        ("a.pkl.gz", f"a.pkl.gz: .pkl files are not supported\n{CODE}"),
         (
             "a.py",
             "a.py: scripts are not run\n    why: reading data must not run code\n"
-            "    fix: run it yourself, and have it write .jsonl or .parquet",
+            "    fix: run it yourself to write .jsonl or .parquet",
         ),
-        ("a.zip", "a.zip: archives are not read\n    fix: unpack it first"),
-        ("a.tar.gz", "a.tar.gz: archives are not read\n    fix: unpack it first"),
+        ("a.zip", "a.zip: archives are not supported\n    fix: unpack it first"),
+        ("a.tar.gz", "a.tar.gz: archives are not supported\n    fix: unpack it first"),
         (
             "a.gz",
-            "a.gz: the name does not say what is compressed\n    fix: name it by its content, as a.jsonl.gz",
+            "a.gz: the name does not state what is compressed\n"
+            "    fix: add the type of its content, for example a.jsonl.gz",
         ),
         (
             "a.parquet.gz",
@@ -314,7 +319,7 @@ CODE = "    why: loading one may run code that it contains\n    fix: save the ro
             "a.xml",
             "a.xml: not a supported kind of data file\n"
             "    fix: one of .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, .txt; "
-            "but for .parquet and .arrow also with .gz, .bz2, .xz, .zst, .lz4",
+            "all but .parquet and .arrow also with .gz, .bz2, .xz, .zst, .lz4",
         ),
     ],
 )

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.media import PictureSource
-from megatune.data.media.processor import Measured
+from megatune.data.media import MediaSource
+from megatune.data.media.processor import MediaShape
 from megatune.data.pictures import DocumentPicture, PictureCounts, packed
 from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_not_trained(tmp_path: Path, name: str, byte: int) -> N
 def test_pictures_are_counted_by_row(tmp_path: Path, packing: bool) -> None:
     """Documents of 10 tokens, of which pictures have these; packed, two of them to a row."""
 
-    content = packed(PictureSource("image", data=b"one"), Measured((1, 2, 2), None, (), (), (28, 28)))
+    content = packed(MediaSource("image", data=b"one"), MediaShape((1, 2, 2), None, (), (), (28, 28)))
 
     def pictured(*sizes: int) -> list[Document]:
         starts = np.cumsum([0, *sizes])[:-1]

@@ -135,7 +135,7 @@ def test_turns_that_do_not_alternate_are_refused(messages: tuple[Message, ...]) 
             {"name": "get", "parameters": {"properties": {"a": {1}}}},
             {
                 "a tool that the template cannot describe",
-                "the chat template refuses the conversation",
+                "the chat template rejects the conversation",
             },
         ),
     ],
@@ -274,7 +274,7 @@ def test_a_chat_template_that_raises_drops_the_row() -> None:
     )
     with pytest.raises(RowError) as caught:
         rendered(None, TWO_TURNS, tokenizer)
-    assert (caught.value.reason, caught.value.detail) == ("the chat template refuses the conversation", "one turn only")
+    assert (caught.value.reason, caught.value.detail) == ("the chat template rejects the conversation", "one turn only")
 
 
 def test_a_name_that_the_models_own_template_serves() -> None:
@@ -282,7 +282,7 @@ def test_a_name_that_the_models_own_template_serves() -> None:
     with pytest.raises(MegatuneError) as caught:
         load_template("glm4", qwen_tokenizer())
     assert str(caught.value).startswith(
-        "template: 'glm4' is unknown\n    why: the tokenizer of this model has a chat template of its own, which "
+        "template: 'glm4' is unknown\n    why: the tokenizer of this model has a chat template, which "
         "template: null uses\n"
     )
     with pytest.raises(MegatuneError) as caught:

@@ -153,7 +153,7 @@ def test_gemma_refuses_a_system_message_and_says_why() -> None:
     with pytest.raises(RowError) as caught:
         template.render(WITH_SYSTEM, Thinking())
     assert (caught.value.reason, caught.value.detail) == (
-        "the chat template refuses the conversation",
+        "the chat template rejects the conversation",
         "System role not supported",
     )
 
@@ -199,11 +199,11 @@ def test_tools_may_have_a_chat_template_of_their_own() -> None:
         ),
         (
             HEAD + "{{ raise_exception('never') }}" + TURN + PROMPT,
-            "answers cannot be separated from prompts: the chat template refuses the conversation (never)",
+            "answers cannot be separated from prompts: the chat template rejects the conversation (never)",
         ),
         (
             "{% for m in messages %}{{ m.content",
-            "answers cannot be separated from prompts: the chat template refuses the conversation (",
+            "answers cannot be separated from prompts: the chat template rejects the conversation (",
         ),
     ],
 )

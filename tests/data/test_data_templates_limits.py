@@ -17,7 +17,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates import Thinking, load_template, rendering
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.rendering import RenderLimitError, limited, render, render_marked, template_errors
+from megatune.data.templates.rendering import RenderLimitError, render, render_marked, run_limited, template_errors
 from megatune.errors import ExitCode, MegatuneError
 
 CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
@@ -83,7 +83,7 @@ ENDED = r"more than 0\.25 seconds to render|more memory than|at most 1,048,576 a
 
 @pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values()], ids=[*LONG, *LARGE])
 def test_rendering_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.25)
     with pytest.raises(RenderLimitError, match=ENDED):
         render(source, CHAT)
     assert render("{{ messages[0].content }}", CHAT) == "1 + 1?"  # nothing is raised in what comes after
@@ -91,7 +91,7 @@ def test_rendering_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("source", UNSAFE.values(), ids=UNSAFE)
 def test_the_sandbox_holds(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.25)
     with pytest.raises(template_errors()):
         render(source, CHAT)
 
@@ -105,7 +105,7 @@ def test_a_large_text_is_refused() -> None:
 
 def test_each_thread_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread's rendering ends; another one's, and what the first does after it, do not."""
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.25)
     ended: list[str] = []
 
     def endless() -> None:
@@ -128,7 +128,7 @@ def test_threads_do_not_share_what_is_marked() -> None:
 
     def rendered(size: int) -> None:
         chat = [{"role": "assistant", "content": "x" * size}] * 5000
-        found[size] = limited(render_marked, source, chat)
+        found[size] = run_limited(render_marked, source, chat)
 
     threads = [threading.Thread(target=rendered, args=(size,)) for size in (1, 2, 3)]
     for thread in threads:
@@ -142,7 +142,7 @@ def test_threads_do_not_share_what_is_marked() -> None:
 
 def test_the_row_and_the_template_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that a row makes endless refuses the row; one that no conversation can be written with is refused."""
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 0.25)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.25)
     tokenizer = qwen_tokenizer()
     usual = tokenizer.chat_template
     tokenizer.chat_template = "{% if messages[0].content == 'bomb' %}" + RANGES + "{% endif %}" + usual
@@ -191,7 +191,7 @@ def test_what_is_written_is_what_transformers_writes(name: str) -> None:
                 render(source, chat, tools, **given)
             continue
         assert render(source, chat, tools, **given) == text
-        assert limited(render_marked, source, chat, tools, **given) == (text, spans[0] if spans else [])
+        assert run_limited(render_marked, source, chat, tools, **given) == (text, spans[0] if spans else [])
         written += 1
     assert written
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, load_template
-from megatune.data.templates.chat_template import CALL_FORMS, as_dicts
+from megatune.data.templates.chat_template import CALL_FORMS, to_openai
 from megatune.data.templates.tool_texts import call_id
 
 
@@ -130,7 +130,7 @@ def published(
     template: str, conversation: Conversation, tokenizer: PreTrainedTokenizerFast, **variables: Any
 ) -> tuple[list[int], list[int]]:
     """The same of Transformers."""
-    chat = as_dicts(conversation.messages, conversation.system, CALL_FORMS[0])
+    chat = to_openai(conversation.messages, conversation.system, CALL_FORMS[0])
     tools = [t if "type" in t else {"type": "function", "function": t} for t in conversation.tools] or None
     whole = tokenizer.apply_chat_template(
         chat,
@@ -250,7 +250,7 @@ def test_mistral_is_asked_with_its_system_message_and_tools() -> None:
     conversation = Conversation(messages, "Be brief.", TOOLS)
     ids, mask = ours("mistral", conversation, MISTRAL, Thinking())
     tools = [{"type": "function", "function": WEATHER}, CLOCK]
-    chat = as_dicts(messages[:-1], "Be brief.", CALL_FORMS[0])
+    chat = to_openai(messages[:-1], "Be brief.", CALL_FORMS[0])
     asked = MISTRAL.apply_chat_template(chat, tools=tools, return_dict=False, add_generation_prompt=True)
     assert ids[: len(asked)] == asked
     assert MISTRAL.decode(ids[len(asked) :]) == " 4</s>"
@@ -291,7 +291,7 @@ def test_deepseekr1_is_asked_as_its_chat_template_asks() -> None:
     conversation = CONVERSATIONS["both think"]
     ids, _ = ours("deepseekr1", conversation, tokenizer, Thinking(drop_history=True))
     plain = [Message(m.role, m.content.replace("<think>\nAdd.\n</think>\n\n", "")) for m in conversation.messages[:-1]]
-    asked = tokenizer.apply_chat_template(as_dicts(plain, "", CALL_FORMS[0]), add_generation_prompt=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(to_openai(plain, "", CALL_FORMS[0]), add_generation_prompt=True)["input_ids"]
     assert ids[: len(asked)] == asked
     assert tokenizer.decode(asked).endswith("<｜Assistant｜><think>\n")
     assert tokenizer.decode(ids[len(asked) :]) == "I am.\n</think>\n\nYes<｜end▁of▁sentence｜>"

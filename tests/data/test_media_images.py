@@ -19,9 +19,9 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen2_resize
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.images import image_size, open_image
-from megatune.data.media.processor import Measured
+from megatune.data.media.processor import MediaShape
 from megatune.data.media.sizes import smart_resize
 
 MODES = {
@@ -36,10 +36,10 @@ MODES = {
 def test_pixels_are_those_of_transformers(tmp_path: Path, family: str, size: tuple[int, int]) -> None:
     made = processor(tmp_path, family)
     content = encoded(picture(*size), "PNG")
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     measured = made.measure(source)
     pixels, grid = image_reference(Image.open(io.BytesIO(content)), family)
-    assert measured == Measured(grid, None, (), (), size)
+    assert measured == MediaShape(grid, None, (), (), size)
     ours = made.pixels(source, measured)
     assert (ours.dtype, ours.shape) == (np.float32, (measured.num_patches, pixels.shape[1]))
     assert np.array_equal(ours, pixels)
@@ -50,7 +50,7 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, family: str, size: tup
 def test_modes(tmp_path: Path, mode: str, max_pixels: int) -> None:
     made = processor(tmp_path, "qwen3_vl", image_max_pixels=max_pixels)
     content = encoded(picture(mode=mode), MODES[mode])
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     pixels, _ = image_reference(Image.open(io.BytesIO(content)), "qwen3_vl", image_max_pixels=max_pixels)
     assert np.array_equal(made.pixels(source, made.measure(source)), pixels)
 
@@ -59,7 +59,7 @@ def test_modes(tmp_path: Path, mode: str, max_pixels: int) -> None:
 def test_bounds_of_the_settings(tmp_path: Path, bounds: tuple[int, int]) -> None:
     changes = {"image_min_pixels": bounds[0], "image_max_pixels": bounds[1]}
     made = processor(tmp_path, "qwen2_vl", **changes)
-    source = PictureSource("image", data=encoded(picture(), "PNG"))
+    source = MediaSource("image", data=encoded(picture(), "PNG"))
     measured = made.measure(source)
     pixels, grid = image_reference(picture(), "qwen2_vl", **changes)
     assert measured.grid == grid
@@ -85,7 +85,7 @@ def test_images_are_upright(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(picture(40, 20), kind, exif=exif.tobytes(), **({"quality": 95} if kind == "JPEG" else {}))
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     assert image_size(source) == ((40, 20) if orientation < 5 else (20, 40)) == open_image(source).size
     # The darkest corner of the file, its first one, ends where the orientation says.
     corners = np.asarray(open_image(source).convert("L")).astype(int)[:: 19 if orientation < 5 else 39][
@@ -101,14 +101,14 @@ def test_the_first_frame_of_an_animation() -> None:
     frames = [Image.new("RGB", (30, 20), (50 * number, 0, 0)) for number in range(4)]
     for kind in ("GIF", "WEBP", "PNG"):
         content = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
-        assert open_image(PictureSource("image", data=content)).getextrema() == ((0, 0), (0, 0), (0, 0))
+        assert open_image(MediaSource("image", data=content)).getextrema() == ((0, 0), (0, 0), (0, 0))
 
 
 def test_measuring_decodes_nothing(tmp_path: Path) -> None:
     """Pixels that are wrong throughout do not show in the header."""
     content = bytearray(encoded(picture(300, 200), "PNG"))
     content[60:-20] = bytes(len(content) - 80)
-    source = PictureSource("image", data=bytes(content))
+    source = MediaSource("image", data=bytes(content))
     made = processor(tmp_path, "qwen2_vl")
     measured = made.measure(source)
     assert measured.size == (300, 200)
@@ -120,7 +120,7 @@ def test_measuring_decodes_nothing(tmp_path: Path) -> None:
 def test_another_image_than_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(encoded(picture(64, 64), "PNG"))
-    made, source = processor(tmp_path, "qwen2_vl"), PictureSource("image", str(path))
+    made, source = processor(tmp_path, "qwen2_vl"), MediaSource("image", str(path))
     measured = made.measure(source)
     path.write_bytes(encoded(picture(64, 65), "PNG"))
     with pytest.raises(RowError) as caught:
@@ -131,7 +131,7 @@ def test_another_image_than_was_measured(tmp_path: Path) -> None:
 def test_processors_are_kept_as_pickles(tmp_path: Path) -> None:
     made = processor(tmp_path, "qwen3_vl")
     assert pickle.loads(pickle.dumps(made)) == made
-    assert made.placeholder(Measured((1, 4, 6), None, (), (), (1, 1))) == (
+    assert made.placeholder(MediaShape((1, 4, 6), None, (), (), (1, 1))) == (
         "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
     )
 
@@ -139,6 +139,6 @@ def test_processors_are_kept_as_pickles(tmp_path: Path) -> None:
 def test_areas_are_what_the_settings_say(tmp_path: Path) -> None:
     """An image of 2 megapixels becomes image_max_pixels, then whole tokens."""
     made = processor(tmp_path, "qwen2_vl", image_max_pixels=451584)
-    grid = made.measure(PictureSource("image", data=encoded(picture(2000, 1000), "PNG"))).grid
+    grid = made.measure(MediaSource("image", data=encoded(picture(2000, 1000), "PNG"))).grid
     assert grid == (1, 34, 68)
     assert math.isclose(34 * 14 * 68 * 14, 451584, rel_tol=0.02)

@@ -69,7 +69,7 @@ def test_what_is_not_built_is_said_at_once(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.INPUT
     found = "\n".join(finding.what for finding in caught.value.findings)
     assert found == (
-        "the processor of images has patch_size = 16, and the model 14\n"
+        "the processor of images has patch_size = 16, but the model has 14\n"
         "the processor of images has do_resize = False; only True is supported\n"
         f"the processor of images has rescale_factor = 1.0; only {1 / 255} is supported\n"
         "the processor of images: image_std are not valid\n"

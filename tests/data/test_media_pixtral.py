@@ -16,8 +16,8 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
-from megatune.data.media.arguments import picture_arguments
+from megatune.data.media import MediaSource
+from megatune.data.media.arguments import media_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import PictureProcessor
 from megatune.encoders import PictureText, Vision
@@ -49,40 +49,40 @@ def processor(folder: Path, joint: dict[str, Any] | None = None, **changes: Any)
 def test_an_image_is_that_of_transformers(tmp_path: Path, size: tuple[int, int]) -> None:
     made = processor(tmp_path, image_min_pixels=1)
     content = encoded(picture(*size), "PNG")
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     measured = made.measure(source)
     patches = made.pixels(source, measured)
     # Its joint processor asks for images of whole tokens.
     asked = PixtralImageProcessorPil(**FILE | {"patch_size": 28})
     expected = asked(Image.open(io.BytesIO(content)).convert("RGB"), return_tensors="np")
     pads = [10] * (measured.num_patches // 4)
-    found = picture_arguments(np.array(pads), [("image", measured.grid, None, patches)], pixtral())
+    found = media_arguments(np.array(pads), [("image", measured.grid, None, patches)], pixtral())
     assert found["image_sizes"].tolist() == [list(each) for each in expected["image_sizes"]]
     assert np.array_equal(found["pixel_values"].numpy(), expected["pixel_values"])
 
 
 def test_images_of_a_row_lie_in_the_corners_of_one_size(tmp_path: Path) -> None:
     made = processor(tmp_path)
-    sources = [PictureSource("image", data=encoded(picture(*size), "PNG")) for size in ((97, 61), (40, 120))]
+    sources = [MediaSource("image", data=encoded(picture(*size), "PNG")) for size in ((97, 61), (40, 120))]
     images = [Image.open(io.BytesIO(each.data or b"")) for each in sources]
     given = [("image", (one := made.measure(each)).grid, None, made.pixels(each, one)) for each in sources]
     pads = [10] * sum(grid[1] * grid[2] // 4 for _, grid, _, _ in given)
-    found = picture_arguments(np.array(pads), given, pixtral())
+    found = media_arguments(np.array(pads), given, pixtral())
     asked = PixtralImageProcessorPil(**FILE | {"patch_size": 28})
     assert np.array_equal(found["pixel_values"].numpy(), asked(images, return_tensors="np")["pixel_values"])
     with pytest.raises(ValueError, match=r"\d+ tokens of pictures"):
-        picture_arguments(np.array(pads[1:]), given, pixtral())
+        media_arguments(np.array(pads[1:]), given, pixtral())
 
 
 def test_bounds_of_the_settings_come_first(tmp_path: Path) -> None:
-    source = PictureSource("image", data=encoded(picture(300, 200), "PNG"))
+    source = MediaSource("image", data=encoded(picture(300, 200), "PNG"))
     assert processor(tmp_path).measure(source).grid == (1, 8, 10)
     assert processor(tmp_path, image_max_pixels=56 * 56).measure(source).grid == (1, 4, 6)
 
 
 def test_rows_of_tokens_end_with_a_token(tmp_path: Path) -> None:
     made = processor(tmp_path)
-    measured = made.measure(PictureSource("image", data=encoded(picture(84, 50), "PNG")))
+    measured = made.measure(MediaSource("image", data=encoded(picture(84, 50), "PNG")))
     assert made.runs(measured) == (3, 3)
     row = "[IMG]" * 3
     assert made.placeholder(measured) == f"{row}[IMG_BREAK]{row}[IMG_END]"
@@ -91,15 +91,15 @@ def test_rows_of_tokens_end_with_a_token(tmp_path: Path) -> None:
 
 def test_videos_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RowError, match="the model reads images only") as caught:
-        processor(tmp_path).measure(PictureSource("video", path=str(tmp_path / "a.mp4")))
+        processor(tmp_path).measure(MediaSource("video", path=str(tmp_path / "a.mp4")))
     assert caught.value.code == "no-videos"
 
 
 @pytest.mark.parametrize(
     ("joint", "changes", "what"),
     [
-        ({"patch_size": 16}, {}, "the processor has patch_size = 16, and the model 14"),
-        ({"spatial_merge_size": 1}, {}, "the processor has spatial_merge_size = 1, and the model 2"),
+        ({"patch_size": 16}, {}, "the processor has patch_size = 16, but the model has 14"),
+        ({"spatial_merge_size": 1}, {}, "the processor has spatial_merge_size = 1, but the model has 2"),
         (None, {"size": {"height": 5, "width": 5}}, "the processor of images: size = "),
         (None, {"do_center_crop": True}, "do_center_crop = True; only False is supported"),
         (None, {"image_std": [0, 1, 1]}, "image_std are not valid"),

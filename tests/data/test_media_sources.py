@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource, picture_source
+from megatune.data.media import MediaSource, media_source
 from megatune.data.media.images import image_size
-from megatune.data.media.processor import Measured
+from megatune.data.media.processor import MediaShape
 from megatune.data.pictures import packed, unpacked
 
 PNG = encoded(picture(), "PNG")
@@ -27,21 +27,21 @@ def test_base64(kind: str) -> None:
     content = encoded(picture(), kind)
     text = base64.b64encode(content).decode()
     for written in (text, f"data:image/{kind.lower()};base64,{text}", "\n".join([text[:76], text[76:]])):
-        assert picture_source(written, "image", "/nowhere") == PictureSource("image", data=content)
+        assert media_source(written, "image", "/nowhere") == MediaSource("image", data=content)
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (PNG, PictureSource("image", data=PNG)),
-        (bytearray(PNG), PictureSource("image", data=PNG)),
-        ({"bytes": PNG, "path": None}, PictureSource("image", data=PNG)),
-        ({"bytes": PNG, "path": "a.png"}, PictureSource("image", "a.png", PNG)),
-        ({"bytes": TEXT}, PictureSource("image", data=PNG)),
+        (PNG, MediaSource("image", data=PNG)),
+        (bytearray(PNG), MediaSource("image", data=PNG)),
+        ({"bytes": PNG, "path": None}, MediaSource("image", data=PNG)),
+        ({"bytes": PNG, "path": "a.png"}, MediaSource("image", "a.png", PNG)),
+        ({"bytes": TEXT}, MediaSource("image", data=PNG)),
     ],
 )
-def test_bytes_of_the_row(value: object, expected: PictureSource) -> None:
-    assert picture_source(value, "image", "/nowhere") == expected
+def test_bytes_of_the_row(value: object, expected: MediaSource) -> None:
+    assert media_source(value, "image", "/nowhere") == expected
     assert image_size(expected) == (97, 61)
 
 
@@ -52,23 +52,23 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     inside = str(tmp_path / "media" / "a.png")
     for value in ("a.png", Path("a.png"), inside, {"bytes": None, "path": "a.png"}):
-        assert picture_source(value, "image", str(tmp_path / "media")) == PictureSource("image", inside)
-    assert picture_source("b.png", "image", "media") == PictureSource("image", "b.png")
-    assert picture_source("c.png", "image", "media") == PictureSource("image", "media/c.png")
+        assert media_source(value, "image", str(tmp_path / "media")) == MediaSource("image", inside)
+    assert media_source("b.png", "image", "media") == MediaSource("image", "b.png")
+    assert media_source("c.png", "image", "media") == MediaSource("image", "media/c.png")
     # A file counts, whatever its name begins with.
     (tmp_path / "media" / f"iVBORw0KGgo{'a' * 80}").write_bytes(PNG)
-    assert picture_source(f"iVBORw0KGgo{'a' * 80}", "image", "media").path == f"media/iVBORw0KGgo{'a' * 80}"
+    assert media_source(f"iVBORw0KGgo{'a' * 80}", "image", "media").path == f"media/iVBORw0KGgo{'a' * 80}"
 
 
 def test_frames_of_a_video() -> None:
-    frames = (PictureSource("image", "/nowhere/a.png"), PictureSource("image", data=PNG))
-    source = picture_source(["a.png", {"bytes": PNG}], "video", "/nowhere")
-    assert source == PictureSource("video", frames=frames)
+    frames = (MediaSource("image", "/nowhere/a.png"), MediaSource("image", data=PNG))
+    source = media_source(["a.png", {"bytes": PNG}], "video", "/nowhere")
+    assert source == MediaSource("video", frames=frames)
     assert source.name == "2 frames"
 
 
 def test_an_url_of_a_local_file() -> None:
-    assert picture_source("file:///nowhere/a.png", "image", "here") == PictureSource("image", "/nowhere/a.png")
+    assert media_source("file:///nowhere/a.png", "image", "here") == MediaSource("image", "/nowhere/a.png")
 
 
 @pytest.mark.parametrize(
@@ -91,29 +91,29 @@ def test_an_url_of_a_local_file() -> None:
 )
 def test_what_is_no_picture(value: object, code: str) -> None:
     with pytest.raises(RowError) as caught:
-        picture_source(value, "image", "/nowhere")
+        media_source(value, "image", "/nowhere")
     assert caught.value.code == code
     assert caught.value.reason.startswith("image: ")
 
 
 def test_a_long_url_is_not_repeated_whole() -> None:
     with pytest.raises(RowError) as caught:
-        picture_source(f"https://example.org/{'a' * 10_000}", "video", "")
+        media_source(f"https://example.org/{'a' * 10_000}", "video", "")
     assert len(caught.value.detail) < 250
 
 
 PATHS = st.none() | st.text(max_size=20) | st.just("half-\udcff.png")
-IMAGES = st.builds(PictureSource, st.just("image"), PATHS, st.none() | st.binary(max_size=30))
+IMAGES = st.builds(MediaSource, st.just("image"), PATHS, st.none() | st.binary(max_size=30))
 SOURCES = st.one_of(
     IMAGES,
-    st.builds(PictureSource, st.just("video"), PATHS, st.none() | st.binary(max_size=30)),
-    st.builds(PictureSource, st.just("video"), frames=st.lists(IMAGES, max_size=4).map(tuple)),
+    st.builds(MediaSource, st.just("video"), PATHS, st.none() | st.binary(max_size=30)),
+    st.builds(MediaSource, st.just("video"), frames=st.lists(IMAGES, max_size=4).map(tuple)),
 )
 
 
 @given(SOURCES)
-def test_sources_are_kept_as_bytes(source: PictureSource) -> None:
-    measured = Measured((3, 4, 6), 0.1 + 0.2, (0.25, 1.5), (0, 5, 9), (640, 480))
+def test_sources_are_kept_as_bytes(source: MediaSource) -> None:
+    measured = MediaShape((3, 4, 6), 0.1 + 0.2, (0.25, 1.5), (0, 5, 9), (640, 480))
     with patch("megatune.data.pictures.os.stat", return_value=Mock(st_size=7)):
         assert unpacked(packed(source, measured)) == (source, measured)
     assert pickle.loads(pickle.dumps(source)) == source

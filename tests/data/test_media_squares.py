@@ -24,8 +24,8 @@ from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
 from megatune.data.conversation import Conversation, Message, RowPicture
 from megatune.data.encode import Encoded, load_tokenizer, make_encoder
-from megatune.data.media import PictureSource
-from megatune.data.media.arguments import picture_arguments
+from megatune.data.media import MediaSource
+from megatune.data.media.arguments import media_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.vision import load_vision_input
 from megatune.demo.checkpoint import make_checkpoint
@@ -48,11 +48,11 @@ def pixels_of(folder: Path, content: bytes, **settings: Any) -> tuple[np.ndarray
     vision = load_architecture(folder).vision
     assert vision is not None
     made = load_processor(folder, vision, DataSettings(**settings, **SETTINGS))
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     measured = made.measure(source)
     (run,) = made.runs(measured)
     given = [("image", measured.grid, None, made.pixels(source, measured))]
-    found = picture_arguments(np.array([vision.image_token_id] * run), given, vision)
+    found = media_arguments(np.array([vision.image_token_id] * run), given, vision)
     return found["pixel_values"].numpy(), run
 
 
@@ -89,10 +89,10 @@ def test_patches_are_those_of_gemma4s_processor(gemma4: Path, size: tuple[int, i
     assert vision is not None
     made = load_processor(gemma4, vision, DataSettings(**SETTINGS))
     content = encoded(picture(*size), "PNG")
-    source = PictureSource("image", data=content)
+    source = MediaSource("image", data=content)
     measured = made.measure(source)
     given = [("image", measured.grid, None, made.pixels(source, measured))]
-    found = picture_arguments(np.array([vision.image_token_id] * made.runs(measured)[0]), given, vision)
+    found = media_arguments(np.array([vision.image_token_id] * made.runs(measured)[0]), given, vision)
     expected: Any = Gemma4ImageProcessorPil.from_pretrained(gemma4)([Image.open(io.BytesIO(content))])
     patches = measured.num_patches
     for name in ("pixel_values", "image_position_ids"):
@@ -108,15 +108,15 @@ def test_a_thin_image_is_one_row_of_tokens(gemma4: Path) -> None:
     vision = load_architecture(gemma4).vision
     assert vision is not None
     made = load_processor(gemma4, vision, DataSettings(**SETTINGS))
-    measured = made.measure(PictureSource("image", data=encoded(picture(9000, 2), "PNG")))
+    measured = made.measure(MediaSource("image", data=encoded(picture(9000, 2), "PNG")))
     assert measured.grid == (1, 3, 3 * 70)
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"pooling_kernel_size": 2}, "pooling_kernel_size = 2, and the model 3"),
-        ({"do_normalize": True}, "do_normalize = True, and the model False"),
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size = 2, but the model has 3"),
+        ({"do_normalize": True}, "do_normalize = True, but the model has False"),
         ({"max_soft_tokens": 0}, "max_soft_tokens = 0 is not valid"),
     ],
 )
@@ -200,7 +200,7 @@ def test_tokens_are_those_of_gemma3s_processor(folders: dict[str, Path], tmp_pat
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"size": {"height": 112, "width": 224}}, "the model images of 224 pixels a side"),
+        ({"size": {"height": 112, "width": 224}}, "the model needs sides of 224 pixels"),
         ({"do_pan_and_scan": True}, "crops are not supported"),
         ({"do_resize": False}, "do_resize = False; only True is supported"),
     ],

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.sizes import smart_resize
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 from megatune.errors import ExitCode, MegatuneError
@@ -44,7 +44,7 @@ def in_llamafactory_taken(
 def test_frames_and_patches(tmp_path: Path, family: str, frames: int, size: tuple[int, int]) -> None:
     path = tmp_path / "a.mp4"
     write_video(path, frames=frames, size=size)
-    made, source = processor(tmp_path, family), PictureSource("video", str(path))
+    made, source = processor(tmp_path, family), MediaSource("video", str(path))
     measured = made.measure(source)
     numbers, images, fps = in_llamafactory_taken(path)
     assert (list(measured.frames), measured.size) == (numbers, size)
@@ -59,7 +59,7 @@ def test_grids(tmp_path: Path, family: str) -> None:
     """Qwen2's bounds hold for a frame, Qwen3's for all frames together."""
     path = tmp_path / "a.mp4"
     write_video(path, frames=30, size=(500, 300), rate=5)
-    measured = processor(tmp_path, family).measure(PictureSource("video", str(path)))
+    measured = processor(tmp_path, family).measure(MediaSource("video", str(path)))
     width, height = in_llamafactory(Image.new("RGB", (500, 300)), 256, 256 * 256).size
     if family == "qwen3_vl":
         expected = qwen3_resize(12, height, width, 2, 32, 4096, 25165824)
@@ -106,7 +106,7 @@ def test_times_of_qwen3_vl(tmp_path: Path, fps: float) -> None:
     path = tmp_path / "a.mp4"
     write_video(path, frames=47, rate=12)
     made = processor(tmp_path, "qwen3_vl", video_fps=fps, video_maxlen=21)
-    measured = made.measure(PictureSource("video", str(path)))
+    measured = made.measure(MediaSource("video", str(path)))
     numbers, _, _ = in_llamafactory_taken(path, fps, 21)
     this = SimpleNamespace()
     times = Qwen3VLProcessor._calculate_timestamps(this, [number / 12 * fps for number in numbers], fps, 2)
@@ -119,7 +119,7 @@ def test_placeholders_of_qwen2_vl(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     write_video(path, frames=47, rate=12)
     made = processor(tmp_path, "qwen2_vl")
-    measured = made.measure(PictureSource("video", str(path)))
+    measured = made.measure(MediaSource("video", str(path)))
     assert measured.timestamps == ()
     pads = "<|video_pad|>" * (measured.num_patches // 4)
     assert made.placeholder(measured) == f"<|vision_start|>{pads}<|vision_end|>"
@@ -130,7 +130,7 @@ def test_containers_that_do_not_count_are_counted(tmp_path: Path, name: str) -> 
     """20 frames, 10 a second. LLaMA-Factory takes the first video_maxlen frames of what has no count."""
     options, codec, pixel_format = CONTAINERS[name]
     write_video(tmp_path / name, codec=codec, pixel_format=pixel_format, options=options)
-    header = read_header(PictureSource("video", str(tmp_path / name)))
+    header = read_header(MediaSource("video", str(tmp_path / name)))
     assert header == VideoHeader(20, pytest.approx(2.0), 10.0, (64, 48))
     assert sample_frames(header, 2.0, 128) == (0, 6, 12, 19)
     assert sample_frames(header, 2.0, 3) == (0, 9, 19)
@@ -142,7 +142,7 @@ def test_containers_that_do_not_count_are_counted(tmp_path: Path, name: str) -> 
 def test_frames_are_upright(tmp_path: Path, rotation: int | None, corner: tuple[int, int]) -> None:
     """A rotation is counter-clockwise; the upper left corner of the file's frames is the darkest."""
     write_video(tmp_path / "a.mp4", rotation=rotation)
-    source = PictureSource("video", str(tmp_path / "a.mp4"))
+    source = MediaSource("video", str(tmp_path / "a.mp4"))
     (frame,) = decode_frames(source, [0])
     assert frame.size == ((48, 64) if rotation in (90, 270) else (64, 48)) == read_header(source).size
     grey = np.asarray(frame.convert("L").resize((8, 8), Image.Resampling.BOX))
@@ -152,8 +152,8 @@ def test_frames_are_upright(tmp_path: Path, rotation: int | None, corner: tuple[
 def test_a_list_of_frames(tmp_path: Path) -> None:
     """Each is a frame, video_fps a second; the last one is there twice."""
     images = [picture(90, 60).rotate(20 * number) for number in range(5)]
-    frames = tuple(PictureSource("image", data=encoded(image, "PNG")) for image in images)
-    source = PictureSource("video", frames=frames)
+    frames = tuple(MediaSource("image", data=encoded(image, "PNG")) for image in images)
+    source = MediaSource("video", frames=frames)
     made = processor(tmp_path, "qwen3_vl", video_fps=4.0)
     measured = made.measure(source)
     assert (measured.grid[0], measured.frames, measured.seconds_per_grid) == (3, (0, 1, 2, 3, 4), 0.5)
@@ -166,16 +166,16 @@ def test_a_list_of_frames(tmp_path: Path) -> None:
     [([], "no-frames"), ([(90, 60), (90, 61)], "different-frames"), ([(90, 60), (0, 0)], "picture-empty")],
 )
 def test_lists_of_frames_that_are_no_video(tmp_path: Path, sizes: list[tuple[int, int]], code: str) -> None:
-    frames = tuple(PictureSource("image", data=encoded(picture(*size), "PNG") if min(size) else b"") for size in sizes)
+    frames = tuple(MediaSource("image", data=encoded(picture(*size), "PNG") if min(size) else b"") for size in sizes)
     with pytest.raises(RowError) as caught:
-        processor(tmp_path, "qwen2_vl").measure(PictureSource("video", frames=frames))
+        processor(tmp_path, "qwen2_vl").measure(MediaSource("video", frames=frames))
     assert caught.value.code == code
 
 
 def test_a_container_that_counts_one_frame_too_many(tmp_path: Path) -> None:
     """The last decoded frame stands in for the last one asked for; nothing stands in for more."""
     write_video(tmp_path / "a.mp4", frames=20)
-    source = PictureSource("video", str(tmp_path / "a.mp4"))
+    source = MediaSource("video", str(tmp_path / "a.mp4"))
     frames = list(decode_frames(source, [0, 10, 20]))
     assert len(frames) == 3
     assert frames[2].tobytes() == next(decode_frames(source, [19])).tobytes()
@@ -190,7 +190,7 @@ def test_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_video(path)
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MegatuneError) as caught:
-        processor(tmp_path, "qwen2_vl").measure(PictureSource("video", str(path)))
+        processor(tmp_path, "qwen2_vl").measure(MediaSource("video", str(path)))
     assert (caught.value.exit_code, caught.value.findings[0].fix) == (ExitCode.INPUT, "pip install 'megatune[video]'")
 
 

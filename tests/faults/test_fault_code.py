@@ -132,7 +132,7 @@ def test_a_data_set_that_is_a_pickle_is_refused(tmp_path: Path, bomb: bytes, can
     for name in ("rows.pkl", "rows.pt", "rows.npy"):
         (tmp_path / name).write_bytes(bomb)
         got, seconds = refused(lambda name=name: resolve_datasets([str(tmp_path / name)], tmp_path, "sft"))
-        assert got.endswith("files are not read; loading one may run code that it contains")
+        assert got.endswith("files are not supported; loading one may run code that it contains")
     assert not canary.exists()
     told(case="T49", fault="a data set is a pickle that runs code", got=got, seconds=seconds)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatune.cli import infer
 from megatune.config.groups.data import DataSettings
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import spaced
@@ -68,9 +68,9 @@ def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
     vision = load_architecture(folder).vision
     assert vision is not None
     processor = load_processor(folder, vision, DataSettings())
-    images = iter([PictureSource("image", str(files / name)) for name in ("wide.png", "tall.jpg")])
-    video = PictureSource(
-        "video", frames=tuple(PictureSource("image", str(files / f"frame{number}.png")) for number in range(5))
+    images = iter([MediaSource("image", str(files / name)) for name in ("wide.png", "tall.jpg")])
+    video = MediaSource(
+        "video", frames=tuple(MediaSource("image", str(files / f"frame{number}.png")) for number in range(5))
     )
     return PromptPictures(vision, tuple(read_picture(processor, next(images) if k == "i" else video) for k in kinds))
 

@@ -63,7 +63,7 @@ def test_what_is_not_there_is_said_of_its_setting(run: dict[str, Any], key: str)
     )
     assert said(run, **more, **{key: "none.txt"}) == (
         f"{key}: no such file or folder: none.txt\n"
-        "    fix: correct the path, which begins at the current folder or at dataset_dir"
+        "    fix: correct the path, which is relative to the working directory or to dataset_dir"
     )
 
 
@@ -148,10 +148,10 @@ def test_columns_that_a_user_may_have_meant(run: dict[str, Any]) -> None:
 
 
 def test_what_is_not_there_is_said_with_a_fix(run: dict[str, Any]) -> None:
-    fix = "correct the path, which begins at the current folder or at dataset_dir"
+    fix = "correct the path, which is relative to the working directory or to dataset_dir"
     assert said(run, dataset="gone.jsonl") == f"dataset: no such file or folder: gone.jsonl\n    fix: {fix}"
     Path("data/dataset_info.json").write_text(json.dumps({"rows": {"file_name": "gone.json"}}))
-    assert "fix: correct its path, which begins at the folder of dataset_info.json" in said(run)
+    assert "fix: correct its path, which is relative to the folder of dataset_info.json" in said(run)
     Path("data/dataset_info.json").write_text('{"rows": {"file_name": "rows.json"},}')
     broken = said(run)
     assert broken.startswith("data/dataset_info.json:1: not valid JSON: expected property name")

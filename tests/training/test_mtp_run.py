@@ -83,7 +83,7 @@ def test_the_logged_loss_is_that_of_next_tokens(pool: RankPool, model: Path, tmp
 
 def test_a_checkpoint_without_it_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
     without = make_checkpoint("deepseek_v3", tmp_path / "model", num_layers=2)
-    with pytest.raises(AssertionError, match="no layers that predict further tokens, which mtp_num_layers trains"):
+    with pytest.raises(AssertionError, match="no multi-token prediction layers, which mtp_num_layers trains"):
         run(pool, 1, settings_of(without, tmp_path / "out", **FEW), tmp_path / "runs")
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.2.enorm.weight"]

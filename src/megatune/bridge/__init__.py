@@ -1,1 +1,1 @@
-"""Hugging Face safetensors to and from the engine's tensors, streamed: no conversion step, no whole model in memory."""
+"""Load and save Hugging Face safetensors as tensors of the engine, streamed: no conversion step, little memory."""

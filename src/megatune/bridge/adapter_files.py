@@ -1,5 +1,5 @@
-"""Adapters in files, as peft has them, adapter_config.json and adapter_model.safetensors; and a model's tensors with
-adapters merged into them, slice by slice."""
+"""Adapter files in peft's format, adapter_config.json and adapter_model.safetensors; and model tensors with adapters
+merged into them, slice by slice."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _KEPT = 4  # A and B of gate and up, and of down: experts are often read one aft
 class AdapterFolder(TensorSource):
     """An adapter's tensors, under the base's names: model.layers.0.self_attn.q_proj.lora_A.weight.
 
-    Experts are one by one, whether the file stacks them or not; some of its stacked tensors are kept in memory.
+    Experts are separate, whether or not the file stacks them; some of its stacked tensors are cached.
 
     Attributes:
-        adapter: what is in the folder, and what it means.
+        adapter: the content of the folder.
     """
 
     def __init__(self, folder: Path, adapter: Adapter) -> None:
         self.folder, self.adapter = folder, adapter
         self.shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
         self._files = SafetensorsFolder(folder, ADAPTER)
-        self._stack = lru_cache(_KEPT)(self._files.whole)  # of B experts have columns far apart
+        self._stack = lru_cache(_KEPT)(self._files.whole)  # in a stacked B, the columns of an expert are far apart
 
     def read(self, segment: Segment) -> Tensor:
         place = self.adapter.tensors[segment.name]
@@ -55,12 +55,12 @@ class AdapterFolder(TensorSource):
         return place.part(self._stack(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
 
     def changes(self, name: str) -> bool:
-        """Return whether it has a tensor of the model, or an adapter of it."""
+        """Return whether the adapter replaces a tensor of the model, or has an adapter of it."""
         return self.has(name) or self.has(name.removesuffix(_WEIGHT) + LORA_A)
 
-    def is_halved(self, name: str) -> bool:
-        """Return whether each of the two matrices that a stacked B [out, r · experts] belongs to has ranks of its own:
-        all that is outside of theirs is zero."""
+    def has_separate_ranks(self, name: str) -> bool:
+        """Return whether the two matrices of a stacked B [out, r · experts] have separate ranks, so that everything
+        outside of them is zero."""
         tensor = self._stack(name)
         parts = [place.part(tensor) for place in self.adapter.tensors.values() if place.name == name]
         return bool(sum(part.count_nonzero() for part in parts) == tensor.count_nonzero())
@@ -70,11 +70,11 @@ def open_adapter(folder: Path, architecture: Architecture, selection: Selection 
     """Open an adapter of a model.
 
     Args:
-        selection: what is trained, all of which it must have, and nothing else; modules that are trained whole may be
-            the base's. None for an adapter that is to be merged.
+        selection: what is trained: the adapter must have all of it and nothing else, but modules that are trained whole
+            may be missing. None for an adapter that is to be merged.
 
     Raises:
-        MegatuneError: INPUT, with everything that is wrong with it, or is not what is trained.
+        MegatuneError: the adapter is invalid or differs from what is trained; with all findings (exit code 66).
     """
     found = AdapterFolder(folder, read_adapter(folder, architecture, halve=selection is not None))
     if selection is not None and (findings := list(_differences(found, architecture, selection))):
@@ -87,53 +87,53 @@ def _differences(found: AdapterFolder, architecture: Architecture, selection: Se
     expected = {name: place.shape for name, place in trained_tensors(architecture, selection)}
     where, tensors = str(found.folder), found.adapter.tensors
     why = "training continues with the modules, ranks and alpha of the adapter"
-    # Of a module that is trained whole the base has a matrix, too.
+    # The matrix of a module that is trained whole may come from the base.
     if lacking := [name for name in expected.keys() - tensors.keys() if ".lora_" in name]:
-        what = f"it lacks {len(lacking)} tensors, such as {min(lacking)}, that are to be trained"
-        yield Finding(what, where, why, "write its own lora_target")
+        what = f"it lacks {len(lacking)} tensors, such as {min(lacking)} that this run trains"
+        yield Finding(what, where, why, "set lora_target to the adapter's")
     if others := tensors.keys() - expected.keys():
-        what = f"it has {len(others)} tensors, such as {min(others)}, that would not be trained"
-        yield Finding(what, where, why, "write its own lora_target and additional_target")
+        what = f"it has {len(others)} tensors, such as {min(others)} that this run would not train"
+        yield Finding(what, where, why, "set lora_target and additional_target to the adapter's")
     other = [name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
     if other:
         shapes = f"{list(tensors[other[0]].shape)} instead of {list(expected[other[0]])}"
         what = f"{len(other)} tensors have other shapes, such as {other[0]}: {shapes}"
-        yield Finding(what, where, why, "write its own lora_rank")
+        yield Finding(what, where, why, "set lora_rank to the adapter's")
     elif any(abs(value / scaling(selection) - 1) > 1e-6 for value in found.adapter.scalings.values()):
-        yield from _scaled_otherwise(found, selection)
-    if wrong := [name for name in found.adapter.halved if not found.is_halved(name)]:
+        yield from _scaling_differences(found, selection)
+    if wrong := [name for name in found.adapter.halved if not found.has_separate_ranks(name)]:
         what = f"{wrong[0]} is one adapter of gate and up together"
         fix = "merge it into the model (create_new_adapter: true) and train a new one"
-        yield Finding(what, where, "those of this run are of one matrix each", fix)
+        yield Finding(what, where, "this run trains one adapter per matrix", fix)
 
 
-def _scaled_otherwise(found: AdapterFolder, selection: Selection) -> Iterator[Finding]:
-    """Say what makes the factor of an adapter's products another than this run's."""
+def _scaling_differences(found: AdapterFolder, selection: Selection) -> Iterator[Finding]:
+    """Yield findings for settings that scale the adapter's products differently in this run."""
     config, where = found.adapter.config, str(found.folder / ADAPTER_CONFIG)
     why = "it scales what adapters add to the base"
     before = {"lora_alpha": config.alpha, "use_rslora": config.use_rslora}
     now = {"lora_alpha": alpha_of(selection), "use_rslora": selection.use_rslora}
     for name, was in before.items():
         if was != now[name]:
-            what = f"{name} was {shown(was)}, and is {shown(now[name])} in this run"
-            yield Finding(what, where, why, f"write {name}: {shown(was)}")
+            what = f"{name} is {shown(was)} in the adapter, but {shown(now[name])} in this run"
+            yield Finding(what, where, why, f"set {name}: {shown(was)}")
     if before == now:
         fix = "merge it into the model (create_new_adapter: true) and train a new one"
         yield Finding("alpha_pattern gives modules other alphas than lora_alpha", where, why, fix)
 
 
 def adapter_files(parameters: Sequence[LocalParameter], architecture: Architecture, coords: RankCoordinates) -> FileSet:
-    """Return what is trained beside a base, adapters and whole modules, each in its dtype, as `adapter_model*`.
+    """Return files with the trained weights, adapters and whole modules, each in its dtype, as `adapter_model*`.
 
-    Ranks write files of their own, of which `finish_adapter` makes the one that peft reads.
+    Each rank writes separate files, which `finish_adapter` combines to the single file that peft reads.
     """
     trained = [local for local in parameters if local.parameter.requires_grad]
     return FileSet(ADAPTER, trained, architecture, coords, is_final=False)
 
 
 def finish_adapter(folder: Path, architecture: Architecture, selection: Selection) -> None:
-    """Make the one file that peft reads of those of all ranks, which go with their index; on one rank, once all have
-    written.
+    """Combine the files of all ranks to the single file that peft reads, and delete them with their index; call it on
+    one rank, after all ranks have written.
 
     Args:
         selection: what is trained.
@@ -151,7 +151,7 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
     Tensors of adapters are fp32; those of modules that are trained whole have the source's dtype.
 
     Args:
-        source: has what is trained, under the base's names, experts one by one.
+        source: what is trained, under the base's names, with separate experts.
     """
     parts: dict[str, list[tuple[str, AdapterTensor]]] = {}
     for name, place in trained_tensors(architecture, selection):
@@ -160,12 +160,12 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
     for name, ((own, place), *_) in sorted(parts.items()):
         dtype = torch.float32 if ".lora_" in name else source.read(Segment(own, 0, 0, 1)).dtype
         entries.append(TensorEntry(name, place.stack or place.shape, dtype))
-    tensors = (_made_of(source, entry, parts[entry.name]) for entry in entries)
+    tensors = (_read_tensor(source, entry, parts[entry.name]) for entry in entries)
     TensorFile(path.name, entries, tensors).write(path.parent)
 
 
-def _made_of(source: TensorSource, entry: TensorEntry, parts: Sequence[tuple[str, AdapterTensor]]) -> Tensor:
-    """Read a tensor of the file; of two matrices that are one to Transformers, B is theirs on the diagonal."""
+def _read_tensor(source: TensorSource, entry: TensorEntry, parts: Sequence[tuple[str, AdapterTensor]]) -> Tensor:
+    """Read a tensor of the file; for two matrices that Transformers fuses, B has theirs on the diagonal."""
     tensors = (source.read(Segment(name, 0, 0, place.shape[0])).to(entry.dtype) for name, place in parts)
     if not parts[0][1].stack:
         return next(tensors)
@@ -186,11 +186,11 @@ def write_adapter_config(
 
 
 class MergedFolder(TensorSource):
-    """A model's tensors with an adapter merged into them; several are merged one around the other.
+    """A model's tensors with an adapter merged into them; several adapters are nested.
 
-    W + s · B · A is computed in fp32, through all adapters; who reads it casts once. With weight decomposition every
-    row is then scaled to its magnitude. Modules that an adapter has whole are its own. What no adapter changes is the
-    base's, in the base's dtype.
+    W + s · B · A is computed in fp32, through all adapters; the reader casts once. With weight decomposition every row
+    is then scaled to its magnitude. Modules that an adapter replaces are read from it; what no adapter changes is read
+    from the base, in its dtype.
     """
 
     def __init__(self, base: TensorSource, adapter: AdapterFolder) -> None:
@@ -200,7 +200,7 @@ class MergedFolder(TensorSource):
         return self._base.has(name) or self._adapter.has(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        # The score of a reward model may be in an adapter alone.
+        # The score of a reward model may be only in an adapter.
         return (self._base if self._base.has(name) else self._adapter).shape(name)
 
     def read(self, segment: Segment) -> Tensor:
@@ -208,14 +208,14 @@ class MergedFolder(TensorSource):
         if not adapter.changes(segment.name):
             return self._base.read(segment)
         is_decomposed = adapter.has(path + MAGNITUDE)
-        if is_decomposed and segment.dim == 1:  # the norms are of whole rows
+        if is_decomposed and segment.dim == 1:  # norms need whole rows
             return self.whole(segment.name)[:, segment.start : segment.stop]
         weight = (adapter if adapter.has(segment.name) else self._base).read(segment).float()
         if not adapter.has(path + LORA_A):
             return weight
 
         def part(end: str, cut: int) -> Tensor:
-            """Read what the slice needs: rows of the product are B's, columns are A's."""
+            """Read what the slice needs: rows of the product need rows of B, columns need columns of A."""
             name = path + end
             return (adapter.read(replace(segment, name=name)) if segment.dim == cut else adapter.whole(name)).float()
 
@@ -225,11 +225,11 @@ class MergedFolder(TensorSource):
 
 
 def with_adapters(base: TensorSource, adapters: Iterable[AdapterFolder]) -> TensorSource:
-    """Return a model's tensors with adapters merged into them, one after the other."""
+    """Return a model's tensors with adapters merged into them, in order."""
     return reduce(MergedFolder, adapters, base)
 
 
 def merge_product(weight: Tensor, a: Tensor, b: Tensor, factor: float, lengths: Tensor | None = None) -> Tensor:
-    """Return W + s · B · A; with weight decomposition whole rows, scaled to their lengths. All fp32."""
+    """Return W + s · B · A; with weight decomposition whole rows, scaled to their magnitudes. All fp32."""
     merged = torch.addmm(weight, b, a, alpha=factor)
     return merged if lengths is None else merged * (lengths / merged.norm(dim=1))[:, None]

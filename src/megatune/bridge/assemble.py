@@ -1,6 +1,6 @@
-"""A model in a layout: built, loaded from a Hugging Face checkpoint and, to be trained, given an optimizer.
+"""Build a model in a parallel layout, load a Hugging Face checkpoint into it and, for training, attach an optimizer.
 
-Each rank reads the slices of weights, and of the optimizer's state, that it holds.
+Each rank reads only its slices of the weights and of the optimizer state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter
-from megatune.bridge.file_set import NOTHING_CARRIED, CarriedTensors, united
+from megatune.bridge.file_set import NO_CARRIED, CarriedTensors, gather_dict
 from megatune.bridge.parameters import LocalParameter, local_parameters
 from megatune.bridge.safetensors_files import ModelFolder, SafetensorsFolder, TensorSource
 from megatune.bridge.sources import InitialScore, fill_quantized, weight_sources
@@ -40,21 +40,20 @@ from megatune.families.weights import Layers, Segment, TensorLayout, Weight, hf_
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
 
-_READ_TOGETHER = 2**25  # elements of a parameter that ranks with copies of it read at a time
-_READ_ALONE = 2**16  # fewer are not worth an exchange
-_COMPARED_ROWS = 64  # of an output layer and an embedding, which are trained apart in every row or in none
+_SHARED_READ = 2**25  # elements of a parameter that the ranks with copies of it read at a time
+_MIN_SHARED_READ = 2**16  # smaller parameters are read without an exchange
+_COMPARED_ROWS = 64  # of output layer and embedding: if they were trained separately, all rows differ
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """What this rank holds of a model.
+    """This rank's part of a model.
 
     Attributes:
         model: its pipeline chunks, in order.
-        parameters: each parameter of theirs, and each buffer that checkpoints hold, as entries of the family's weight
-            map.
+        parameters: each of their parameters, and each buffer in checkpoints, as entries of the family's weight map.
         form: names and arrangement of the tensors in the checkpoint's files.
-        carried: tensors of the checkpoint that the model does not use, and that are written back as they were read.
+        carried: tensors of the checkpoint that the model does not use, and that are written back unchanged.
     """
 
     architecture: Architecture
@@ -62,7 +61,7 @@ class LoadedModel:
     model: list[Chunk]
     parameters: list[LocalParameter]
     form: CheckpointForm
-    carried: CarriedTensors = NOTHING_CARRIED
+    carried: CarriedTensors = NO_CARRIED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,13 +72,13 @@ class Assembly(LoadedModel):
 
 
 def assemble(model_dir: str | Path, settings: Settings, adapter: Path | None = None) -> Assembly:
-    """Build the layout of `settings`, load the checkpoint into it and attach an optimizer. `groups.join` comes first.
+    """Build the layout of `settings`, load the checkpoint into it and attach an optimizer. Call `groups.join` first.
 
     Args:
         adapter: see `load_model`.
 
     Raises:
-        MegatuneError: INPUT, when the checkpoint cannot be used.
+        MegatuneError: the checkpoint cannot be used (exit code 66).
     """
     coords = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
     return attach_optimizer(load_model(model_dir, settings, coords, adapter=adapter), settings)
@@ -93,28 +92,26 @@ def load_model(
     trained: bool = True,
     adapter: Path | None = None,
 ) -> LoadedModel:
-    """Build a model in the layout that `groups.build` made and load a checkpoint into it; any number of them fit beside
-    each other.
+    """Build a model in the layout of `groups.build` and load a checkpoint into it; several models can coexist.
 
     Args:
         coords: what `groups.build` returned for `settings.parallel`.
         trained: False for a model that only runs forward: frozen, in eval mode, without gradient buffers.
-        adapter: a folder with what is trained beside the base, such as a checkpoint; None for what the settings begin
-            with.
+        adapter: a folder with the trained weights of an adapter, such as a checkpoint; None for those in the settings.
 
     Raises:
-        MegatuneError: INPUT, when the checkpoint cannot be used.
+        MegatuneError: the checkpoint cannot be used (exit code 66).
     """
     architecture = load_architecture(model_dir, *settings.task)
     model = build_model(architecture, settings, trained=trained)
     parameters = local_parameters(model, architecture, coords)
     folder, form = open_checkpoint(model_dir, architecture)
-    base, beside = weight_sources(folder, architecture, settings, adapter)
+    base, adapters = weight_sources(folder, architecture, settings, adapter)
     progress = Progress("loading", len(parameters), "tensors", shows=coords.rank == 0)  # of this rank
     for local in parameters:
-        # Of a module that is trained whole an adapter may have the weights, or the base; of a new score neither.
+        # A module that is trained whole may be in the adapter or only in the base; a new score is in neither.
         name = next(iter(local.hf_shapes(architecture)))
-        sources = (source for source in (beside, base) if source is not None and source.has(name))
+        sources = (source for source in (adapters, base) if source is not None and source.has(name))
         source = next(sources, None) or InitialScore(architecture, settings.run.seed)
         load_weights(source, [local], architecture)
         progress.add(1)
@@ -123,14 +120,14 @@ def load_model(
 
 
 def attach_optimizer(loaded: LoadedModel, settings: Settings) -> Assembly:
-    """Build the optimizer of a trained model. After its weights are loaded: master weights are made from them."""
+    """Build the optimizer of a trained model. Load the weights first: master weights are copied from them."""
     of_settings = settings.optimizer, settings.parallel, settings.precision, settings.finetuning.loraplus_lr_ratio
     optimizer = build_optimizer(loaded.model, loaded.architecture, *of_settings)
     return Assembly(**{each.name: getattr(loaded, each.name) for each in fields(LoadedModel)}, optimizer=optimizer)
 
 
 def carried_tensors(folder: ModelFolder, architecture: Architecture) -> CarriedTensors:
-    """Find the tensors of a checkpoint that its model does not use, and that are written back as they were read."""
+    """Return the tensors of a checkpoint that its model does not use, and that are written back unchanged."""
     patterns = FAMILIES[architecture.model_type].carried(architecture)
     carried = re.compile("|".join(patterns))
     names = sorted(name for name in folder.names() if carried.fullmatch(name)) if patterns else []
@@ -138,23 +135,23 @@ def carried_tensors(folder: ModelFolder, architecture: Architecture) -> CarriedT
 
 
 def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[ModelFolder, CheckpointForm]:
-    """Open the weights of a checkpoint, and find out how its files name and arrange them.
+    """Open the weights of a checkpoint, and detect how its files name and arrange them.
 
-    Weights in Megatron-Core's format come as in the form that Transformers saves.
+    Weights in Megatron-Core's format are read with the names that Transformers saves.
 
     Raises:
-        MegatuneError: INPUT, see SafetensorsFolder and TorchDistFolder; naming every key that is missing, unknown or of
-            another shape than config.json says.
+        MegatuneError: exit code 66, see SafetensorsFolder and TorchDistFolder; with every key that is missing, unknown
+            or has another shape than in config.json.
     """
     family = FAMILIES[architecture.model_type]
     config = read_config(model_dir)
     weights, version = family.weight_map(architecture), str(config.get("transformers_version") or "")
     if num_labels(config) < architecture.num_labels:
-        # Of a reward model that is made of a language model the score is in no file.
+        # A reward model based on a language model has no score in its files.
         weights = tuple(each for each in weights if each.engine != SCORE.engine)
     if is_torch_dist(model_dir):
         if architecture.mtp_num_layers:
-            raise MegatuneError(_no_mtp(str(model_dir), "Megatron-Core's format is read without them"), ExitCode.INPUT)
+            raise MegatuneError(_missing_mtp(str(model_dir), "Megatron-Core's format lacks them"), ExitCode.INPUT)
         form = find_form(family.forms, weights, architecture, (), lambda name: (), version)
         return TorchDistFolder(model_dir, architecture, weights, form), form
     folder = SafetensorsFolder(model_dir)
@@ -165,9 +162,9 @@ def open_checkpoint(model_dir: str | Path, architecture: Architecture) -> tuple[
     return folder, replace(form, copies=tuple(each for each in copies if each[1] in folder.names()))
 
 
-def _no_mtp(where: str, why: str) -> Finding:
-    """Return what to say of a checkpoint without the layers that predict further tokens."""
-    what = "it has no layers that predict further tokens, which mtp_num_layers trains"
+def _missing_mtp(where: str, why: str) -> Finding:
+    """Return the finding for a checkpoint without multi-token prediction layers."""
+    what = "it has no multi-token prediction layers, which mtp_num_layers trains"
     return Finding(what, where, why, "remove mtp_num_layers, or name a checkpoint that has them")
 
 
@@ -175,7 +172,7 @@ def weight_files(model_dir: str | Path) -> list[Path]:
     """List the files of a model's weights.
 
     Raises:
-        MegatuneError: INPUT, when there are none.
+        MegatuneError: there are none (exit code 66).
     """
     return torch_dist_files(model_dir) if is_torch_dist(model_dir) else SafetensorsFolder(model_dir).files()
 
@@ -183,7 +180,7 @@ def weight_files(model_dir: str | Path) -> list[Path]:
 def _check_keys(
     folder: SafetensorsFolder, architecture: Architecture, weights: Sequence[Weight], form: CheckpointForm
 ) -> None:
-    """Compare the names and shapes in the files with those of the weights that they must have."""
+    """Compare the names and shapes in the files with the expected weights."""
     family = FAMILIES[architecture.model_type]
     expected, names = form.all_shapes(weights, architecture), folder.names()
     ignored = re.compile("|".join(family.ignored(architecture)))
@@ -193,31 +190,31 @@ def _check_keys(
         name for weight in weights if weight.layers is Layers.MTP for name in form.all_shapes([weight], architecture)
     }
     if further and further <= missing:
-        why = "some are published without them, and merged or converted ones lose them"
-        raise MegatuneError(_no_mtp(where, why), ExitCode.INPUT)
+        why = "some models are published without them, and merging or converting drops them"
+        raise MegatuneError(_missing_mtp(where, why), ExitCode.INPUT)
     findings = list(key_findings(missing, unknown, where, architecture.model_type))
     for name, shape in expected.items():
         if name in names and folder.file_shape(name) != shape:
-            what = f"{name} is {list(folder.file_shape(name))}, config.json says {list(shape)}"
+            what = f"{name} is {list(folder.file_shape(name))}, but config.json requires {list(shape)}"
             findings.append(Finding(what, where))
     if architecture.tie_word_embeddings and not findings:
         (words,) = (tensor.name for weight in weights if weight.engine == EMBEDDING.engine for tensor in weight.hf)
-        findings += _tying_problems(folder, form.file_name(words))
+        findings += _tying_findings(folder, form.file_name(words))
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
 
 
-def _tying_problems(folder: SafetensorsFolder, words: str) -> Iterator[Finding]:
-    """Compare an output layer in the files with the embedding that config.json ties to it, in their first rows.
+def _tying_findings(folder: SafetensorsFolder, words: str) -> Iterator[Finding]:
+    """Compare the first rows of an output layer in the files with the embedding to which config.json ties it.
 
-    Transformers leaves two that differ untied, and saves both of them with config.json as it was.
+    Transformers leaves the two untied if they differ, and saves both without changing config.json.
     """
     for name in sorted(name for name in folder.names() if name.endswith("lm_head.weight")):
         rows = Segment("", 0, 0, min(folder.file_shape(name)[0], folder.file_shape(words)[0], _COMPARED_ROWS))
         first, second = (folder.read(replace(rows, name=each)) for each in (words, name))
         if not torch.equal(first.float(), second.float()):
             what, where = f"{name} differs from {words}, to which config.json ties it", str(folder.folder)
-            why, fix = "the output layer would be left out", "set tie_word_embeddings to false in config.json"
+            why, fix = "the output layer would not be loaded", "set tie_word_embeddings to false in config.json"
             yield Finding(what, where, why, fix)
 
 
@@ -225,11 +222,11 @@ def _tying_problems(folder: SafetensorsFolder, words: str) -> Iterator[Finding]:
 def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], architecture: Architecture) -> None:
     """Fill this rank's parameters from Hugging Face tensors, cast to their dtype; padding is zero.
 
-    Ranks that hold the same slices read a part of them each, and send it to the others: collective over these ranks,
-    and over those that hold slices of the same weights. What is quantized is quantized on the way.
+    Each of the ranks that hold the same slices reads a part of them and sends it to the others: collective over these
+    ranks, and over those that hold slices of the same weights. Quantized weights are quantized while loading.
 
     Raises:
-        MegatuneError: INPUT, where a file is damaged.
+        MegatuneError: a file is damaged (exit code 66).
     """
     for local in parameters:
         if isinstance(local.parameter, QuantizedMatrix):
@@ -241,13 +238,13 @@ def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], arc
 
 
 def _fill(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
-    """Fill a parameter whose slice lies together in files, a part of it at a time."""
+    """Fill a parameter whose slice is contiguous in files, a part at a time."""
     whole, segments, group = local.parameter.data.view(-1), local.segments(architecture), _readers(local)
     if group is None:
         source.fill(whole, segments)
         return
-    for first in range(0, len(whole), _READ_TOGETHER):
-        part = whole[first : first + _READ_TOGETHER]
+    for first in range(0, len(whole), _SHARED_READ):
+        part = whole[first : first + _SHARED_READ]
 
         def read(start: int, stop: int, first: int = first) -> Tensor:
             mine = whole.new_empty(stop - start)
@@ -258,8 +255,8 @@ def _fill(source: TensorSource, local: LocalParameter, architecture: Architectur
 
 
 def _fill_columns(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
-    """Fill a matrix whose columns are cut over ranks: each reads whole rows, which lie together in files, and sends the
-    others their columns of them. None reads what it does not need."""
+    """Fill a matrix whose columns are split over ranks: each reads whole rows, which are contiguous in files, and sends
+    the others their columns. No rank reads more than it needs."""
     group = groups.expert_tensor_parallel_group() if local.weight.per_expert else groups.tensor_parallel_group()
     size, rank, readers = local.slice.tp_size, local.slice.tp_rank, _readers(local)
     target = local.parameter.data
@@ -282,17 +279,17 @@ def _fill_columns(source: TensorSource, local: LocalParameter, architecture: Arc
 
 
 def _readers(local: LocalParameter) -> ProcessGroup | None:
-    """Return the ranks that hold copies of a slice, to read it together; None where it is as quick to read it alone."""
+    """Return the ranks that hold copies of a slice and read it together; None if it is faster to read it alone."""
     group = groups.expert_replica_group() if local.weight.per_expert else groups.replica_group()
-    return group if group.size() > 1 and local.parameter.numel() >= _READ_ALONE else None
+    return group if group.size() > 1 and local.parameter.numel() >= _MIN_SHARED_READ else None
 
 
 def _read_together(group: ProcessGroup, length: int, read: Callable[[int, int], Tensor]) -> Tensor:
-    """Return what `read` gives of 0..length, [length, ...]; each rank of the group reads a part of it for all."""
+    """Return the result of `read` for 0..length, [length, ...]; each rank of the group reads a part of it for all."""
     size, rank = group.size(), group.rank()
-    share = -(-length // size)
-    mine = read(min(rank * share, length), min((rank + 1) * share, length))
-    sent, found = (mine.new_empty(count * share, *mine.shape[1:]) for count in (1, size))
+    part = -(-length // size)
+    mine = read(min(rank * part, length), min((rank + 1) * part, length))
+    sent, found = (mine.new_empty(count * part, *mine.shape[1:]) for count in (1, size))
     sent[: len(mine)] = mine
     received, given = (each.view(-1).view(torch.uint8) for each in (found, sent))
     torch.distributed.all_gather_into_tensor(received, given, group=group)
@@ -307,13 +304,12 @@ def load_optimizer(
     architecture: Architecture,
     finetuning: FinetuningSettings,
 ) -> None:
-    """Fill this rank's share of the optimizer from the training state of a checkpoint, whatever layout wrote it.
+    """Fill this rank's shard of the optimizer from the training state of a checkpoint, saved in any layout.
 
-    Master weights come from the training state, or from the weights themselves where those were trained in fp32.
-    Collective.
+    Master weights are read from the training state, or from the weights if those were trained in fp32. Collective.
 
     Raises:
-        MegatuneError: INPUT, when the state belongs to another optimizer or model.
+        MegatuneError: the state belongs to another optimizer or model (exit code 66).
     """
     folder = SafetensorsFolder(checkpoint / "training", "optimizer")
     if finetuning.finetuning_type == "lora":
@@ -322,11 +318,11 @@ def load_optimizer(
         weights, _ = open_checkpoint(checkpoint, architecture)
     names = folder.names()
     kinds = {name.partition("/")[0] for name in names}
-    # Muon has other state of matrices than of the rest, and a rank may hold no part of either.
-    needed = united({kind: None for shard in shards.values() for kind in shard.state})
+    # Muon keeps other state for matrices than for other parameters, and a rank may hold no part of either.
+    needed = gather_dict({kind: None for shard in shards.values() for kind in shard.state})
     if needed.keys() != kinds - {"main"}:
         held, wanted = ", ".join(sorted(kinds - {"main"})), ", ".join(sorted(needed))
-        what = f"holds {held or 'no state'}, this run's optimizer needs {wanted or 'none'}"
+        what = f"has {held or 'no state'}, but this run's optimizer needs {wanted or 'none'}"
         fix = "resume with the same optimizer, or start from the checkpoint as a model (model_name_or_path)"
         why = "the optimizer was changed between the runs"
         raise MegatuneError(Finding(what, str(folder.folder), why, fix), ExitCode.INPUT)

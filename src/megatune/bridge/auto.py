@@ -1,4 +1,4 @@
-"""Model types that Transformers has no classes for, where it computes the same under another name."""
+"""Register model types that Transformers lacks, but computes identically under another name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatune.families import FAMILIES
 
 
 def register_types() -> None:
-    """Let Transformers' AutoConfig and AutoModel load every family; code of a checkpoint's repository is never run."""
+    """Let Transformers' AutoConfig and AutoModel load every family without running code from a checkpoint."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,

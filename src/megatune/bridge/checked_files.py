@@ -1,8 +1,8 @@
-"""Files that are read in ranges, and the digests that what is read of a checkpoint is compared with.
+"""Files that are read in ranges, and block digests that verify what is read of a checkpoint.
 
-A run's own safetensors files have a digest of every block of `BLOCK_BYTES` beside them, in `training/digests`. While a
-run resumes, each block is compared with its digest as it is read: nothing is read twice, and every rank checks what it
-uses. What is damaged is noted and read all the same, because other ranks wait for this one; `end_check` returns it.
+A run's safetensors files have a digest of every block of `BLOCK_BYTES` in `training/digests`. While a run resumes, each
+block is compared with its digest when it is read: nothing is read twice, and every rank checks what it uses. Damaged
+blocks are recorded, but still read, because other ranks wait for this one; `end_check` returns the problems.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TRAINING = "training"
 
 @dataclass(slots=True)
 class ReadCheck:
-    """A checkpoint whose files are compared with their digests while they are read.
+    """The verification of a checkpoint's files while they are read.
 
     Attributes:
-        problems: what is wrong with a file, by its name in the checkpoint.
-        num_bytes: that were read.
+        problems: errors of files, by the file's name in the checkpoint.
+        num_bytes: number of bytes read.
     """
 
     checkpoint: Path
@@ -39,38 +39,38 @@ _check: ReadCheck | None = None
 
 
 def begin_check(checkpoint: Path) -> None:
-    """Compare what this process reads of a checkpoint with its digests, from here to `end_check`."""
+    """Compare what this process reads of a checkpoint with its digests, until `end_check`."""
     global _check
     _check = ReadCheck(checkpoint.resolve())
 
 
 def end_check() -> ReadCheck | None:
-    """Return what was found since `begin_check`; None where nothing was begun."""
+    """Return the result since `begin_check`; None if no check was started."""
     global _check
     found, _check = _check, None
     return found
 
 
 def digests_of(path: Path) -> Path:
-    """Return where the digests of a checkpoint's file are."""
+    """Return the path of the digests of a checkpoint's file."""
     folder = path.parent if path.parent.name == _TRAINING else path.parent / _TRAINING
     return folder / "digests" / f"{path.name}.xxh3"
 
 
 def block_digests(content: memoryview) -> Iterator[int]:
-    """Yield the digests of blocks that begin where the content does."""
+    """Yield the digests of consecutive blocks from the start of the content."""
     for start in range(0, len(content), BLOCK_BYTES):
         yield xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES])
 
 
 class RangedFile:
-    """A file of which ranges are read.
+    """A file that is read in ranges.
 
     Args:
-        check: what the blocks are noted in; None takes the check that is begun, if the file belongs to its checkpoint.
+        check: where to record the blocks; None uses the active check, if the file belongs to its checkpoint.
 
     Raises:
-        OSError: the file is not there.
+        OSError: the file does not exist.
     """
 
     def __init__(self, path: Path, check: ReadCheck | None = None) -> None:
@@ -78,7 +78,7 @@ class RangedFile:
         self._descriptor = os.open(path, os.O_RDONLY)
         self._size = os.fstat(self._descriptor).st_size
         self._check, self._digests = check or _check, None
-        self._last = (-1, torch.empty(0, dtype=torch.uint8))  # ranges often end and begin in one block
+        self._last = (-1, torch.empty(0, dtype=torch.uint8))  # a range often starts in the block where the last ended
         if self._check is not None and self._check.checkpoint in path.resolve().parents:
             digests = digests_of(path)
             self._digests = np.fromfile(digests, dtype="<u8") if digests.is_file() else None
@@ -88,10 +88,10 @@ class RangedFile:
             os.close(self._descriptor)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Read bytes start..stop, uint8 [stop - start], into memory of their own.
+        """Read bytes start..stop, uint8 [stop - start], into new memory.
 
         Raises:
-            OSError: they cannot be read, or the file is shorter. Of a file that is checked it is noted instead.
+            OSError: they cannot be read, or the file is shorter; if the file is checked, this is recorded instead.
         """
         if self._digests is None or self._check is None:
             content = torch.empty(stop - start, dtype=torch.uint8)

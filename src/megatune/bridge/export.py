@@ -1,4 +1,4 @@
-"""The weights of a loaded model as a stream of whole Hugging Face tensors, as an inference engine takes them."""
+"""Stream the weights of a loaded model as whole Hugging Face tensors, as inference engines expect them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatune.families.peft_form import PREFIX
 from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Role, Slice, Stack, Weight, by_expert, hf_shapes, layers_of
 
-# The engine's name of a weight, its layer, its run of experts: names that all ranks know.
+# The engine's name of a weight, its layer, its run of experts: known to all ranks.
 _Key = tuple[str, int, int]
-_MOST_BYTES = 2**28  # of the experts of a weight that are gathered and sent together
+_MAX_BYTES = 2**28  # of the experts of a weight that are gathered and sent together
 
 
 @torch.no_grad()
@@ -33,27 +33,27 @@ def export_weights(
     *,
     adapters_alone: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of every weight, as the checkpoint has it; collective: each rank iterates to the end.
+    """Yield (name, whole tensor) of every weight, named as in the checkpoint; collective: all ranks iterate to the end.
 
     The order is the same in every layout: weights outside layers, then layer by layer, both in the order of the
     family's weight map, experts one after another. The first rank that holds a slice of a weight gathers it and sends
-    it to the others: of experts all that it holds of a layer, within 256 MiB. That rank has as much twice in memory
-    meanwhile, the others once; and all experts of a layer, where the checkpoint has them in one tensor.
+    it to the others, all its experts of a layer together, up to 256 MiB. Meanwhile that rank holds the data twice, the
+    others once; and all experts of a layer, if the checkpoint stores them in one tensor.
 
     Args:
-        ranks: those that get the tensors, such as the first of each machine; for others the stream is empty. None: all.
-        selection: of a model with adapters what is trained; they are merged into the weights, in fp32 and rounded once.
-        adapters_alone: yield the adapters, under peft's names, and no other weights.
+        ranks: those that receive tensors, such as the first of each machine; others get an empty stream. None: all.
+        selection: what is trained, for a model with adapters, which are merged in fp32 and rounded once.
+        adapters_alone: yield only the adapters, under peft's names.
 
     Yields:
-        Tensors of the parameters' dtypes on this rank's device, not in the parameters' memory.
+        Tensors of the parameters' dtypes on this rank's device, in separate memory.
     """
     architecture = loaded.architecture
     has_adapters = any(local.weight.role is Role.ADAPTER for local in loaded.parameters)
     assert selection is not None or not has_adapters, "weights without their adapters"
     gather_parameters(loaded.model)
     wanted = set(range(loaded.coords.world_size) if ranks is None else ranks)
-    gathered = _Gathered(loaded, selection if has_adapters and not adapters_alone else None, wanted)
+    gathered = _WeightGatherer(loaded, selection if has_adapters and not adapters_alone else None, wanted)
     family, stacks = FAMILIES[architecture.model_type], list(Stack)
     weights = family.weight_map(architecture)
     if adapters_alone and selection is not None:
@@ -70,16 +70,16 @@ def export_weights(
                 for name in [*tensors]:
                     own = PREFIX + family.in_modules(name) if adapters_alone else loaded.form.file_name(name)
                     yield own, tensors.pop(name)
-        elif (together := _together(loaded, weight, layer, parts)) is not None:
+        elif (together := _stack_experts(loaded, weight, layer, parts)) is not None:
             yield fused, together
 
 
-class _Gathered:
-    """The weights of a model, whole of the pieces that ranks hold.
+class _WeightGatherer:
+    """Gathers the weights of a model from the pieces on the ranks.
 
     Args:
-        merged: what adapters are merged into them; None for none.
-        wanted: the ranks that get them.
+        merged: the selection whose adapters are merged into the weights; None merges none.
+        wanted: the ranks that receive them.
     """
 
     def __init__(self, loaded: LoadedModel, merged: Selection | None, wanted: set[int]) -> None:
@@ -103,8 +103,8 @@ class _Gathered:
         self._owners = {key: (rank, dtype) for rank, keys in owned_by for key, dtype in keys.items()}
 
     def parts(self, weight: Weight, layer: int) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        """Yield the tensors of a weight by their Hugging Face names, of experts a run at a time, on the ranks that want
-        them. Collective."""
+        """Yield the tensors of a weight by their Hugging Face names, experts a run at a time, on the wanted ranks.
+        Collective."""
         holders = self._holders[weight.per_expert]
         for part in by_expert(weight, self._architecture, WHOLE, self._run):
             key = (weight.engine, layer, part.ep_rank)
@@ -113,13 +113,13 @@ class _Gathered:
                 whole = gather_piece(self._pieces[key], holders, 0, self._architecture, device.current())
                 self._merge(whole, key, holders)
             owner, dtype = self._owners[key]
-            tensors = _sent(hf_shapes(weight, self._architecture, layer, part), whole, dtype, owner, self._wanted)
+            tensors = _send(hf_shapes(weight, self._architecture, layer, part), whole, dtype, owner, self._wanted)
             del whole
             if self._coords.rank in self._wanted:
                 yield part, tensors
 
     def _merge(self, whole: dict[str, Tensor] | None, key: _Key, holders: Holders) -> None:
-        """Gather the adapter of a weight as the weight itself was gathered, and add it. Collective over the holders.
+        """Gather the adapter of a weight like the weight itself, and add it. Collective over the holders.
 
         Args:
             whole: the weight's Hugging Face tensors; None on ranks that do not have them.
@@ -135,10 +135,10 @@ class _Gathered:
                 tensor.copy_(merge_product(tensor.float(), a, b, self._factor, lengths))
 
 
-def _together(
+def _stack_experts(
     loaded: LoadedModel, weight: Weight, layer: int, parts: Iterator[tuple[Slice, dict[str, Tensor]]]
 ) -> Tensor | None:
-    """Put the experts of a weight into the one tensor that the checkpoint has; None where there are no parts."""
+    """Stack the experts of a weight into the checkpoint's single tensor; return None if there are no parts."""
     architecture, together = loaded.architecture, None
     (shape,) = loaded.form.file_shapes(weight, architecture, layer).values()
     for part, tensors in parts:
@@ -150,28 +150,28 @@ def _together(
 
 
 def _experts_at_once(architecture: Architecture, ep_size: int) -> int:
-    """Return how many experts of a weight are gathered and sent together: all of a rank's, within `_MOST_BYTES`."""
+    """Return how many experts of a weight are gathered and sent together: all on a rank, within `_MAX_BYTES`."""
     if architecture.moe is None:
         return 1
     weights = [each for each in FAMILIES[architecture.model_type].weight_map(architecture) if each.per_expert]
     one = Slice(ep_size=architecture.moe.num_experts)
     sizes = [sum(map(math.prod, hf_shapes(each, architecture, 0, one).values())) for each in weights]
     of_rank = architecture.moe.num_experts // ep_size
-    fitting = (run for run in range(of_rank, 1, -1) if of_rank % run == 0 and 4 * run * max(sizes) <= _MOST_BYTES)
+    fitting = (run for run in range(of_rank, 1, -1) if of_rank % run == 0 and 4 * run * max(sizes) <= _MAX_BYTES)
     return next(fitting, 1)
 
 
-def _sent(
+def _send(
     shapes: Mapping[str, tuple[int, ...]],
     whole: dict[str, Tensor] | None,
     dtype: torch.dtype,
     owner: int,
     wanted: set[int],
 ) -> dict[str, Tensor]:
-    """Give the ranks that want tensors those that their owner has, in one piece; {} for the others.
+    """Send the owner's tensors to the ranks that want them, flattened into one; return {} on the other ranks.
 
     Args:
-        whole: on the owner: the tensors.
+        whole: the tensors, on the owner.
     """
     rank = groups.rank()
     if wanted <= {owner}:

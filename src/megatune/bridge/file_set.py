@@ -1,9 +1,9 @@
-"""The safetensors files of a model that ranks write together: which tensors are in which, and who writes it.
+"""The safetensors files of a model that ranks write together: which tensors a file holds, and which rank writes it.
 
-A file belongs to the ranks that together hold its weights: those of a pipeline stage, for experts those of a stage that
-hold the same experts. Its tensors are gathered one by one over the tensor-parallel ranks of one replica, to the one
+A file belongs to the ranks that together hold its weights: those of a pipeline stage, or for experts those of a stage
+that hold the same experts. Its tensors are gathered one by one over the tensor-parallel ranks of one replica, on the
 rank that writes the file. There are about as many files as such ranks, so that all of them write at the same time, and
-none needs to hold more than one weight (of experts: one expert's) whole.
+no rank holds more than one whole weight (for experts: one expert's).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatune.families.forms import AS_MAPPED, CheckpointForm
 from megatune.families.table import rows_of
 from megatune.families.weights import TensorLayout, hf_shapes
 
-# Hugging Face's own limit of a weight file, and the size below which a file is not cut for more ranks to write.
+# Hugging Face's size limit of a weight file, and the size below which a file is not split so that more ranks can write.
 MAX_FILE_BYTES = 5 * 10**9
 _SHARED_FILE_BYTES = 250 * 10**6
 
@@ -33,13 +33,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def united(mine: dict[K, V]) -> dict[K, V]:
-    """Unite dictionaries of all ranks, on every rank."""
+def gather_dict(mine: dict[K, V]) -> dict[K, V]:
+    """Merge the dictionaries of all ranks, on every rank."""
     return {key: value for part in groups.all_gather_object(mine) for key, value in part.items()}
 
 
-def cut_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:
-    """Cut what has sizes, in order, into files of at most so many bytes; what has none stays with what is before it."""
+def split_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:
+    """Split items with sizes, in order, into files of at most `most` bytes; items of size 0 stay with the previous."""
     files: list[list[V]] = []
     size = 0
     for item, num_bytes in items:
@@ -53,26 +53,26 @@ def cut_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]:
 
 @dataclass(frozen=True, slots=True)
 class CarriedTensors:
-    """Tensors of a checkpoint that its model does not use, and that are written back as they were read: their names in
-    the files of a folder."""
+    """Tensors of a checkpoint that its model does not use, and that are written back unchanged: names in a folder's
+    files."""
 
     folder: ModelFolder | None = None
     names: tuple[str, ...] = ()
 
     def file(self, name: str) -> TensorFile | None:
-        """Return a file of them, each read when its turn comes; None where there are none."""
+        """Return a file with them, each read when it is written; None if there are none."""
         if (folder := self.folder) is None or not self.names:
             return None
         entries = [folder.entry(each) for each in self.names]
         return TensorFile(name, entries, (folder.whole(each.name) for each in entries))
 
 
-NOTHING_CARRIED = CarriedTensors()
+NO_CARRIED = CarriedTensors()
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to be written: what is in it, and which of its holders writes it."""
+    """A file to write: its content, and which of its holders writes it."""
 
     name: str
     pieces: Sequence[Piece]
@@ -84,12 +84,12 @@ class _File:
 
 @dataclass(slots=True)
 class FileSet:
-    """One set of files, such as those of a model; made by all ranks together.
+    """A set of files, such as those of a model; constructed by all ranks together.
 
     Attributes:
-        stem: of the files' names.
-        carried: further tensors, in the last file, which rank 0 writes.
-        is_final: False of files that are changed once all ranks have written.
+        stem: the common part of the files' names.
+        carried: additional tensors, in the last file, which rank 0 writes.
+        is_final: False for files that are changed after all ranks have written.
     """
 
     stem: str
@@ -98,27 +98,27 @@ class FileSet:
     coords: RankCoordinates
     max_file_bytes: int = MAX_FILE_BYTES
     form: CheckpointForm = AS_MAPPED
-    carried: CarriedTensors = NOTHING_CARRIED
+    carried: CarriedTensors = NO_CARRIED
     is_final: bool = True
     _planned: list[_File] = field(init=False)
-    _of_carried: TensorFile | None = field(init=False, default=None)
+    _carried_file: TensorFile | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._planned = self._plan([local for local in self.parameters if not local.is_copy])
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that this rank writes."""
+        """The number of bytes of the tensors that this rank writes."""
         planned = sum(entry.num_bytes for file in self._planned if self._is_mine(file) for entry in file.entries)
-        return planned + (0 if self._of_carried is None else self._of_carried.num_bytes)
+        return planned + (0 if self._carried_file is None else self._carried_file.num_bytes)
 
     def files(self) -> Iterator[WrittenFile]:
         """Yield the files that this rank writes; collective over all ranks.
 
-        The tensors of each are gathered while they are read, which must be before the next file is asked for.
+        The tensors of a file are gathered while they are iterated, which must happen before the next file is requested.
 
-        A rank takes part in the files of two sets of holders, first in all of the one, then in all of the other, in the
-        same order as the other holders do: none waits for one that waits for it.
+        A rank takes part in the files of two sets of holders, first all of one, then all of the other, in the same
+        order as the other holders, so that there is no deadlock.
         """
         for file in self._planned:
             if file.replica_rank != file.holders.replicas.rank():
@@ -128,8 +128,8 @@ class FileSet:
             else:
                 for _ in self._tensors(file):
                     raise AssertionError("only the writing rank holds whole tensors")
-        if self._of_carried is not None:
-            yield self._of_carried
+        if self._carried_file is not None:
+            yield self._carried_file
         yield from self._index()
 
     @staticmethod
@@ -137,21 +137,21 @@ class FileSet:
         return (file.replica_rank, file.slice_rank) == (file.holders.replicas.rank(), file.holders.slices.rank())
 
     def _plan(self, parameters: Sequence[LocalParameter]) -> list[_File]:
-        """List the files of this rank's holders: weights in order, a new file where one would grow too large."""
+        """List the files of this rank's holders: weights in order, with a new file when one would become too large."""
         pieces: dict[Holders, list[Piece]] = {}
-        # All ranks take part in the files of the same holders in the same order.
+        # All ranks process the files of the same holders in the same order.
         for experts in (False, True):
             fused = bool(self.form.fused)
             pieces.setdefault(holders_of(self.coords, experts=experts, fused=fused), [])
         for local in parameters:
             fused = self._fused_name(local) is not None
-            found = local.every_expert(self.architecture) if fused else local.pieces(self.architecture)
+            found = local.all_experts(self.architecture) if fused else local.pieces(self.architecture)
             pieces[holders_of(self.coords, experts=local.weight.per_expert, fused=fused)] += found
         by_holders = {holders: self._cut(holders, found) for holders, found in pieces.items()}
-        counts = united({holders.key: len(contents) for holders, contents in by_holders.items()})
+        counts = gather_dict({holders.key: len(contents) for holders, contents in by_holders.items()})
         total = sum(counts.values()) + bool(self.carried.names)
         if self.coords.rank == 0:
-            self._of_carried = self.carried.file(f"{self.stem}-{total:05d}-of-{total:05d}.safetensors")
+            self._carried_file = self.carried.file(f"{self.stem}-{total:05d}-of-{total:05d}.safetensors")
         files = []
         for holders, contents in by_holders.items():
             first = sum(count for key, count in counts.items() if key < holders.key)
@@ -164,17 +164,17 @@ class FileSet:
         return files
 
     def _cut(self, holders: Holders, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Cut what ranks hold together into files, one for each of them where those are not too small."""
+        """Split the pieces of some holders into files, one per rank if those are not too small."""
         sizes = [sum(entry.num_bytes for entry in self._entries(piece)) for piece in pieces]
-        share = sum(sizes) // (holders.replicas.size() * holders.slices.size())
-        most = min(self.max_file_bytes, max(share, _SHARED_FILE_BYTES))
-        return cut_into_files(zip(pieces, sizes, strict=True), most)
+        per_rank = sum(sizes) // (holders.replicas.size() * holders.slices.size())
+        most = min(self.max_file_bytes, max(per_rank, _SHARED_FILE_BYTES))
+        return split_into_files(zip(pieces, sizes, strict=True), most)
 
     def _fused_name(self, local: LocalParameter) -> str | None:
         return self.form.fused_name(local.weight, local.layer)
 
     def _entries(self, piece: Piece) -> list[TensorEntry]:
-        """List the tensors that a piece is or begins: the first expert's begins that of all experts."""
+        """List the tensors that start with a piece: a fused tensor of all experts starts with the first expert."""
         local = piece.local
         if self._fused_name(local) is None:
             names = hf_shapes(local.weight, self.architecture, local.layer, piece.slice)
@@ -185,8 +185,8 @@ class FileSet:
         return [TensorEntry(name, shape, local.parameter.dtype) for name, shape in shapes.items()]
 
     def _tensors(self, file: _File) -> Iterator[Tensor]:
-        """Yield the file's tensors, whole, on the rank that writes it, of all experts in one tensor expert by expert;
-        nothing on the ranks that help."""
+        """Yield the file's whole tensors on the rank that writes it, a fused tensor expert by expert; yield nothing on
+        the ranks that only send."""
         holders = file.holders
         for piece in file.pieces:
             if self._fused_name(piece.local) is not None:
@@ -196,14 +196,14 @@ class FileSet:
                     yield matrix.T if self.form.transposed and matrix.dim() > 1 else matrix
                 continue
             if piece.local.weight.layout is TensorLayout.REPLICATED or holders.slices.size() == 1:
-                yield from self._own(piece) if holders.slices.rank() == file.slice_rank else ()
+                yield from self._local_tensors(piece) if holders.slices.rank() == file.slice_rank else ()
                 continue
             whole = gather_piece(piece, holders, file.slice_rank, self.architecture, torch.device("cpu"))
             for name, tensor in (whole or {}).items():
                 yield from [tensor] * len(self.form.written_names(name))
 
-    def _own(self, piece: Piece) -> Iterator[Tensor]:
-        """Yield the rows of a piece that this rank holds whole, tensor by tensor, where they are."""
+    def _local_tensors(self, piece: Piece) -> Iterator[Tensor]:
+        """Yield the rows of a piece that this rank holds whole, tensor by tensor, without copying."""
         weight, layer = piece.local.weight, piece.local.layer
         rows = list(rows_of(weight, self.architecture, piece.slice, layer))
         for name in hf_shapes(weight, self.architecture, layer, piece.slice):
@@ -212,14 +212,14 @@ class FileSet:
                     yield piece.values[row.start : row.start + row.box.numel]
 
     def _index(self) -> Iterator[WrittenFile]:
-        """Yield, on rank 0, the index; nothing where one file holds all."""
+        """Yield the index on rank 0; nothing if there is only one file."""
         mine = {
             entry.name: (file.name, entry.num_bytes)
             for file in self._planned
             if (file.holders.slices.rank(), file.holders.replicas.rank()) == (0, 0)
             for entry in file.entries
         }
-        if (carried := self._of_carried) is not None:
+        if (carried := self._carried_file) is not None:
             mine |= {entry.name: (carried.name, entry.num_bytes) for entry in carried.entries}
-        index = index_files(self.stem, united(mine))
+        index = index_files(self.stem, gather_dict(mine))
         yield from index if self.coords.rank == 0 else ()

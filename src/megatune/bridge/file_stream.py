@@ -1,8 +1,8 @@
-"""Files that one thread fills with tensors and another one writes: copies into reused host memory, digests on the way.
+"""Write files of tensors with two threads: one copies tensors to reused host memory, the other writes and hashes them.
 
 The thread that owns the model copies tensors into buckets, without waiting for its device; the other one waits for each
-copy, writes the bucket, digests what it writes and gives the bucket back. With few buckets this is a save that training
-waits for; with as many as it takes, training continues as soon as the copies are ordered.
+copy, writes the bucket, hashes it and returns it. With few buckets this is a blocking save; with an unlimited number,
+training continues as soon as the copies are enqueued.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatune.bridge.checked_files import BLOCK_BYTES, block_digests, digests_of
 from megatune.bridge.safetensors_files import TensorEntry, header_of
 from megatune.engine import device
 
-BUCKET_BYTES = 2**24  # a power of two, to which torch rounds page-locked memory up; a multiple of BLOCK_BYTES
-FEW = 4  # buckets: one is filled, one is written, and neither thread waits for every turn of the other
+BUCKET_BYTES = 2**24  # a power of two, to which torch rounds up pinned memory; a multiple of BLOCK_BYTES
+MIN_BUCKETS = 4  # one is filled while one is written, and neither thread waits for every step of the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class TensorFile:
 
     Attributes:
         name: its path in the folder, with forward slashes.
-        entries: its tensors, in their order.
+        entries: its tensors, in order.
         tensors: their elements in this order, a tensor or a part of one at a time, on any device; can be iterated once,
-            which may be collective.
-        is_checked: it gets digests of its blocks; False of what is changed once all ranks have written.
+            possibly as a collective.
+        is_checked: write digests of its blocks; False for a file that is changed after all ranks have written.
     """
 
     name: str
@@ -55,18 +55,18 @@ class TensorFile:
         return sum(entry.num_bytes for entry in self.entries)
 
     def write(self, folder: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Path:
-        """Write it alone, in this thread, and sync it.
+        """Write and sync it in this thread.
 
         Args:
-            progress: is told the bytes of each tensor, or part of one, that was written.
+            progress: called with the bytes of each tensor, or part of one, after writing it.
         """
-        path, head = placed(folder, self.name), self.head
+        path, head = create_parent(folder, self.name), self.head
         with open(path, "wb") as file:
             file.write(head)
             for tensor in self.tensors:
                 file.write(_bytes_of(tensor).cpu().numpy().data)
                 progress(tensor.nbytes)
-            assert file.tell() == len(head) + self.num_bytes, f"{path} is not as large as its header says"
+            assert file.tell() == len(head) + self.num_bytes, f"{path} does not have the size in its header"
             file.flush()
             os.fsync(file.fileno())
         return path
@@ -74,7 +74,7 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """Any other file that this rank writes; `name` is its path in the folder."""
+    """Another file that this rank writes; `name` is its path in the folder."""
 
     name: str
     head: bytes
@@ -84,7 +84,7 @@ class SmallFile:
 
     def write(self, folder: Path) -> Path:
         """Write it."""
-        path = placed(folder, self.name)
+        path = create_parent(folder, self.name)
         path.write_bytes(self.head)
         return path
 
@@ -93,10 +93,10 @@ WrittenFile: TypeAlias = TensorFile | SmallFile
 
 
 def index_files(stem: str, places: Mapping[str, tuple[str, int]]) -> list[SmallFile]:
-    """Return the index that says which file holds which tensor; nothing where one file holds all.
+    """Return the index that maps tensors to files; nothing if there is only one file.
 
     Args:
-        stem: of the files' names, with their folder.
+        stem: the common part of the files' names, with their folder.
         places: the file of each tensor, and the tensor's bytes.
     """
     if len({file for file, _ in places.values()}) <= 1:
@@ -110,22 +110,22 @@ def index_files(stem: str, places: Mapping[str, tuple[str, int]]) -> list[SmallF
 
 @dataclass(frozen=True, slots=True)
 class StreamedFile:
-    """A file that was written: its name, its bytes, and their digest (xxh3_128, 32 hexadecimal digits)."""
+    """A written file: its name, its bytes, and their digest (xxh3_128, 32 hexadecimal digits)."""
 
     name: str
     size: int
     digest: str
 
 
-def placed(folder: Path, name: str) -> Path:
-    """Return the path of a file, in a folder that exists."""
+def create_parent(folder: Path, name: str) -> Path:
+    """Return the path of a file after creating its folder."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
 class HostBuffers:
-    """Buckets of the host's memory, page-locked where there is a GPU, that are kept for the next save."""
+    """Buckets of host memory, pinned if there is a GPU, that are reused by the next save."""
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -133,33 +133,33 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buckets beyond those that any save takes."""
-        return max(0, self._count - FEW) * BUCKET_BYTES
+        """The number of bytes of the buckets in addition to those that every save needs."""
+        return max(0, self._count - MIN_BUCKETS) * BUCKET_BYTES
 
     def take(self, limit: int | None) -> Tensor:
-        """Return a free bucket, or a new one; beyond `limit` buckets wait for one that is given back."""
+        """Return a free bucket, or a new one; if there are `limit` buckets, wait for one to be released."""
         try:
             return self._free.get(block=limit is not None and self._count >= limit)
         except queue.Empty:
             self._count += 1
             return torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=device.HAS_GPU)
 
-    def give_back(self, bucket: Tensor) -> None:
-        """Take a bucket that is written."""
+    def release(self, bucket: Tensor) -> None:
+        """Return a written bucket for reuse."""
         self._free.put(bucket)
 
 
 @dataclass(frozen=True, slots=True)
-class _Begin:
-    """A file follows."""
+class _FileStart:
+    """Marks the start of a file."""
 
     name: str
     is_checked: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Filled:
-    """A bucket of the file, and what says that the copies into it are made."""
+class _FilledBucket:
+    """A filled bucket of the current file, and the event that its copies are complete."""
 
     bucket: Tensor
     size: int
@@ -167,33 +167,33 @@ class _Filled:
 
 
 class FileStream:
-    """Files on their way from one thread to the other.
+    """Passes files from one thread to the other.
 
     Args:
-        folder: that they are written into.
-        limit: how many buckets may be under way; None for as many as it takes.
-        check: write digests of blocks, too.
-        wrote: is told the bytes of each bucket that was written.
+        folder: where to write them.
+        limit: the maximum number of buckets in flight; None for no limit.
+        check: also write digests of blocks.
+        on_write: called with the bytes of each bucket after writing it.
 
     Attributes:
-        written: bytes so far, for who watches that it goes on.
+        written: bytes written so far, to monitor progress.
     """
 
     def __init__(
-        self, folder: Path, buffers: HostBuffers, *, limit: int | None = FEW, check: bool = True,
-        wrote: Callable[[int], None] = lambda num_bytes: None,
+        self, folder: Path, buffers: HostBuffers, *, limit: int | None = MIN_BUCKETS, check: bool = True,
+        on_write: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:  # fmt: skip
-        self._folder, self._buffers, self._limit, self._check, self._wrote = folder, buffers, limit, check, wrote
-        self._queue: queue.SimpleQueue[_Begin | _Filled | BaseException | None] = queue.SimpleQueue()
+        self._folder, self._buffers, self._limit, self._check, self._on_write = folder, buffers, limit, check, on_write
+        self._queue: queue.SimpleQueue[_FileStart | _FilledBucket | BaseException | None] = queue.SimpleQueue()
         self.written = 0
 
     # --- the thread that has the tensors ------------------------------------------------------------------------------
 
     def put(self, files: Iterable[WrittenFile]) -> None:
-        """Send files, and say that they are all; collective where their tensors are."""
+        """Send all files; collective if their tensors are."""
         try:
             for file in files:
-                self._queue.put(_Begin(file.name, file.is_checked and self._check))
+                self._queue.put(_FileStart(file.name, file.is_checked and self._check))
                 self._send(file)
         except BaseException as error:
             self._queue.put(error)
@@ -206,7 +206,7 @@ class FileStream:
         def send() -> None:
             copied = torch.cuda.Event()
             copied.record()
-            self._queue.put(_Filled(bucket, used, copied))
+            self._queue.put(_FilledBucket(bucket, used, copied))
 
         for content in map(_bytes_of, chain(_as_tensors(file.head), file.tensors)):
             start = 0
@@ -222,10 +222,10 @@ class FileStream:
     # --- the thread that writes ---------------------------------------------------------------------------------------
 
     def write(self) -> list[StreamedFile]:
-        """Write all files to their end and sync them.
+        """Write and sync all files.
 
         Raises:
-            OSError: the disk refuses; what is still sent is taken first, because other ranks take part in it.
+            OSError: writing failed; remaining files are consumed first, since other ranks take part in sending them.
         """
         found: list[StreamedFile] = []
         failed: BaseException | None = None
@@ -235,20 +235,20 @@ class FileStream:
             try:
                 if isinstance(item, BaseException):
                     failed = failed or item
-                if (item is None or isinstance(item, _Begin)) and file is not None:
+                if (item is None or isinstance(item, _FileStart)) and file is not None:
                     done, file = file, None
                     found += [] if failed else done.close()
-                if isinstance(item, _Begin) and failed is None:
+                if isinstance(item, _FileStart) and failed is None:
                     file = _OpenFile(self._folder, item.name, item.is_checked)
-                elif isinstance(item, _Filled) and failed is None and file is not None:
+                elif isinstance(item, _FilledBucket) and failed is None and file is not None:
                     item.copied.synchronize()
                     file.write(item.bucket[: item.size].numpy().data)
                     self.written += item.size
-                    self._wrote(item.size)
+                    self._on_write(item.size)
             except OSError as error:
                 failed = error
-            if isinstance(item, _Filled):
-                self._buffers.give_back(item.bucket)
+            if isinstance(item, _FilledBucket):
+                self._buffers.release(item.bucket)
             if item is None or isinstance(item, BaseException):
                 if failed is not None:
                     raise failed
@@ -256,17 +256,17 @@ class FileStream:
 
 
 class _OpenFile:
-    """A file that is written from its beginning to its end, and digested."""
+    """A file that is written sequentially and hashed."""
 
     def __init__(self, folder: Path, name: str, is_checked: bool) -> None:
-        self._name, self._path = name, placed(folder, name)
+        self._name, self._path = name, create_parent(folder, name)
         self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
         self._whole, self._size = xxhash.xxh3_128(), 0
         self._blocks: list[int] | None = [] if is_checked else None
         self._folder = folder
 
     def write(self, content: memoryview) -> None:
-        """Write what comes next: but for the last piece, whole blocks."""
+        """Write the next bytes: whole blocks, except for the last piece."""
         self._whole.update(content)
         if self._blocks is not None:
             assert self._size % BLOCK_BYTES == 0
@@ -282,9 +282,9 @@ class _OpenFile:
         yield StreamedFile(self._name, self._size, self._whole.hexdigest())
         if self._blocks is not None and len(self._blocks) > 1:
             digests = digests_of(self._path).relative_to(self._folder).as_posix()
-            beside = _OpenFile(self._folder, digests, is_checked=False)
-            beside.write(memoryview(np.array(self._blocks, dtype="<u8").tobytes()))
-            yield from beside.close()
+            digests_file = _OpenFile(self._folder, digests, is_checked=False)
+            digests_file.write(memoryview(np.array(self._blocks, dtype="<u8").tobytes()))
+            yield from digests_file.close()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -296,6 +296,6 @@ def _as_tensors(content: bytes) -> list[Tensor]:
 
 
 def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield a flat tensor in another dtype, a bucket at a time."""
+    """Yield a flat tensor in another dtype, one bucket at a time."""
     for piece in tensor.split(BUCKET_BYTES // dtype.itemsize):
         yield piece.to(dtype)

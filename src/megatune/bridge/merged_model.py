@@ -1,4 +1,4 @@
-"""Writes a model with adapters merged into it, tensor by tensor, as its own checkpoint names and arranges them."""
+"""Write a model with adapters merged into it, tensor by tensor, with the names and arrangement of its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatune.architecture import Architecture
 from megatune.bridge.adapter_files import open_adapter, with_adapters
 from megatune.bridge.assemble import open_checkpoint
-from megatune.bridge.file_set import cut_into_files
+from megatune.bridge.file_set import split_into_files
 from megatune.bridge.file_stream import TensorFile, index_files
 from megatune.bridge.safetensors_files import TensorEntry
 from megatune.families import FAMILIES, load_architecture
@@ -30,10 +30,10 @@ _PART = 2**26  # elements that are merged at a time
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was written.
+    """The result of `MergedModel.write`.
 
     Attributes:
-        num_tensors, num_changed: of the files, and those of them that adapters changed.
+        num_tensors, num_changed: tensors in the files, and those that adapters changed.
         num_files, num_bytes: of weights.
     """
 
@@ -44,17 +44,17 @@ class Merged:
 
 
 class MergedModel:
-    """A model and the adapters that are to be merged into it, in their order.
+    """A model and the adapters to merge into it, in order.
 
     Args:
-        adapters: may be none, of a model that is only written anew.
-        dtype: of all weights; None keeps each tensor's own. Buffers keep theirs.
+        adapters: may be empty, to only rewrite the model.
+        dtype: of all weights; None keeps each tensor's dtype. Buffers always keep theirs.
 
     Attributes:
-        num_labels: scores of the merged model, which an adapter may bring; a language model is one no more then.
+        num_labels: scores of the merged model, which an adapter may add; then it is not a language model.
 
     Raises:
-        MegatuneError: INPUT, where the model or an adapter cannot be used, or they do not belong together.
+        MegatuneError: the model or an adapter cannot be used, or they do not match (exit code 66).
     """
 
     def __init__(self, model_dir: Path, adapters: Sequence[Path], dtype: torch.dtype | None = None) -> None:
@@ -65,11 +65,11 @@ class MergedModel:
         self._folder, self._form = open_checkpoint(model_dir, architecture)
         self._adapters = [open_adapter(path, architecture) for path in adapters]
         self._merged = with_adapters(self._folder, self._adapters)
-        self._names = self._named(architecture)
+        self._names = self._sources_of(architecture)
         without_output = architecture.tie_word_embeddings or architecture.num_labels
-        # A copy of tied embeddings would not be changed with them, and a reward model has no output layer.
+        # A copy of tied embeddings would not change with them, and a reward model has no output layer.
         left_out = {OUTPUT_LAYER.hf[0].name} if without_output else set()
-        files = sorted(self._folder.names() - left_out, key=_natural)
+        files = sorted(self._folder.names() - left_out, key=_natural_order)
         self.entries = [self._folder.entry(name) for name in files]
         if dtype is not None:
             kept = self._buffers(architecture)
@@ -80,12 +80,12 @@ class MergedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first weight, and usually of all."""
+        """The dtype of the first weight, and usually of all."""
         return self.entries[0].dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that `write` writes."""
+        """The number of bytes of the weights that `write` writes."""
         return sum(entry.num_bytes for entry in self.entries)
 
     def _buffers(self, architecture: Architecture) -> set[str]:
@@ -93,8 +93,8 @@ class MergedModel:
         weights = [each for each in FAMILIES[architecture.model_type].weight_map(architecture) if each.is_buffer]
         return {place.name for place in self._form.locate_all(weights, architecture).values()}
 
-    def _named(self, architecture: Architecture) -> dict[str, list[tuple[str, FileTensor]]]:
-        """Return what each tensor in the files is made of, in its order; those that the model has no place for are
+    def _sources_of(self, architecture: Architecture) -> dict[str, list[tuple[str, FileTensor]]]:
+        """Return the tensors that form each tensor in the files, in order; tensors that the model does not use are
         missing."""
         found: dict[str, list[tuple[str, FileTensor]]] = {}
         weights = FAMILIES[architecture.model_type].weight_map(architecture)
@@ -107,13 +107,13 @@ class MergedModel:
     def write(
         self, folder: Path, max_file_bytes: int, progress: Callable[[int], None] = lambda num_bytes: None
     ) -> Merged:
-        """Write the weights as model*.safetensors, each tensor in the dtype that it has.
+        """Write the weights as model*.safetensors, each tensor in the dtype of its entry.
 
         Args:
-            max_file_bytes: a tensor that is larger gets a file of its own.
-            progress: is told the bytes of each part that was written.
+            max_file_bytes: a larger tensor gets a file of its own.
+            progress: called with the bytes of each part after writing it.
         """
-        files = cut_into_files([(entry, entry.num_bytes) for entry in self.entries], max_file_bytes)
+        files = split_into_files([(entry, entry.num_bytes) for entry in self.entries], max_file_bytes)
         places: dict[str, tuple[str, int]] = {}
         for index, entries in enumerate(files):
             name = f"{_NAME}-{index + 1:05d}-of-{len(files):05d}" if len(files) > 1 else _NAME
@@ -129,8 +129,8 @@ class MergedModel:
         return any(adapter.changes(part) for adapter in self._adapters for part, _ in self._names.get(name, ()))
 
     def _parts(self, entry: TensorEntry) -> Iterator[Tensor]:
-        """Yield a tensor of the files, a number of rows at a time, or of stacked experts one at a time."""
-        # What the model has no place for is copied.
+        """Yield a tensor of the files, some rows at a time, or stacked experts one at a time."""
+        # Tensors that the model does not use are copied.
         parts = self._names.get(entry.name, [(entry.name, FileTensor(entry.name))])
         (first, place), *_ = parts
         if place.expert is None:
@@ -148,6 +148,6 @@ def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:
         yield Segment(name, 0, start, min(start + step, shape[0]))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Order names with numbers as people do: layer 2 before layer 10."""
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key for names with numbers: layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""The weights that this rank holds, whole Hugging Face tensors from the slices of all ranks, and the norm of all."""
+"""The weights on this rank, whole Hugging Face tensors from the slices of all ranks, and the norm of all weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_e
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """One parameter of this rank, or a quantized matrix or a buffer that is loaded and saved like one.
+    """One parameter of this rank, or a quantized matrix or buffer that is loaded and saved like one.
 
     Attributes:
         weight: its entry in the family's weight map.
-        layer: its layer, counted over the whole model; 0 for what is in no layer.
+        layer: its layer index in the whole model; 0 for weights outside layers.
         slice: which part of the weight this rank holds.
-        parameter: that part; of a quantized matrix `data` are its values, made when they are asked for.
+        parameter: that part; `data` of a quantized matrix is dequantized on access.
         is_copy: another pipeline stage holds the same weight and writes it (tied embeddings).
     """
 
@@ -40,7 +40,7 @@ class LocalParameter:
 
     @property
     def kept(self) -> Tensor:
-        """What is in memory: the parameter, or the codes of a quantized matrix."""
+        """The tensor in memory: the parameter, or the codes of a quantized matrix."""
         return self.parameter.codes if isinstance(self.parameter, QuantizedMatrix) else self.parameter
 
     def segments(self, architecture: Architecture) -> list[Segment]:
@@ -48,18 +48,18 @@ class LocalParameter:
         return segments(self.weight, architecture, self.slice, self.layer)
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Find the shapes of the Hugging Face tensors that it is a part of, by name; of this rank's experts only."""
+        """Return the shapes of the Hugging Face tensors that it is a part of, by name; only of this rank's experts."""
         return hf_shapes(self.weight, architecture, self.layer, self.slice)
 
     def pieces(self, architecture: Architecture, run: int = 1) -> list[Piece]:
-        """Cut the parameter into its experts, in order, or into runs of so many; into one piece where it belongs to
-        none."""
+        """Split the parameter into its experts, in order, or into runs of `run` experts; a parameter without experts is
+        one piece."""
         parts = by_expert(self.weight, architecture, self.slice, run)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]
 
-    def every_expert(self, architecture: Architecture) -> list[Piece]:
-        """List the pieces of all experts, in order; those of other ranks' experts are none of the parameter."""
+    def all_experts(self, architecture: Architecture) -> list[Piece]:
+        """List the pieces of all experts, in order; those of other ranks' experts are empty."""
         parts = by_expert(self.weight, architecture, replace(self.slice, ep_size=1, ep_rank=0))
         mine = {piece.slice: piece for piece in self.pieces(architecture)}
         return [mine.get(part) or Piece(self, part, 0, 0) for part in parts]
@@ -67,7 +67,7 @@ class LocalParameter:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is gathered and written at a time: a weight, or a single expert's part of it.
+    """The unit of gathering and writing: a weight, or a single expert's part of it.
 
     Attributes:
         slice: which part of the weight it is.
@@ -81,7 +81,7 @@ class Piece:
 
     @property
     def values(self) -> Tensor:
-        """What this rank holds of it, flattened."""
+        """This rank's elements of it, flattened."""
         return self.local.parameter.data.view(-1)[self.start : self.stop]
 
 
@@ -89,9 +89,9 @@ def local_parameters(
     model: Sequence[torch.nn.Module], architecture: Architecture, coords: RankCoordinates
 ) -> list[LocalParameter]:
     """List every parameter of this rank's chunks, every quantized matrix and every buffer in the weight map, in this
-    order, of each in that of the model.
+    order, each in the order of the model.
 
-    The shapes that the family declares are held against those that Megatron-Core built.
+    The shapes that the family declares are compared with those that Megatron-Core built.
     """
     found: list[LocalParameter] = []
     for chunk in model:
@@ -104,10 +104,10 @@ def local_parameters(
 
 
 class Holders(NamedTuple):
-    """The ranks that together hold some weights, as this rank sees them.
+    """The ranks that together hold some weights, from this rank's view.
 
     Attributes:
-        key: of these ranks among all such; files are numbered in this order.
+        key: identifies these ranks; files are numbered in the order of the keys.
         slices: the ranks that hold slices of the same weights.
         replicas: the ranks that hold copies of the same slices.
     """
@@ -118,12 +118,12 @@ class Holders(NamedTuple):
 
 
 def holders_of(coords: RankCoordinates, *, experts: bool, fused: bool = False) -> Holders:
-    """Find the ranks that hold this rank's experts, or its other weights.
+    """Return the ranks that hold this rank's experts, or its other weights.
 
     Args:
-        fused: find those that hold the experts of all ranks of expert parallelism.
+        fused: return the ranks that hold the experts of all expert-parallel ranks.
     """
-    # Without expert parallelism those of experts are those of everything else.
+    # Without expert parallelism, experts are held by the same ranks as all other weights.
     if not experts or (coords.ep_size, coords.etp_size) == (1, coords.tp_size):
         return Holders((coords.pp_rank, 0), groups.tensor_parallel_group(), groups.replica_group())
     if fused:
@@ -138,11 +138,11 @@ def gather_piece(
     """Gather the slices of a piece on one of the ranks that hold them.
 
     Args:
-        slice_rank: the rank that gets them.
+        slice_rank: the rank that receives them.
         device: for the whole tensors.
 
     Returns:
-        On that rank the Hugging Face tensors, whole, in memory of their own; None elsewhere.
+        On that rank the whole Hugging Face tensors, in new memory; None on the other ranks.
     """
     mine = piece.values
     slices = [mine]
@@ -152,7 +152,7 @@ def gather_piece(
         torch.distributed.gather(mine.contiguous(), slices or None, group=holders.slices, group_dst=slice_rank)
     if holders.slices.rank() != slice_rank:
         return None
-    return _whole(piece, slices, architecture, device)
+    return _whole_tensors(piece, slices, architecture, device)
 
 
 def send_expert(
@@ -161,12 +161,12 @@ def send_expert(
     """Send an expert's slices to one of the ranks that hold any experts of its layer.
 
     Args:
-        piece: of one expert, whether this rank holds it or not.
+        piece: of one expert, whether or not this rank holds it.
         holders: of all experts, see `holders_of`.
-        writer: the rank of `holders.slices` that gets them.
+        writer: the rank of `holders.slices` that receives them.
 
     Returns:
-        On that rank the expert's Hugging Face tensors, whole, on the CPU; None elsewhere.
+        On that rank the expert's whole Hugging Face tensors, on the CPU; None on the other ranks.
     """
     moe, local = architecture.moe, piece.local
     assert moe is not None
@@ -185,13 +185,13 @@ def send_expert(
             continue
         slices.append(mine.new_empty(math.prod(engine_shape(local.weight, architecture, piece.slice))))
         torch.distributed.recv(slices[-1], group=holders.slices, group_src=source)
-    return _whole(piece, slices, architecture, torch.device("cpu"))
+    return _whole_tensors(piece, slices, architecture, torch.device("cpu"))
 
 
-def _whole(
+def _whole_tensors(
     piece: Piece, slices: Sequence[Tensor], architecture: Architecture, device: torch.device
 ) -> dict[str, Tensor]:
-    """Put slices, by their rank, together to Hugging Face tensors."""
+    """Assemble slices, in order of their ranks, to Hugging Face tensors."""
     local, dtype = piece.local, slices[0].dtype
     shapes = hf_shapes(local.weight, architecture, local.layer, piece.slice)
     whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
@@ -209,9 +209,9 @@ def _whole(
 
 @torch.no_grad()
 def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architecture, coords: RankCoordinates) -> float:
-    """Compute the L2 norm of all weights, each element counted once; collective over all ranks.
+    """Compute the L2 norm of all weights, counting each element once; collective over all ranks.
 
-    Weights that several ranks hold are counted by one of them, and padding by none. Squares are summed in fp32 within a
+    A weight on several ranks is counted by one of them; padding is not counted. Squares are summed in fp32 within a
     weight and in fp64 over weights and ranks.
     """
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
@@ -226,7 +226,7 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
 
 
 def _is_counted_here(local: LocalParameter, coords: RankCoordinates) -> bool:
-    """Return whether this rank is the first of those that hold the same slice."""
+    """Return whether this rank is the first one that holds the slice."""
     holders = holders_of(coords, experts=local.weight.per_expert)
     is_whole = local.weight.layout is TensorLayout.REPLICATED
     return not local.is_copy and holders.replicas.rank() == 0 and (not is_whole or holders.slices.rank() == 0)

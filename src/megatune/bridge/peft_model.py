@@ -1,8 +1,8 @@
-"""Adapters in a Transformers model, as peft applies them.
+"""Adapters in a Transformers model, applied by peft.
 
-peft 0.21 says nothing, or warns, where an adapter does not fit the model, and of experts it finds not all of their
-adapters in every model. So what an adapter's config names is compared with its tensors and with the model here, and
-each tensor is put into its place by name; peft makes the layers and computes.
+peft 0.21 only warns, or stays silent, if an adapter does not fit the model, and in some models it does not find all
+adapters of experts. So an adapter's config is compared with its tensors and with the model here, and each tensor is
+assigned by name; peft creates the layers and computes.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from megatune.families.peft_reading import read_adapter
 from megatune.families.weight_index import list_names
 from megatune.families.weights import Weight, experts_of, layers_of
 
-_NAME = "default"  # of the one adapter, in peft's layers
-# One expert's A or B in an adapter: which matrix's.
+_NAME = "default"  # the adapter's name in peft's layers
+# The name of one expert's A or B in an adapter; the group is the matrix.
 _OF_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\.(\w+)\.lora_[AB]\.weight")
 
-# A parameter, and what a tensor has of it, given the parameter or its gradient: a view.
+# A parameter, and a function that returns the view of a tensor in it, given the parameter or its gradient.
 Place = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 
 @dataclass(slots=True)
 class AppliedAdapter:
-    """An adapter in a model, from a folder.
+    """An adapter in a model, loaded from a folder.
 
     Attributes:
-        places: where the tensor of each name in the adapter's file is.
+        places: the location of each tensor in the adapter's file, by name.
     """
 
     peft: Any
@@ -62,12 +62,11 @@ class AppliedAdapter:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Transformers model, with the adapter's layers in it."""
+        """The Transformers model, including the adapter's layers."""
         return self.peft.get_base_model()
 
     def gradients_of(self, architecture: Architecture) -> dict[str, Tensor]:
-        """Return the adapter's gradients by the names of its tensors beside those of the family's weight map, those of
-        experts one by one."""
+        """Return the adapter's gradients, under the names of the family's weight map, with separate experts."""
         found = {}
         for name, place in read_adapter(self.folder, architecture, halve=True).tensors.items():
             parameter, part = self.places[place.name.removeprefix(PREFIX)]
@@ -77,33 +76,33 @@ class AppliedAdapter:
 
 
 def merge_adapters(model: PreTrainedModel, folders: Sequence[Path]) -> PreTrainedModel:
-    """Merge adapters into a model's weights, in its dtype, one after the other.
+    """Merge adapters into a model's weights, in its dtype, in order.
 
     Raises:
-        MegatuneError: (INPUT) an adapter that does not fit the model.
+        MegatuneError: an adapter does not fit the model (exit code 66).
     """
-    with _quiet():
+    with _silence():
         for folder in folders:
             model = _apply(model, folder, trained=False).peft.merge_and_unload()
     return model
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path, *, trained: bool = False) -> AppliedAdapter:
-    """Put an adapter beside a model's weights, in fp32.
+    """Add an adapter to a model, in fp32.
 
     Args:
-        trained: it requires gradients, and nothing else does.
+        trained: the adapter requires gradients, and nothing else does.
 
     Raises:
-        MegatuneError: (INPUT) an adapter that does not fit the model.
+        MegatuneError: the adapter does not fit the model (exit code 66).
     """
-    with _quiet():
+    with _silence():
         return _apply(model, folder, trained=trained)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Pass over what peft and libraries that it imports say: it is checked here, or of no use."""
+def _silence() -> Iterator[None]:
+    """Suppress the warnings of peft and the libraries that it imports: the same is checked here, or does not matter."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -122,8 +121,8 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
     try:
         config = LoraConfig.from_pretrained(str(folder))
         tensors = load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # whatever a damaged file makes JSON, safetensors, torch and peft raise
-        raise _unfit(folder, Finding(f"cannot be read: {error}")) from error
+    except Exception as error:  # JSON, safetensors, torch and peft raise anything for damaged files
+        raise _cannot_apply(folder, Finding(f"cannot be read: {error}")) from error
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     architecture, absent = _with_experts(model), list[str]()
     config.inference_mode = not trained
@@ -132,15 +131,15 @@ def _apply(model: PreTrainedModel, folder: Path, *, trained: bool) -> AppliedAda
         _target_all(config, tensors, architecture, folder)
     try:
         applied = AppliedAdapter(PeftModel(model, config, _NAME), folder)
-    except ValueError as error:  # modules that the model has not, or options that don't go together
-        raise _unfit(folder, Finding(str(error))) from error
+    except ValueError as error:  # modules that the model lacks, or incompatible options
+        raise _cannot_apply(folder, Finding(str(error))) from error
     applied.places = _places(applied.peft, tensors, architecture)
     _fill(applied, tensors, absent, folder)
     return applied
 
 
 def _with_experts(model: PreTrainedModel) -> Architecture | None:
-    """Return the architecture of a model with experts, of any family that calls them as one here; None of others."""
+    """Return the architecture of a model with stacked experts, of any family; None for others."""
     config = model.config.to_dict()
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.dim() == 3}
     if not any(".experts." in name for name in shapes):
@@ -155,7 +154,7 @@ def _module_of(name: str) -> str:
 
 
 def _named_by(config: Any, model: nn.Module) -> set[str]:
-    """Return the linear layers that an adapter's config names."""
+    """Return the linear layers that match an adapter's config."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
@@ -163,17 +162,17 @@ def _named_by(config: Any, model: nn.Module) -> set[str]:
 
 
 def _target_all(config: Any, tensors: Collection[str], architecture: Architecture, folder: Path) -> None:
-    """Let a config target what its adapter has tensors of, in a model with experts.
+    """Set a config's targets to all modules for which its adapter has tensors, in a model with experts.
 
-    Adapters of experts one by one become those of the parameters that stack them, of n times the rank; linear layers
-    that are called as experts' matrices are become targets by their weights.
+    Adapters of separate experts become adapters of the parameters that stack them, with n times the rank; linear layers
+    with the names of experts' matrices are targeted by their weights.
     """
     layers = {_module_of(name) for name in tensors if ".lora_" in name and not _OF_EXPERT.fullmatch(name)}
     like_experts = {name for name in layers if leaf(name) in expert_names(architecture)}
     experts = [weight for weight, _ in _one_by_one(tensors, architecture)]
     if experts and (config.rank_pattern or config.alpha_pattern):
-        what = "rank_pattern and alpha_pattern are not read where experts have adapters one by one"
-        raise _unfit(folder, Finding(what))
+        what = "rank_pattern and alpha_pattern are not supported with adapters of separate experts"
+        raise _cannot_apply(folder, Finding(what))
     config.target_modules = sorted(layers - like_experts)
     config.target_parameters = {f"{name}.weight" for name in like_experts}
     config.target_parameters |= {stacked_parameter(weight, architecture) for weight in experts}
@@ -184,7 +183,7 @@ def _target_all(config: Any, tensors: Collection[str], architecture: Architectur
 
 
 def _one_by_one(tensors: Collection[str], architecture: Architecture) -> Iterator[tuple[Weight, set[str]]]:
-    """Yield the weights of experts that an adapter has one by one, and the last names of those of their matrices."""
+    """Yield the weights whose experts have separate adapters, and the last names of the adapted matrices."""
     found = {match[1] for name in tensors if (match := _OF_EXPERT.fullmatch(name))}
     for weight in expert_weights(architecture):
         if names := found & {leaf(module_path(tensor)) for tensor in weight.hf}:
@@ -195,26 +194,26 @@ def _places(peft: Any, tensors: Collection[str], architecture: Architecture | No
     """Return where the adapter's tensors belong, by their names in files.
 
     Args:
-        tensors: names in files; experts are one by one where some of these are.
+        tensors: names in files; they decide whether experts are separate.
     """
     own, every = {path for path, _ in peft.named_parameters()}, peft.named_parameters(remove_duplicate=False)
     found = [(path, _in_files(path), each) for path, each in every if f".{_NAME}" in path]
-    # Tied embeddings are one parameter, which files may have under both of its names.
+    # Tied embeddings are one parameter, which files may store under either name.
     parameters = {name: each for path, name, each in found if path in own or name in tensors}
-    of_experts = dict(_places_of_experts(parameters, tensors, architecture)) if architecture is not None else {}
+    of_experts = dict(_expert_places(parameters, tensors, architecture)) if architecture is not None else {}
     stacks = {parameter for parameter, _ in of_experts.values()}
     return {name: (each, _whole) for name, each in parameters.items() if each not in stacks} | of_experts
 
 
-def _places_of_experts(
+def _expert_places(
     parameters: Mapping[str, nn.Parameter], tensors: Collection[str], architecture: Architecture
 ) -> Iterator[tuple[str, Place]]:
-    """Yield where those are that files have of experts one by one."""
+    """Yield the locations of the tensors of separate experts."""
     for weight, names in _one_by_one(tensors, architecture):
         for layer in layers_of(weight, architecture):
             inside, outside = (stacked_pair(weight, architecture, layer, both=both) for both in (True, False))
             pair = inside if inside[0] in parameters else outside
-            if pair[0] not in parameters:  # its config targets other parameters
+            if pair[0] not in parameters:  # the config targets other parameters
                 continue
             rank = len(parameters[pair[0]]) // len(experts_of(weight, architecture))
             for name, place in stacked_tensors(weight, architecture, layer, pair, rank, halve=True):
@@ -224,7 +223,7 @@ def _places_of_experts(
 
 
 def _in_files(path: str) -> str:
-    """Return what files call a parameter of the adapter."""
+    """Return the name of an adapter's parameter in files."""
     name = path.removeprefix(PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
     return name.removesuffix(".weight") if "lora_magnitude" in name else name
 
@@ -235,11 +234,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[str], folder: Path) -> None:
-    """Copy the adapter's tensors into their places; all that do not fit are named at once."""
+    """Copy the adapter's tensors to their parameters; report all that do not fit at once."""
     places, base = applied.places, str(applied.model.config._name_or_path)
     missing, unknown = {*absent, *(places.keys() - tensors.keys())}, tensors.keys() - places.keys()
     findings = []
-    fix = f"name the model that it was trained on; here it is {base}"
+    fix = f"use the model that it was trained on instead of {base}"
     if missing:
         why = "its adapter_config.json names layers that the model has"
         findings.append(
@@ -257,11 +256,11 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
     if findings:
         raise MegatuneError(findings, ExitCode.INPUT)
     for parameter in {parameter for parameter, _ in places.values()}:
-        parameter.zero_()  # what no matrix of an expert has of a stack
+        parameter.zero_()  # parts of a stack without a matrix of an expert
     for name, (parameter, part) in places.items():
         part(parameter.data).copy_(tensors[name])
 
 
-def _unfit(folder: Path, finding: Finding) -> MegatuneError:
+def _cannot_apply(folder: Path, finding: Finding) -> MegatuneError:
     finding = replace(finding, what=f"the adapter cannot be applied: {finding.what}", where=str(folder))
     return MegatuneError(finding, ExitCode.INPUT)

@@ -1,4 +1,4 @@
-"""Safetensors files: boxes of tensors read from a folder of them, and how files of tensors begin."""
+"""Read boxes of tensors from a folder of safetensors files, and build the headers of such files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-# What is read at a time, beyond the memory that it is read for.
+# The maximum size of a read, in addition to the memory of the result.
 _BUCKET_BYTES = 2**26
 # A part of a tensor: NAME[first:last,left:right of 4096x11008]
 _PART = re.compile(r"(.+)\[(\d+):(\d+),(\d+):(\d+) of (\d+(?:x\d+)*)\]")
@@ -47,13 +47,13 @@ class TensorSource(ABC):
     """Hugging Face tensors by name, of which boxes can be read.
 
     Attributes:
-        shapes: of all tensors, by name, where the source knows them.
+        shapes: of all tensors, by name, if the source knows them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
+        """Return whether there is a tensor with this name."""
         return name in self.shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ class TensorSource(ABC):
         return rows[:, box.left : box.right]
 
     def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
-        """Fill elements of an engine tensor, flattened, with what its segments hold; those beyond them with zeros.
+        """Fill elements of a flattened engine tensor from its segments; elements outside of them are zero.
 
         Only boxes with such elements are read, a bucket at a time.
 
         Args:
-            target: elements `start` on of the engine's slice, [n], of any dtype and device.
+            target: elements of the engine's slice from `start` on, [n], of any dtype and device.
             segments: of the whole slice, one below the other.
             prefix: of the tensors' names in the source.
         """
@@ -98,7 +98,7 @@ class TensorSource(ABC):
 
 
 class ModelFolder(TensorSource):
-    """A model's tensors in a folder of files, which may name and arrange them in a way of their own."""
+    """A model's tensors in a folder of files, which may have other names and arrangements than the weight map."""
 
     folder: Path
 
@@ -112,7 +112,7 @@ class ModelFolder(TensorSource):
 
 
 class _Part(NamedTuple):
-    """A box of a tensor, and the entry of a file that has it."""
+    """A box of a tensor, and the file entry that holds it."""
 
     box: Box
     entry: str
@@ -121,14 +121,14 @@ class _Part(NamedTuple):
 class SafetensorsFolder(ModelFolder):
     """The tensors of `NAME.safetensors`, or of the files that `NAME.safetensors.index.json` lists.
 
-    Only what is asked for is read. NAME is "model" for a Hugging Face checkpoint. A tensor may be there in parts, which
-    several ranks wrote (`part_name`), or in MXFP4 or fp8, and is then read in bf16.
+    Tensors are read on demand. NAME is "model" for a Hugging Face checkpoint. A tensor may be stored in parts, which
+    several ranks wrote (`part_name`), or in MXFP4 or fp8, which is read as bf16.
 
     Attributes:
-        places: where a tensor is in the files, by its name; those that it does not list are there under their names.
+        places: the location of a tensor in the files, by its name; other tensors are stored under their names.
 
     Raises:
-        MegatuneError: INPUT, when files are missing, damaged or of another kind.
+        MegatuneError: files are missing, damaged or of another type (exit code 66).
     """
 
     def __init__(self, folder: str | Path, name: str = "model") -> None:
@@ -160,7 +160,7 @@ class SafetensorsFolder(ModelFolder):
         *outer, rows, count = scales.shape
         if len(outer) != 1 or blocks.shape != (*outer, rows, count, MXFP4_BLOCK // 2):
             what = f"{name} has blocks {list(blocks.shape)} and scales {list(scales.shape)}"
-            why = "MXFP4 has one scale for each block of 32 values, of experts' matrices"
+            why = "MXFP4 needs one scale for each block of 32 values, in experts' matrices"
             raise MegatuneError(Finding(what, str(self.folder), why, "copy the checkpoint again"), ExitCode.INPUT)
         return *outer, count * MXFP4_BLOCK, rows
 
@@ -169,8 +169,8 @@ class SafetensorsFolder(ModelFolder):
         expected = tuple(-(-size // FP8_BLOCK) for size in values.shape)
         if values.dtype != FP8_DTYPE or len(expected) != 2 or scales.shape != expected:
             what = f"{name} is {values.dtype} {list(values.shape)} and its scales {list(scales.shape)}"
-            why = "fp8 is read as matrices, with one scale for each block of 128 rows and 128 columns"
-            fix = "copy the checkpoint again, or give the model in bfloat16"
+            why = "fp8 is supported for matrices with one scale for each block of 128 rows and 128 columns"
+            fix = "copy the checkpoint again, or use the model in bfloat16"
             raise MegatuneError(Finding(what, str(self.folder), why, fix), ExitCode.INPUT)
 
     def _parts_missing(self, name: str) -> MegatuneError:
@@ -182,7 +182,7 @@ class SafetensorsFolder(ModelFolder):
         if index.is_file():
             return read_whole_index(index)
         if single.is_file():
-            return dict.fromkeys(self._opened(single.name)[1], single.name)
+            return dict.fromkeys(self._open_file(single.name)[1], single.name)
         raise MegatuneError(no_weights(self.folder, single.name), ExitCode.INPUT)
 
     def names(self) -> set[str]:
@@ -205,7 +205,7 @@ class SafetensorsFolder(ModelFolder):
         place = self._place(name)
         return place.name in self._file_of or place.name in self._shapes
 
-    def _opened(self, file: str) -> tuple[RangedFile, dict[str, HeaderEntry]]:
+    def _open_file(self, file: str) -> tuple[RangedFile, dict[str, HeaderEntry]]:
         if file not in self._open:
             path = self.folder / file
             header = read_header(path)
@@ -213,16 +213,16 @@ class SafetensorsFolder(ModelFolder):
         return self._open[file]
 
     def _header(self, entry: str) -> tuple[RangedFile, HeaderEntry]:
-        """Return where an entry is."""
+        """Return the file and the header entry of a tensor."""
         name = self._file_of[entry]
-        file, header = self._opened(name)
+        file, header = self._open_file(name)
         if (found := header.get(entry)) is None:
-            raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index says is there")
+            raise damaged_file(self.folder / name, f"it has no tensor {entry}, which the index lists")
         is_packed = found.dtype == "U8" and entry.removesuffix(MXFP4_BLOCKS).removesuffix(MXFP4_SCALES) in self._packed
         is_packed |= found.dtype == FP8_DTYPE and entry + FP8_SCALES in self._file_of
         if found.dtype not in _DTYPES and not is_packed:
-            what, fix = f"{entry} is {found.dtype}", "give the model in bfloat16, float16 or float32"
-            why = "tensors are read in 16 or 32 bits"
+            what, fix = f"{entry} is {found.dtype}", "use the model in bfloat16, float16 or float32"
+            why = "only 16 and 32 bits are supported"
             raise MegatuneError(Finding(what, str(self.folder / name), why, fix), ExitCode.INPUT)
         return file, found
 
@@ -236,7 +236,7 @@ class SafetensorsFolder(ModelFolder):
         return shape if place.expert is None else (place.rows, *(shape[1:2] if place.transposed else shape[2:]))
 
     def read(self, segment: Segment) -> Tensor:
-        """Read the rows or columns that the segment names, in the file's dtype, on the CPU."""
+        """Return the rows or columns of the segment, in the file's dtype, on the CPU."""
         shape = self.shape(segment.name)
         box = whole_box(shape)
         if segment.dim == 1:
@@ -250,7 +250,7 @@ class SafetensorsFolder(ModelFolder):
             return self._joined(place.name, box)
         if place.expert is None:
             return self._read_matrix(place.name, whole_box(self.file_shape(place.name)), box)
-        # A matrix, or a bias, in a stack of those of all experts.
+        # A matrix, or a bias, in a stack of all experts.
         rows, columns = (*self.file_shape(place.name)[1:], 1)[:2]
         inside = box._replace(first=box.first + place.first_row, last=box.last + place.first_row)
         matrix = Box(0, rows, 0, columns)
@@ -259,7 +259,7 @@ class SafetensorsFolder(ModelFolder):
         return self._read_matrix(place.name, matrix, inside, place.expert)
 
     def _joined(self, name: str, box: Box) -> Tensor:
-        """Read a box of a tensor that is in parts."""
+        """Read a box of a tensor that is stored in parts."""
         found: Tensor | None = None
         for part in self._parts[name]:
             if (overlap := part.box.overlap(box)) is not None:
@@ -273,7 +273,7 @@ class SafetensorsFolder(ModelFolder):
         return found
 
     def _read_matrix(self, entry: str, whole: Box, box: Box, index: int = 0) -> Tensor:
-        """Read a box of a matrix of an entry, which may be the index-th in a stack of the same size."""
+        """Read a box of a matrix of an entry, which may be the index-th in a stack."""
         if entry in self._packed:
             return self._unpacked(entry, box, index)
         if entry in self._scaled:
@@ -281,13 +281,13 @@ class SafetensorsFolder(ModelFolder):
         return self._stored(entry, whole, box, index)
 
     def _stored(self, entry: str, whole: Box, box: Box, index: int = 0) -> Tensor:
-        """Read a box as `_read_matrix`, as it is in the file; integers and fp8 as bytes."""
+        """Read a box like `_read_matrix`, but as it is stored; integers and fp8 as bytes."""
         file, place = self._header(entry)
         dtype = _DTYPES.get(place.dtype, torch.uint8)
         height, width = box.shape
         row_bytes = (whole.right - whole.left) * dtype.itemsize
         if place.stop - place.start < (index + 1) * whole.numel * dtype.itemsize:
-            raise damaged_file(file.path, f"{entry} is smaller than its name says")
+            raise damaged_file(file.path, f"{entry} is smaller than its name states")
         first = place.start + index * whole.numel * dtype.itemsize + (box.first - whole.first) * row_bytes
 
         def read(start: int, stop: int) -> Tensor:
@@ -295,7 +295,7 @@ class SafetensorsFolder(ModelFolder):
                 content = file.read(start, stop)
             except OSError as error:
                 raise damaged_file(file.path, error) from None
-            # Files of other writers may not align what they hold.
+            # Other writers may not align the data.
             return (content if content.data_ptr() % dtype.itemsize == 0 else content.clone()).view(dtype)
 
         if height == 1 or width * dtype.itemsize == row_bytes:
@@ -310,13 +310,13 @@ class SafetensorsFolder(ModelFolder):
         return found
 
     def _descaled(self, name: str, whole: Box, box: Box) -> Tensor:
-        """Read a box of a matrix in fp8, bf16."""
+        """Read a box of an fp8 matrix as bf16."""
         scales = whole_box(self._header(name + FP8_SCALES)[1].shape)
         values = self._stored(name, whole, box).view(torch.float8_e4m3fn)
         return dequantize_fp8(values, self._stored(name + FP8_SCALES, scales, fp8_grid(box)), box)
 
     def _unpacked(self, name: str, box: Box, index: int) -> Tensor:
-        """Read a box of the index-th matrix of a tensor in MXFP4, bf16, in whole blocks: its rows lie in columns."""
+        """Read a box of the index-th matrix of an MXFP4 tensor as bf16, in whole blocks: rows are stored as columns."""
         _, columns, rows = self._shapes[name]
         first, last = box.first // MXFP4_BLOCK, -(-box.last // MXFP4_BLOCK)
 
@@ -334,7 +334,7 @@ class SafetensorsFolder(ModelFolder):
 
 
 def part_name(name: str, shape: Sequence[int], box: Box) -> str:
-    """Return what files call a box of a tensor; the tensor's own name where it is all of it."""
+    """Return the name of a box of a tensor in files; the tensor's name if it is the whole tensor."""
     if box == whole_box(tuple(shape)):
         return name
     return f"{name}[{box.first}:{box.last},{box.left}:{box.right} of {'x'.join(map(str, shape))}]"
@@ -342,7 +342,7 @@ def part_name(name: str, shape: Sequence[int], box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -354,7 +354,7 @@ class TensorEntry:
 
 
 def header_of(entries: Iterable[TensorEntry]) -> bytes:
-    """Return how a file of these tensors begins, up to the first one's bytes; see `weight_index.read_header`."""
+    """Return the header of a file with these tensors, before the first one's data; see `weight_index.read_header`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:

@@ -1,7 +1,7 @@
-"""What ranks hold of optimizer state, or of gradients, as safetensors files: every rank writes its own boxes.
+"""Write the optimizer state or gradients of all ranks as safetensors files; every rank writes its own boxes.
 
-Nothing is gathered. Boxes are named after the Hugging Face tensors that they are part of (see `part_name`), so that any
-layout reads exactly what it needs.
+Nothing is gathered. A box is named after the Hugging Face tensor of which it is a part (see `part_name`), so that every
+layout can read exactly what it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatune.architecture import Architecture
-from megatune.bridge.file_set import united
+from megatune.bridge.file_set import gather_dict
 from megatune.bridge.file_stream import TensorFile, WrittenFile, flat_pieces, index_files
 from megatune.bridge.parameters import LocalParameter, holders_of
 from megatune.bridge.safetensors_files import TensorEntry, part_name
@@ -24,7 +24,7 @@ from megatune.engine.optimizer import MainShard
 from megatune.families.table import Box, Row, rows_of
 from megatune.families.weights import TensorLayout
 
-# Below this many elements a parameter's copies are not cut: one of the ranks that hold them writes all of it.
+# Smaller parameters are not split between the ranks with copies of them: one rank writes all of it.
 _SMALL = 2**16
 
 
@@ -33,9 +33,9 @@ class _Entry:
     """A box that this rank writes.
 
     Attributes:
-        row: of the table.
-        parts: elements start..stop of `values`, which follow each other in the box.
-        values: what the rank holds of the parameter, flattened.
+        row: in the table.
+        parts: elements start..stop of `values`, which are consecutive in the box.
+        values: this rank's elements of the parameter, flattened.
     """
 
     kind: str
@@ -52,12 +52,12 @@ class _Entry:
 
 
 class ShardFiles:
-    """Files of tensors of which this rank holds the elements of its shards, as fp32; made by all ranks together.
+    """Files of tensors in the layout of this rank's optimizer shards, as fp32; constructed by all ranks together.
 
     Args:
-        stem: of the files' names, with their folder.
-        kinds: of the tensors, by which their names begin.
-        tensors: of each parameter, the elements of its shard, of each kind that it has.
+        stem: the common part of the files' names, with their folder.
+        kinds: of the tensors, the prefixes of their names.
+        tensors: for each parameter, the elements of its shard, for each of its kinds.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ShardFiles:
             shard = shards.get(local.parameter)
             return shard is not None and (shard.start, shard.stop) == (0, local.parameter.numel())
 
-        # Only the distributed optimizer splits a parameter; without it every replica holds all of them.
+        # Only the distributed optimizer splits parameters; otherwise every replica holds all of them.
         is_split = not all(groups.all_gather_object(all(is_whole(local) for local in trained)))
         mine = [
-            (local, shards[local.parameter], own_share(local, shards[local.parameter], coords, is_split))
+            (local, shards[local.parameter], rank_range(local, shards[local.parameter], coords, is_split))
             for local in trained
             if local.parameter in shards and not local.is_copy
         ]
@@ -94,7 +94,7 @@ class ShardFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that this rank writes."""
+        """The number of bytes of the tensors that this rank writes."""
         return sum(entry.tensor.num_bytes for entry in self._entries)
 
     def files(self) -> Iterator[WrittenFile]:
@@ -107,7 +107,7 @@ class ShardFiles:
             entries = [entry.tensor for entry in self._entries]
             places = {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
             yield TensorFile(f"{name}.safetensors", entries, self._tensors())
-        index = index_files(self._stem, united(places))
+        index = index_files(self._stem, gather_dict(places))
         yield from index if self._coords.rank == 0 else ()
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -116,17 +116,17 @@ class ShardFiles:
                 yield from flat_pieces(entry.values[start:stop], torch.float32)
 
 
-def own_share(local: LocalParameter, shard: MainShard, coords: RankCoordinates, is_split: bool) -> tuple[int, int]:
-    """Return which elements of its shard a rank writes: ranks that hold the same ones have a share each."""
+def rank_range(local: LocalParameter, shard: MainShard, coords: RankCoordinates, is_split: bool) -> tuple[int, int]:
+    """Return the elements of its shard that a rank writes; ranks with the same elements write a part each."""
     holders = holders_of(coords, experts=local.weight.per_expert)
     copies, copy = (1, 0) if is_split else (holders.replicas.size(), holders.replicas.rank())
     if local.weight.layout is TensorLayout.REPLICATED:
         copies, copy = copies * holders.slices.size(), copy * holders.slices.size() + holders.slices.rank()
-    return share_of(shard.start, shard.stop, copies, copy, local.layer)
+    return copy_range(shard.start, shard.stop, copies, copy, local.layer)
 
 
-def share_of(start: int, stop: int, copies: int, copy: int, turn: int) -> tuple[int, int]:
-    """Return the part of elements start..stop for one of several copies; a few elements are one copy's, in turn."""
+def copy_range(start: int, stop: int, copies: int, copy: int, turn: int) -> tuple[int, int]:
+    """Return the part of elements start..stop that one of several copies writes; few elements are written by one."""
     length = stop - start
     if length <= _SMALL:
         return (start, stop) if turn % copies == copy else (start, start)
@@ -136,8 +136,8 @@ def share_of(start: int, stop: int, copies: int, copy: int, turn: int) -> tuple[
 def _joined(
     local: LocalParameter, architecture: Architecture, start: int, stop: int, first: int
 ) -> Iterator[tuple[Row, list[tuple[int, int]]]]:
-    """Yield the rows of the table of elements start..stop, those that are next to each other in a Hugging Face tensor
-    joined, each with its elements counted from `first`: queries, keys and values lie between each other."""
+    """Yield the table's rows of elements start..stop, merged if they are adjacent in a Hugging Face tensor, each with
+    its elements counted from `first`: queries, keys and values alternate."""
     open_rows: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for row in rows_of(local.weight, architecture, local.slice, local.layer, start, stop):
         part = (row.start - first, row.start - first + row.box.numel)
@@ -151,7 +151,7 @@ def _joined(
 
 
 def _below(box: Box, other: Box) -> Box | None:
-    """Return the box of two, the other one directly below the first; None where it is not."""
+    """Return the union of two boxes if the other one is directly below the first; otherwise None."""
     is_below = (box.last, box.left, box.right) == (other.first, other.left, other.right)
     return box._replace(last=other.last) if is_below else None
 
@@ -164,18 +164,18 @@ def optimizer_files(
     *,
     folder: str = "",
 ) -> ShardFiles:
-    """Return master weights and running averages, fp32, as `optimizer*.safetensors`.
+    """Return files with master weights and moments, fp32, as `optimizer*.safetensors`.
 
-    Tensors are named KIND/HUGGING_FACE_NAME, so that any layout can read them. Master weights are left out where all
-    that is trained is fp32: they are the weights.
+    Tensors are named KIND/HUGGING_FACE_NAME, so that every layout can read them. Master weights are omitted if all
+    trained weights are fp32, as they are the same.
 
     Args:
-        folder: that they are in, "training/" or nothing.
+        folder: their folder, "training/" or nothing.
     """
-    # Under the distributed optimizer a rank may own no part of any parameter.
-    kinds = sorted(united({kind: None for shard in shards.values() for kind in shard.state}))
+    # With the distributed optimizer a rank may own no part of any parameter.
+    kinds = sorted(gather_dict({kind: None for shard in shards.values() for kind in shard.state}))
     is_narrow = any(local.parameter.dtype != torch.float32 for local in parameters if local.parameter.requires_grad)
-    # Beside adapters, which are fp32, a stage may have a module that is trained whole.
+    # In addition to adapters, which are fp32, a stage may have a module that is trained whole.
     if any(groups.all_gather_object(is_narrow)):
         kinds = ["main", *kinds]
     tensors = {param: {"main": shard.main, **shard.state} for param, shard in shards.items()}
@@ -189,7 +189,7 @@ def save_gradients(
     architecture: Architecture,
     coords: RankCoordinates,
 ) -> list[Path]:
-    """Write the gradients that `forward_backward` left, fp32, as `gradient*.safetensors`, tensors named grad/NAME."""
+    """Write the gradients of the last `forward_backward`, fp32, as `gradient*.safetensors`, named grad/NAME."""
     tensors = {param: {"grad": shard.grad} for param, shard in shards.items()}
     files = ShardFiles("gradient", ["grad"], parameters, shards, tensors, architecture, coords)
     return [file.write(folder) for file in files.files()]

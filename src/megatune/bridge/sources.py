@@ -1,7 +1,7 @@
-"""Where the weights of a run come from that are not in the model's files as the run has them: new adapters and scores,
-and matrices that it quantizes.
+"""Sources of weights that are not in the model's files as the run needs them: new adapters and scores, and quantized
+matrices.
 
-Each Hugging Face matrix is read and quantized whole, one at a time, and cut then: the scales of a slice need all of it.
+Each Hugging Face matrix is read and quantized whole, one at a time, and then sliced: the scales depend on all of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatune.families.weights import Segment, Weight, all_shapes, hf_shapes
 
 
 class InitialAdapters(TensorSource):
-    """New adapters, as peft begins them: A uniform within ±1 / √in, B zero, lengths those of the base's rows.
+    """New adapters with peft's initialization: A uniform within ±1 / √in, B zero, magnitudes the base's row norms.
 
-    Each A is drawn from the seed and its own name, so that every layout begins with the same ones.
+    Each A is drawn from the seed and its name, so that all layouts start from the same adapters.
 
     Args:
-        base: what the lengths are read from.
+        base: the source from which the norms are computed.
     """
 
     def __init__(self, weights: Sequence[Weight], architecture: Architecture, base: TensorSource, seed: int) -> None:
@@ -46,11 +46,11 @@ class InitialAdapters(TensorSource):
             rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
             return self._base.read(rows).float().norm(dim=1)
         if segment.name.endswith(LORA_A):
-            return self.drawn(segment, 1 / math.sqrt(shape[1]))
+            return self.draw(segment, 1 / math.sqrt(shape[1]))
         return torch.zeros(segment.stop - segment.start, *shape[1:])
 
-    def drawn(self, segment: Segment, bound: float) -> Tensor:
-        """Draw a tensor uniformly within ±bound, and return the part of it."""
+    def draw(self, segment: Segment, bound: float) -> Tensor:
+        """Draw a tensor uniformly within ±bound, and return the segment of it."""
         digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         drawn = torch.empty(self.shapes[segment.name]).uniform_(-bound, bound, generator=generator)
@@ -58,10 +58,10 @@ class InitialAdapters(TensorSource):
 
 
 class InitialScore(TensorSource):
-    """The score of a model that is made of a language model, as Transformers begins it: normal, with a standard
+    """The new score of a model based on a language model, with Transformers' initialization: normal, with a standard
     deviation of initializer_range.
 
-    It is drawn from the seed alone, so that every layout begins with the same one.
+    It is drawn from the seed alone, so that all layouts start from the same score.
     """
 
     def __init__(self, architecture: Architecture, seed: int) -> None:
@@ -77,17 +77,17 @@ class InitialScore(TensorSource):
 def weight_sources(
     folder: TensorSource, architecture: Architecture, settings: Settings, adapter: Path | None
 ) -> tuple[TensorSource, TensorSource | None]:
-    """Return what the model's own weights are read from, and what those of adapters and of modules trained whole are.
+    """Return the sources of the base model's weights, and of adapters and modules that are trained whole.
 
     Args:
         folder: the model's weights.
-        adapter: what a run resumes from; None for the last of `adapter_name_or_path`, or new adapters.
+        adapter: the checkpoint from which the run resumes; None for the last adapter in the settings, or new ones.
 
     Returns:
-        The base, with the adapters before that merged into it; and None where there are no adapters.
+        The base with all earlier adapters merged into it; and the adapters' source, None if there are no adapters.
 
     Raises:
-        MegatuneError: INPUT, where an adapter cannot be used.
+        MegatuneError: an adapter cannot be used (exit code 66).
     """
     finetuning = settings.finetuning
     if finetuning.finetuning_type != "lora":
@@ -105,34 +105,34 @@ def weight_sources(
     )
 
 
-# Rows of queries, keys and values are asked for in turn.
-_MOST_RECENT = 3
+# Rows of queries, keys and values are read alternately.
+_MAX_RECENT = 3
 
 
 @torch.no_grad()
 def fill_quantized(
     target: QuantizedMatrix, source: TensorSource, segments: list[Segment], shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Fill a quantized matrix from what its segments are parts of.
+    """Fill a quantized matrix from the Hugging Face matrices of its segments.
 
     Args:
         segments: of this rank's slice, in order.
-        shapes: of all Hugging Face matrices of the weight in this layer; of this rank's experts only.
+        shapes: of all Hugging Face matrices of the weight in this layer; only of this rank's experts.
 
     Raises:
-        MegatuneError: INPUT, where a file is damaged.
+        MegatuneError: a file is damaged (exit code 66).
     """
     first_statistics, num_statistics = dict[str, int](), 0
     for name, shape in shapes.items():
         first_statistics[name] = num_statistics
         num_statistics += target.form.num_statistics(shape)
-    rows = dict(zip(segments, _first_rows(segments, shapes), strict=True))
+    rows = dict(zip(segments, _start_rows(segments, shapes), strict=True))
     target.allocate(next(iter(shapes.values()))[1], num_statistics)
     for name, shape in shapes.items():
         parts = [segment for segment in segments if segment.name == name]
         if not parts:
             continue
-        # From the dtype that is computed with.
+        # Quantize from the compute dtype.
         values = source.whole(name).to(device.current()).to(target.dtype)
         whole = quantize(values, target.form)
         for segment in parts:
@@ -141,8 +141,8 @@ def fill_quantized(
             target.store(rows[segment], whole, part, first_statistics[name])
 
 
-def _first_rows(segments: list[Segment], shapes: dict[str, tuple[int, ...]]) -> list[int]:
-    """Return the row of the slice that each segment begins at."""
+def _start_rows(segments: list[Segment], shapes: dict[str, tuple[int, ...]]) -> list[int]:
+    """Return the row of the slice at which each segment starts."""
     rows, row = [], 0
     for segment in segments:
         rows.append(row)
@@ -151,10 +151,10 @@ def _first_rows(segments: list[Segment], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 class DequantizedSource(TensorSource):
-    """What matrices are worth that a run quantizes, in place of those in the files: DoRA's first lengths are of them.
+    """The dequantized values of matrices that a run quantizes, from which DoRA's initial magnitudes are computed.
 
     Args:
-        shapes: of the quantized ones, by name.
+        shapes: of the quantized matrices, by name.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class DequantizedSource(TensorSource):
         if segment.name not in self._shapes:
             return self._source.read(segment)
         if segment.name not in self._recent:
-            if len(self._recent) == _MOST_RECENT:
+            if len(self._recent) == _MAX_RECENT:
                 self._recent.pop(next(iter(self._recent)))
             shape = self._shapes[segment.name]
             values = QuantizedMatrix(shape, self._dtype, self._form)
@@ -183,7 +183,7 @@ class DequantizedSource(TensorSource):
 
 
 def dequantized_source(source: TensorSource, architecture: Architecture, settings: Settings) -> TensorSource:
-    """Return the source, or where the run quantizes its base what quantizing makes of it."""
+    """Return the source; if the run quantizes its base, with dequantized values."""
     form = form_of(settings.finetuning)
     if form is None:
         return source

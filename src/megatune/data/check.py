@@ -16,7 +16,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError, no_rows
 from megatune.data.samples import LANGUAGE_FIELD, RowReader, read_samples
 from megatune.data.sources import DatasetSource, datasets_of, prompt_sources
-from megatune.data.sources.detection import ROWS_FOR_DETECTION, as_yaml, suggested
+from megatune.data.sources.detection import ROWS_FOR_DETECTION, suggest_columns, to_yaml
 from megatune.data.templates import check_template
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.processes import usable_processes
@@ -92,9 +92,9 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
     codes = {error.code for error in errors}
     if len(errors) == len(first) and codes <= {*_MISSING, *_FIXES}:
         what = f"{source.name}: none of its first {len(first)} rows can be trained on"
-        found = suggested(first[0][0].row.fields, settings.run.stage)
+        found = suggest_columns(first[0][0].row.fields, settings.run.stage)
         parts = {"prompt" if usual == "query" else usual: name for name, usual in found.items()}
-        fix = f"name its columns, in its entry of dataset_info.json or as a setting: columns: {as_yaml(parts)}"
+        fix = f"name its columns, in its entry of dataset_info.json or as a setting: columns: {to_yaml(parts)}"
         fix = _FIXES.get(errors[0].code, fix)
         raise MegatuneError(Finding(what, first[0][0].row.where, str(errors[0]), fix), ExitCode.DATA)
     return list(dict.fromkeys(name for sample, _ in first for name in sample.row.fields))

@@ -19,7 +19,7 @@ from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
 from megatune.data.templates.swift_table import template_of_swift
-from megatune.data.templates.turns import joined_texts, needs_whole_text, tokens_of_whole_texts, with_ends
+from megatune.data.templates.turns import join_by_mask, needs_whole_text, tokens_of_whole_texts, train_ends
 from megatune.data.tokenizer_files import cannot_load, check_pretraining_tokenizer, check_tokenizer, check_vocabulary
 from megatune.data.truncation import (
     Segment,
@@ -147,7 +147,7 @@ class Encoder:
                     if isinstance(turns := next(rendered), RowError):
                         errors.append(turns)
                     elif self.vision is not None and pictures:
-                        both.append(_Written([self.vision.spaced(turn) for turn in turns], pictures))
+                        both.append(_Written([self.vision.pad_media(turn) for turn in turns], pictures))
                     else:
                         both.append(_Written(turns))
                 written.append(errors[0] if errors else both)
@@ -200,7 +200,7 @@ class Encoder:
     def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnSegments]]:
         """Tokenize neighbouring texts with the same mask as one text; see `Template.answer_end`."""
         joined = [
-            joined_texts(
+            join_by_mask(
                 (text, trained)
                 for turn in turns
                 for pieces, trained in (
@@ -213,7 +213,7 @@ class Encoder:
         ]
         ids = self._ids([end, *(text for texts in joined for text, _ in texts)])
         return [
-            [(segment, ([], False)) for segment in with_ends([(ids[text], on) for text, on in texts], ids[end])]
+            [(segment, ([], False)) for segment in train_ends([(ids[text], on) for text, on in texts], ids[end])]
             for texts in joined
         ]
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatune.data.media import PictureSource
-from megatune.data.media.processor import Measured
+from megatune.data.media import MediaSource
+from megatune.data.media.processor import MediaShape
 from megatune.data.store import Column, ColumnWriter
 
 PICTURES_FILE = "pictures.npy"
@@ -66,7 +66,7 @@ class DocumentPicture(NamedTuple):
     packed: bytes | memoryview
 
 
-def packed(source: PictureSource, measured: Measured) -> bytes:
+def packed(source: MediaSource, measured: MediaShape) -> bytes:
     """Serialize the source of an image or video: the size of a JSON header, the header, and the bytes that the row
     contains.
 
@@ -85,7 +85,7 @@ def packed(source: PictureSource, measured: Measured) -> bytes:
     return b"".join([_SIZE.pack(len(text)), text, *(part.data or b"" for part in parts)])
 
 
-def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
+def unpacked(content: bytes | memoryview) -> tuple[MediaSource, MediaShape]:
     """Deserialize what `packed` returned."""
     header, begin = _header_of(content)
     parts = []
@@ -93,12 +93,12 @@ def unpacked(content: bytes | memoryview) -> tuple[PictureSource, Measured]:
         parts.append((path, None if size is None else bytes(content[begin : begin + size])))
         begin += size or 0
     if header["frames"]:
-        source = PictureSource(header["kind"], frames=tuple(PictureSource("image", *part) for part in parts))
+        source = MediaSource(header["kind"], frames=tuple(MediaSource("image", *part) for part in parts))
     else:
-        source = PictureSource(header["kind"], *parts[0])
+        source = MediaSource(header["kind"], *parts[0])
     written = header["measured"].items()
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written}
-    return source, Measured(**fields)
+    return source, MediaShape(**fields)
 
 
 def _header_of(content: bytes | memoryview) -> tuple[dict[str, Any], int]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowsBuilder, RowShape
-from megatune.data.cache import built, stored_key
-from megatune.data.cache.key import kept_as, prepared_key
+from megatune.data.cache import get_or_build, stored_key
+from megatune.data.cache.key import prepared_key, versioned
 from megatune.data.order import mixed_order
 from megatune.data.pipeline import DatasetReader, DatasetState, Pipeline
 from megatune.data.report import HELD_OUT_COPY, DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
@@ -71,7 +71,7 @@ def prepare(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: Visi
     def build(folder: Path) -> None:
         _build(Pipeline.of(settings, tokenizer, vision), folder)
 
-    prepared = built(settings, kept_as(key.name), build, open_prepared, key.made_of())
+    prepared = get_or_build(settings, versioned(key.name), build, open_prepared, key.provenance())
     # max_bad_rows is not part of the key: the rows stay cached for a run with a higher limit.
     check_bad_rows(prepared.report.datasets, settings.data)
     return replace(prepared, key_parts=key.parts)

@@ -15,7 +15,7 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, fill_placeholders
 from megatune.data.encode import make_encoder
 from megatune.data.formats import to_example, to_question
-from megatune.data.formats.fields import check_inside
+from megatune.data.formats.fields import check_within_media_dir
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.samples import Replacements, drawn_rows, not_filled, replacements, values_for
@@ -74,7 +74,7 @@ def read_questions(
                 else:
                     chat = to_question(row.fields, source, pictures=pictures)
                 if source.fetched:
-                    check_inside(chat.pictures)
+                    check_within_media_dir(chat.pictures)
                 filled, missing = fill_placeholders(chat, values_for(row.fields, placeholders))
                 assert isinstance(filled, Conversation)
             except RowError as error:

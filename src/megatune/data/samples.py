@@ -13,7 +13,7 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
 from megatune.data.formats import to_example
-from megatune.data.formats.fields import check_inside
+from megatune.data.formats.fields import check_within_media_dir
 from megatune.data.formats.labels import Labels
 from megatune.data.readers import RawRow
 from megatune.data.sources import DatasetSource, SourcePosition
@@ -86,7 +86,7 @@ class RowReader:
         try:
             example = to_example(fields, self.source, self.stage, pictures=self.pictures, labels=self.labels)
             if self.source.fetched and not isinstance(example, str):
-                check_inside(example.pictures)
+                check_within_media_dir(example.pictures)
             missing: list[str] = []
             if any("{{" in text for text in texts(example)):
                 example, missing = fill_placeholders(example, values_for(fields, self.placeholders))

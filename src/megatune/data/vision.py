@@ -16,10 +16,10 @@ import numpy as np
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, RowPicture
-from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_count, tags_of
-from megatune.data.media import picture_source
+from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_tag_count, tags_of
+from megatune.data.media import media_source
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import PictureProcessor, spaced
+from megatune.data.media.processor import PictureProcessor, pad_media
 from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn
@@ -82,7 +82,7 @@ class VisionInput:
         """
         tags = [tag for message in conversation.messages for tag in tags_of(message.content)]
         for tag, kind in ((IMAGE, "image"), (VIDEO, "video")) if not self.spare_tags else ():
-            check_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.pictures))
+            check_tag_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.pictures))
         if not conversation.pictures:
             return conversation, ()
         for each in conversation.pictures:
@@ -95,16 +95,16 @@ class VisionInput:
         messages = tuple(replace(each, content=_with_text(each.content, remaining)) for each in conversation.messages)
         return replace(conversation, system=system or conversation.system, messages=messages), placed
 
-    def spaced(self, turn: Turn) -> Turn:
+    def pad_media(self, turn: Turn) -> Turn:
         """Add the model's separators around images and videos to a turn."""
         prompt, completion = (
-            tuple(spaced(text, self.vision.text) for text in pieces) for pieces in (turn.prompt, turn.completion)
+            tuple(pad_media(text, self.vision.text) for text in pieces) for pieces in (turn.prompt, turn.completion)
         )
         return replace(turn, prompt=prompt, completion=completion)
 
     def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
         """Return the entry of an image or video, and the text that replaces its tag."""
-        source = picture_source(picture.value, picture.kind, self.media_dir)
+        source = media_source(picture.value, picture.kind, self.media_dir)
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
         try:

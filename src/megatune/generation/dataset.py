@@ -17,9 +17,9 @@ from typing import Any
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import RowPicture
 from megatune.data.formats.fields import TAG
-from megatune.data.media import picture_source
+from megatune.data.media import media_source
 from megatune.data.prompts import Question
-from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, as_dicts
+from megatune.data.templates.chat_template import CALL_FORMS, ChatTemplate, to_openai
 from megatune.data.templates.tools import tool_schema
 from megatune.data.text_scores import Scored
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -168,7 +168,7 @@ def _placed(
         text = parts[0]
         for part in parts[1:]:
             picture = next(left)
-            shown.append(generator.pictures.read(picture_source(picture.value, picture.kind, media_dir)))
+            shown.append(generator.pictures.read(media_source(picture.value, picture.kind, media_dir)))
             text += shown[-1].placeholder + part
         placed.append({**message, "content": text} if len(parts) > 1 else message)
     return placed, tuple(shown)
@@ -188,7 +188,7 @@ def _shown(generator: Generator, question: Question, prompt: Prompt) -> Reply:
 def _line(question: Question, reply: Reply) -> dict[str, Any]:
     """Return the line of an answer: ms-swift's fields; pictures are named by their paths, not copied."""
     conversation = question.conversation
-    messages = as_dicts(conversation.messages, conversation.system or "", CALL_FORMS[0])
+    messages = to_openai(conversation.messages, conversation.system or "", CALL_FORMS[0])
     line: dict[str, Any] = {
         "response": reply.text,
         "labels": question.label,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatune.data.media.processor import spaced
+from megatune.data.media.processor import pad_media
 from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import check_writes, find_model
@@ -165,7 +165,7 @@ class Generator:
         return self._checked(Prompt(self.tokenizer(self._spaced(text))["input_ids"], pictures))
 
     def _spaced(self, text: str) -> str:
-        return text if self.pictures is None else spaced(text, self.pictures.vision.text)
+        return text if self.pictures is None else pad_media(text, self.pictures.vision.text)
 
     def check_template(self) -> None:
         """Refuse a tokenizer without a chat template (INPUT)."""

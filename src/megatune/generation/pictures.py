@@ -12,8 +12,8 @@ import torch
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
-from megatune.data.media.arguments import picture_arguments, rotary_position_ids
+from megatune.data.media import MediaSource
+from megatune.data.media.arguments import media_arguments, rotary_position_ids
 from megatune.data.media.load import load_processor
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture, read_config
@@ -21,7 +21,7 @@ from megatune.generation.options import GenerationOptions, MediaOptions
 from megatune.generation.prompt import Prompt
 
 if TYPE_CHECKING:
-    from megatune.data.media.processor import Measured, PictureProcessor
+    from megatune.data.media.processor import MediaShape, PictureProcessor
     from megatune.encoders import Vision
 
 _TAG = re.compile(r"<(image|video)>")
@@ -37,7 +37,7 @@ class Picture:
     """
 
     kind: str
-    measured: Measured
+    measured: MediaShape
     placeholder: str
     pixels: np.ndarray
 
@@ -50,7 +50,7 @@ class PromptPictures:
     pictures: tuple[Picture, ...]
     processor: PictureProcessor | None = None  # of pictures that are asked about later
 
-    def read(self, source: PictureSource) -> Picture:
+    def read(self, source: MediaSource) -> Picture:
         """Read a picture that was not named before.
 
         Raises:
@@ -106,7 +106,7 @@ def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Pic
     if not pictures:
         return {}
     given = [(each.kind, each.measured.grid, each.measured.seconds_per_grid, each.pixels) for each in pictures]
-    return picture_arguments(input_ids[0].numpy(), given, vision)
+    return media_arguments(input_ids[0].numpy(), given, vision)
 
 
 def check_placeholders(vision: Vision, prompt: Prompt) -> None:
@@ -151,7 +151,7 @@ def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | 
     return PromptPictures(vision, _read(processor, options), processor)
 
 
-def read_picture(processor: PictureProcessor, source: PictureSource) -> Picture:
+def read_picture(processor: PictureProcessor, source: MediaSource) -> Picture:
     """Read one picture.
 
     Raises:
@@ -166,7 +166,7 @@ def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[Pict
     pictures, findings = [], []
     for kind, path in options.pictures:
         try:
-            pictures.append(read_picture(processor, PictureSource(kind, path)))
+            pictures.append(read_picture(processor, MediaSource(kind, path)))
         except RowError as error:
             findings.append(Finding(str(error), f"--{kind}", fix=f"give another {kind}"))
     if findings:

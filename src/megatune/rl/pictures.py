@@ -18,7 +18,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats.fields import PARTS, Inline, files_of, part_value, pictures_of
 from megatune.data.formats.form import Columns
-from megatune.data.media.arguments import picture_arguments, rotary_position_ids
+from megatune.data.media.arguments import media_arguments, rotary_position_ids
 from megatune.data.pictures import unpacked
 from megatune.data.truncation import unnumbered
 from megatune.data.vision import Placed, VisionInput, load_vision_input
@@ -162,7 +162,7 @@ def _others(settings: RLSettings) -> dict[str, str]:
 
 def model_arguments(input_ids: np.ndarray, shown: Shown) -> dict[str, Tensor]:
     """Return what Transformers' model takes of a prompt's pictures beside its tokens, int64 [tokens]; see
-    `picture_arguments`.
+    `media_arguments`.
 
     Raises:
         MegatuneError: (DATA) a picture cannot be read, or has changed since it was measured.
@@ -176,7 +176,7 @@ def model_arguments(input_ids: np.ndarray, shown: Shown) -> dict[str, Tensor]:
             fix = "engines read images where the driver does: on every machine, at the same path"
             raise MegatuneError(Finding(str(error), source.name, fix=fix), ExitCode.DATA) from error
         given.append((source.kind, each.grid, each.seconds_per_grid, pixels))
-    return picture_arguments(input_ids, given, shown.vision.vision)
+    return media_arguments(input_ids, given, shown.vision.vision)
 
 
 def position_shift(input_ids: np.ndarray, shown: Shown | None) -> int:

@@ -18,8 +18,8 @@ from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.rl.settings import UNSCORED
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError
-from megatune.data.formats.fields import Inline, encodable, listed
-from megatune.data.media.processor import spaced
+from megatune.data.formats.fields import Inline, encodable, field_names
+from megatune.data.media.processor import pad_media
 from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
 from megatune.data.vision import Placed, VisionInput
@@ -261,7 +261,7 @@ class _Reader:
                 raise RowError("no-answer", what, "there is none behind the prompt")
             answer_ids = np.array(self._tokenizer(answer, add_special_tokens=False)["input_ids"], np.int64)
         if placed and self._vision is not None:
-            text = spaced(text, self._vision.vision.text)
+            text = pad_media(text, self._vision.vision.text)
         named = row.get(self._data.id)
         number = raw.where if named is None else encodable(str(named), self._data.id)
         prompt = encodable(text, "prompt")
@@ -281,7 +281,7 @@ class _Reader:
             return self._written(text, row, tag)
         if not isinstance(text, str):
             columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
-            raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {listed(row)}")
+            raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {field_names(row)}")
         messages = [{"role": "user", "content": text}]
         (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
         return Asked(messages, written["content"], placed)

@@ -15,7 +15,7 @@ from megatune.data.formats.form import Form
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.templates import Thinking, load_template, template_names
 from megatune.data.templates.chat_template import FIXED_DATE
-from megatune.data.templates.rendering import RenderLimitError, beyond_limits, render, template_errors
+from megatune.data.templates.rendering import RenderLimitError, limit_error, render, template_errors
 from megatune.data.templates.swift_table import template_of_swift
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -190,7 +190,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Writer
         try:
             return render(source, messages, **given)
         except RenderLimitError as error:
-            raise beyond_limits(error) from error
+            raise limit_error(error) from error
         except template_errors() as error:
             raise RowError("refused-by-template", "the chat template refuses the messages", str(error)) from error
 

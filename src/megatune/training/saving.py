@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatune import __version__
 from megatune.bridge.assemble import Assembly
-from megatune.bridge.file_stream import FEW, FileStream, HostBuffers
+from megatune.bridge.file_stream import MIN_BUCKETS, FileStream, HostBuffers
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
@@ -97,7 +97,8 @@ class CheckpointSaver:
         check = not self._settings.checkpoint.save_only_model
         shows = self._assembly.coords.rank == 0 and not background
         progress = Progress("saving", files.num_bytes, shows=shows)  # of this rank; all have about as much
-        stream = FileStream(folder, self._buffers, limit=None if background else FEW, check=check, wrote=progress.add)
+        limit = None if background else MIN_BUCKETS
+        stream = FileStream(folder, self._buffers, limit=limit, check=check, on_write=progress.add)
         finish = self._finish_of(folder, state)
         self._count += 1
         save = _Save(stream, folder, needed, finish, self._assembly.coords.world_size, self._count, is_nice=background)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from megatune.data.bad_rows import RowError
 from megatune.data.preview import Preview, PreviewRow, RowDocument, load_model_input, read_preview
 from megatune.data.preview.show import (
-    collapsed,
-    described,
+    collapse_repeats,
+    describe_media,
     shared_prompt,
-    small_copies_of,
+    thumbnails,
     title,
     token_texts,
     visible,
@@ -62,12 +62,12 @@ def _part(
     """Return the tokens of a document from `start` to `stop`: lists of text, whether it is trained, whether special."""
     stop = len(row.document.input_ids) if stop is None else stop
     texts = [each for each in token_texts(row.document, tokenizer) if start <= each.start < stop]
-    alike = groupby(collapsed(texts), key=lambda each: (each.trained, each.special))
+    alike = groupby(collapse_repeats(texts), key=lambda each: (each.trained, each.special))
     shown = [("".join(visible(each.text) for each in group), *marks) for marks, group in alike]
     images: list[dict[str, Any]] = []
     for number, picture in enumerate(row.document.pictures if pictures else (), 1):
         try:
-            images.append({"text": described(number, picture), "sources": list(small_copies_of(picture))})
+            images.append({"text": describe_media(number, picture), "sources": list(thumbnails(picture))})
         except RowError as error:
-            images.append({"text": f"{described(number, picture)}: {error}", "sources": []})
+            images.append({"text": f"{describe_media(number, picture)}: {error}", "sources": []})
     return {"name": name, "tokens": stop - start, "texts": shown, "images": images}

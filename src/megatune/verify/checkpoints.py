@@ -182,9 +182,9 @@ class _RandomAdapter(InitialAdapters):
         if not self.has(segment.name):
             return self._base.read(segment).float()
         if segment.name.endswith(LORA_B):
-            return self.drawn(segment, _LARGEST_B)
+            return self.draw(segment, _LARGEST_B)
         begun = super().read(segment)
-        return begun * (1 + self.drawn(segment, 0.25)) if segment.name.endswith(MAGNITUDE) else begun
+        return begun * (1 + self.draw(segment, 0.25)) if segment.name.endswith(MAGNITUDE) else begun
 
 
 def is_new(folder: Path) -> bool:

@@ -19,8 +19,8 @@ from megatune.bridge.assemble import Assembly, assemble
 from megatune.bridge.shard_files import save_gradients
 from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator, MediaShard
-from megatune.data.media import PictureSource
-from megatune.data.media.processor import Measured
+from megatune.data.media import MediaSource
+from megatune.data.media.processor import MediaShape
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pictures import packed as packed_picture
 from megatune.data.rows import Document
@@ -95,8 +95,8 @@ def _document(sample: Sample) -> Document:
 
 def _document_picture(picture: SamplePicture) -> DocumentPicture:
     # Its bytes are the seed of its pixels.
-    source = PictureSource(picture.kind, data=str(picture.seed).encode())
-    measured = Measured(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
+    source = MediaSource(picture.kind, data=str(picture.seed).encode())
+    measured = MediaShape(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
     return DocumentPicture(
         start=0,
         num_tokens=0,
@@ -113,7 +113,7 @@ class _RandomPixels:
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
 
-    def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
+    def pixels(self, source: MediaSource, measured: MediaShape) -> np.ndarray:
         """Return fp32 [patches, channels of a patch]."""
         return SamplePicture(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
 

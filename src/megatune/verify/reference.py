@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatune.architecture import Architecture
 from megatune.bridge.auto import register_types
-from megatune.data.media.arguments import picture_arguments
+from megatune.data.media.arguments import media_arguments
 from megatune.data.rows import IGNORE_INDEX
 from megatune.families import FAMILIES, as_trained, load_architecture, read_architecture, read_config
 from megatune.families.forms import FileTensor, find_form
@@ -146,7 +146,7 @@ def _arguments(sample: Sample, architecture: Architecture, device: torch.device)
     vision = architecture.vision
     if vision is not None and sample.pictures:
         given = [(each.kind, each.grid, each.seconds_per_grid, each.pixel_values(vision)) for each in sample.pictures]
-        arguments |= picture_arguments(np.array(sample.input_ids), given, vision)
+        arguments |= media_arguments(np.array(sample.input_ids), given, vision)
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 
 

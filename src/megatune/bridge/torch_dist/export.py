@@ -1,5 +1,5 @@
-"""Writes a model's Hugging Face tensors as a torch_dist checkpoint, which Megatron-Core loads in any layout; one
-process writes it chunk by chunk, as torch.distributed.checkpoint lays it out."""
+"""Write a model's Hugging Face tensors as a torch_dist checkpoint, which Megatron-Core loads in any layout; one process
+writes it chunk by chunk, in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 
 
 class MegatronModel:
-    """A model that is to be written.
+    """A model to be written.
 
     Args:
-        source: its tensors, with adapters merged where there are some.
-        folder, form: its own checkpoint, whose dtypes are kept.
-        dtype: of all weights instead; buffers keep theirs.
+        source: its tensors, including merged adapters.
+        folder, form: the model's checkpoint, whose dtypes are kept.
+        dtype: overrides the dtype of all weights; buffers keep theirs.
 
     Raises:
-        MegatuneError: INPUT, for what Megatron-Core has no place for.
+        MegatuneError: Megatron-Core does not support the model (exit code 66).
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class MegatronModel:
         dtype: torch.dtype | None = None,
     ) -> None:
         if architecture.num_labels:
-            what, why = "has scores", "Megatron-Core's language model has no place for them"
+            what, why = "has scores", "Megatron-Core's language model does not support them"
             raise MegatuneError(Finding(what, str(folder.folder), why, "keep its Hugging Face form"), ExitCode.INPUT)
         check_arranged(architecture, str(folder.folder))
-        self._source, self._architecture, self._asked = source, architecture, dtype
+        self._source, self._architecture, self._dtype_override = source, architecture, dtype
         self._weights = FAMILIES[architecture.model_type].weight_map(architecture)
         places = form.locate_all(self._weights, architecture)
         dtypes = {name: folder.entry(name).dtype for name in {place.name for place in places.values()}}
@@ -84,7 +84,7 @@ class MegatronModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """The number of bytes of the weights."""
         return sum(
             math.prod(shape) * self._dtype(weight, layer).itemsize
             for weight in self._weights
@@ -100,10 +100,10 @@ class MegatronModel:
         max_file_bytes: int = _MAX_FILE_BYTES,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """Write the files of an iteration into an empty folder, the tensor of a layer, or of an expert, at a time.
+        """Write the files of an iteration into an empty folder, one layer's or one expert's tensor at a time.
 
         Args:
-            progress: is told the bytes of each.
+            progress: called with the bytes of each tensor after writing it.
         """
         files = TorchDistFiles(folder, max_file_bytes)
         architecture = self._architecture
@@ -126,19 +126,19 @@ class MegatronModel:
                         files.add(key, (*sizes, *chunk.shape), corner, chunk.view(*(1 for _ in at), *chunk.shape))
                     progress(whole.nbytes)
         for name in self._states():
-            files.add_nothing(name)
+            files.add_empty_state(name)
         files.close(self._args(), iteration)
 
     def _dtype(self, weight: Weight, layer: int) -> torch.dtype:
         name = next(iter(hf_shapes(weight, self._architecture, layer)))
         if weight.is_buffer:
             return self._dtype_of[name]
-        # All layers lie in one tensor.
+        # All layers are stored in one tensor, so they have one dtype.
         first = layers_of(weight, self._architecture)[0]
-        return self._asked or self._dtype_of[next(iter(hf_shapes(weight, self._architecture, first)))]
+        return self._dtype_override or self._dtype_of[next(iter(hf_shapes(weight, self._architecture, first)))]
 
     def _states(self) -> list[str]:
-        """List what Megatron-Core, with Transformer Engine or without, keeps of its linear layers and attention."""
+        """List the states that Megatron-Core and Transformer Engine save for linear layers and attention."""
         architecture, stacked = self._architecture, is_stacked(self._architecture)
         prefix = LANGUAGE_MODEL if architecture.vision is not None else ""
         found = []
@@ -160,7 +160,7 @@ class MegatronModel:
         return found
 
     def _args(self) -> Mapping[str, Any]:
-        """Return what Megatron's readers ask of the arguments of the run that saved a checkpoint."""
+        """Return the arguments of the saving run that Megatron's readers need."""
         architecture, sizes = self._architecture, ("tensor", "pipeline", "expert")
         return {
             **{f"{name}_model_parallel_size": 1 for name in sizes},
@@ -176,8 +176,8 @@ class MegatronModel:
 
 
 def _rows(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the rows of a part. Where they become less, they do so in fp32, in which a 16-bit number less 1 is exact
-    from 2^-13 on."""
+    """Return the rows of a part. A difference is subtracted in fp32, in which a 16-bit number minus 1 is exact from
+    2^-13 on."""
     rows = whole[part.first : part.first + part.rows * part.step : part.step]
     return rows.float() - part.less if part.less else rows
 
@@ -192,15 +192,15 @@ _BACKENDS = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
-# Layers and experts are parts of one tensor, which any layout cuts anew.
+# Layers and experts are parts of one tensor, which every layout splits differently.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 class TorchDistFiles:
-    """The files of an iteration; memory is that of the chunk that is added.
+    """The files of an iteration; only the current chunk is in memory.
 
     Args:
-        folder: exists, and is empty.
+        folder: must exist and be empty.
         max_file_bytes: a file is closed when it is larger.
     """
 
@@ -211,11 +211,11 @@ class TorchDistFiles:
         self._file: BinaryIO | None = None
         self._num_files = 0
         buffer = io.BytesIO()
-        torch.save([None], buffer)  # as Megatron-Core saves a layer without further state
+        torch.save([None], buffer)  # what Megatron-Core saves for a layer without extra state
         self._nothing = buffer.getvalue()
 
     def add(self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], chunk: Tensor) -> None:
-        """Write a chunk of a tensor; all of them cover it once."""
+        """Write a chunk of a tensor; together the chunks must cover it once."""
         if name not in self._tensors:
             self._tensors[name] = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(shape), [])
         declared = self._tensors[name]
@@ -226,18 +226,18 @@ class TorchDistFiles:
         self._note(MetadataIndex(name, offsets, len(declared.chunks)), file, start)
         declared.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
 
-    def add_nothing(self, name: str) -> None:
-        """Write the state of a layer that has none, which readers of Megatron insist on."""
+    def add_empty_state(self, name: str) -> None:
+        """Write the empty state of a layer, which Megatron's readers require."""
         file, start = self._begin()
         file.write(self._nothing)
         self._tensors[name] = BytesStorageMetadata()
         self._note(MetadataIndex(name), file, start)
 
     def close(self, args: Mapping[str, Any], iteration: int) -> None:
-        """Write the table of what was added, and what Megatron keeps beside the tensors.
+        """Write the table of the tensors, and the other files that Megatron saves.
 
         Args:
-            args: of the run, as Megatron names them.
+            args: the run's arguments, with Megatron's names.
         """
         self._end()
         common = {

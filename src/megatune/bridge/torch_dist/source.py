@@ -1,4 +1,4 @@
-"""The weights of a torch_dist checkpoint as Hugging Face tensors, of which slices are read: of each archive of a chunk
+"""The weights of a torch_dist checkpoint as Hugging Face tensors, of which slices can be read: of each chunk's archive
 only the bytes that are needed."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from megatune.architecture import Architecture
 from megatune.bridge.checked_files import RangedFile
 from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
-from megatune.bridge.torch_dist.table import Box, Chunk, StoredTensor, check_unread, read_table, refused_name
+from megatune.bridge.torch_dist.table import Box, Chunk, StoredTensor, check_common_file, read_table, unsafe_name_error
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import CheckpointForm
 from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates, check_arranged
@@ -41,8 +41,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Piece(NamedTuple):
-    """Rows of a Hugging Face tensor: from `first` on, each `step`-th of `rows`, are those of a stored tensor from `row`
-    on, at `at`, and `less` more than those."""
+    """Rows of a Hugging Face tensor: `rows` rows from `first` on, with stride `step`, equal the rows of a stored tensor
+    from `row` on, at index `at`, plus `less`."""
 
     first: int
     rows: int
@@ -56,15 +56,15 @@ class _Piece(NamedTuple):
 class TorchDistFolder(ModelFolder):
     """The model in a torch_dist checkpoint, under the names of its Hugging Face checkpoint.
 
-    Only what is asked for is read. Nothing in the folder is executed.
+    Tensors are read on demand. Nothing in the folder is executed.
 
     Args:
         weights: those that the checkpoint must have.
         form: how the Hugging Face checkpoint names and arranges them.
 
     Raises:
-        MegatuneError: INPUT, where the folder is none, is damaged, or holds another model; naming every tensor that is
-            missing, unknown or of another shape than config.json says.
+        MegatuneError: the folder is not a checkpoint, is damaged, or holds another model; with every tensor that is
+            missing, unknown or has another shape than in config.json (exit code 66).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TorchDistFolder(ModelFolder):
         self._reader = ChunkReader()
         self._pieces: dict[str, list[_Piece]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        check_unread(self.folder / "common.pt")
+        check_common_file(self.folder / "common.pt")
         self._locate(read_table(self.folder))
         self._file_shapes = form.all_shapes(weights, architecture)
         self._first_of = {place.name: name for name, place in form.locate_all(weights, architecture).items()}
@@ -86,11 +86,11 @@ class TorchDistFolder(ModelFolder):
 
     def entry(self, name: str) -> TensorEntry:
         first = self._pieces[self._first_of[name]][0]
-        # What was made less is read in the dtype in which it is made more without rounding.
+        # A tensor stored with a difference is read in the dtype in which adding it back is exact.
         return TensorEntry(name, self._file_shapes[name], torch.float32 if first.less else first.stored.dtype)
 
     def check_files(self) -> None:
-        """Hold what every chunk says of itself against the table, before any weight is read."""
+        """Compare the headers of all chunks with the table, before any weight is read."""
         for stored in {
             piece.stored.name: piece.stored for pieces in self._pieces.values() for piece in pieces
         }.values():
@@ -121,7 +121,7 @@ class TorchDistFolder(ModelFolder):
         return whole
 
     def _locate(self, table: dict[str, StoredTensor]) -> None:
-        """Find every weight in the table, and a weight for every tensor in it."""
+        """Find every weight in the table, and a weight for every tensor in the table."""
         # A vision-language model's decoder may have a prefix.
         plain = {name.removeprefix(LANGUAGE_MODEL): stored for name, stored in table.items()}
         used: set[str] = set()
@@ -142,10 +142,10 @@ class TorchDistFolder(ModelFolder):
         unknown = plain.keys() - used
         if self._architecture.tie_word_embeddings or self._architecture.num_labels:
             unknown -= {"output_layer.weight"}
-        self._refuse(missing, unknown, wrong)
+        self._check_complete(missing, unknown, wrong)
 
     def _problems(self, weight: Weight, way: Sequence[Part], table: dict[str, StoredTensor]) -> Iterator[str]:
-        """Yield what is wrong with the shapes or dtypes of a weight's tensors."""
+        """Yield errors in the shapes or dtypes of a weight's tensors."""
         rest = hf_shape(weight.hf[0], self._architecture)[1:]
         for part in way:
             rows = sum(one.rows for one in way if one.key == part.key)
@@ -154,14 +154,14 @@ class TorchDistFolder(ModelFolder):
             if weight.layout is TensorLayout.VOCABULARY and found[dim : dim + 1] > [rows]:
                 found[dim] = rows  # padding
             if found != list(expected):
-                yield f"{stored.name} is {list(stored.shape)}, config.json says {list(expected)}"
+                yield f"{stored.name} is {list(stored.shape)}, but config.json requires {list(expected)}"
             elif stored.dtype not in _DTYPES:
-                yield f"{stored.name} is {stored.dtype}, and weights are read in 16 or 32 bits"
+                yield f"{stored.name} is {stored.dtype}, but only 16 and 32 bits are supported"
 
     def _add(
         self, weight: Weight, layer: int, part: Slice, way: Sequence[Part], table: dict[str, StoredTensor]
     ) -> None:
-        """Note where the rows of a weight's Hugging Face tensors are."""
+        """Record where the rows of a weight's Hugging Face tensors are."""
         shapes = hf_shapes(weight, self._architecture, layer, part)
         position = 0
         for segment in segments(weight, self._architecture, part, layer):
@@ -178,10 +178,10 @@ class TorchDistFolder(ModelFolder):
                     pieces.append(piece)
             position += last - first
 
-    def _refuse(self, missing: Sequence[str], unknown: Collection[str], wrong: Sequence[str]) -> None:
+    def _check_complete(self, missing: Sequence[str], unknown: Collection[str], wrong: Sequence[str]) -> None:
         where = str(self.folder)
         if missing and any(".lora_" in name for name in unknown):
-            what, fix = "holds an adapter, without its model", "export the merged model where it was trained"
+            what, fix = "has an adapter, but not its model", "export the merged model where it was trained"
             raise MegatuneError(Finding(what, where, "its keys are those of LoRA", fix), ExitCode.INPUT)
         findings = list(key_findings(missing, unknown, where, self._architecture.model_type, "tensors"))
         findings += [Finding(each, where) for each in dict.fromkeys(wrong)]
@@ -190,29 +190,29 @@ class TorchDistFolder(ModelFolder):
 
 
 def torch_dist_files(folder: str | Path) -> list[Path]:
-    """List the files of a checkpoint's tensors, and of the table of them."""
+    """List the files of a checkpoint's tensors, and its table."""
     found = iteration_folder(folder)
     return [found / METADATA, *sorted(found.glob("*.distcp"))]
 
 
 class _Place(NamedTuple):
-    """Where a chunk's elements are in its file: the byte of element 0, and the strides."""
+    """The location of a chunk's elements in its file: the byte offset of element 0, and the strides."""
 
     start: int
     stride: Box
 
 
 class ChunkReader:
-    """Reads boxes of tensors. What an archive says of itself is held against the table before anything is allocated."""
+    """Reads boxes of tensors. The header of an archive is compared with the table before anything is allocated."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[Path, int], _Place] = {}
 
     def read(self, tensor: StoredTensor, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        """Return the box from corner `start` up to corner `stop`, in the tensor's dtype, on the CPU.
+        """Return the box from corner `start` to corner `stop`, in the tensor's dtype, on the CPU.
 
         Raises:
-            MegatuneError: INPUT, when a file is not as the table has it.
+            MegatuneError: a file does not match the table (exit code 66).
         """
         found = torch.empty([last - first for first, last in zip(start, stop, strict=True)], dtype=tensor.dtype)
         for chunk in tensor.near(start[0], stop[0]):
@@ -228,20 +228,20 @@ class ChunkReader:
         return found
 
     def check(self, tensor: StoredTensor) -> None:
-        """Hold the headers of all its chunks against the table."""
+        """Compare the headers of all its chunks with the table."""
         for chunks in tensor.by_first.values():
             for chunk in chunks:
                 self._place(tensor, chunk)
 
     def _part(self, tensor: StoredTensor, chunk: Chunk, corner: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read the elements of a box of a chunk: those from its first to its last one in the file."""
+        """Read a box of a chunk: all bytes in the file from its first to its last element."""
         place, itemsize = self._place(tensor, chunk), tensor.dtype.itemsize
         first = place.start + itemsize * sum(index * step for index, step in zip(corner, place.stride, strict=True))
         span = 1 + sum((size - 1) * step for size, step in zip(shape, place.stride, strict=True))
         try:
             content = RangedFile(chunk.path).read(first, first + span * itemsize)
         except OSError:
-            raise _refused(chunk, tensor, "the file is truncated") from None
+            raise _invalid(chunk, tensor, "the file is truncated") from None
         return content.view(tensor.dtype).as_strided(list(shape), list(place.stride))
 
     def _place(self, tensor: StoredTensor, chunk: Chunk) -> _Place:
@@ -252,44 +252,44 @@ class ChunkReader:
 
 
 def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
-    """Load a chunk without its elements, as torch.save wrote it, and check what it says of them."""
+    """Load a chunk without its elements, as written by torch.save, and check its header."""
     try:
         with open(chunk.path, "rb", buffering=0) as file:
             view: Any = _Window(file, chunk.start, chunk.length)
             with zipfile.ZipFile(view) as archive:
                 infos = archive.infolist()
                 if sum(info.file_size for info in infos) > chunk.length or any(info.compress_type for info in infos):
-                    raise _refused(chunk, tensor, "it is not a tensor")
+                    raise _invalid(chunk, tensor, "it is not a tensor")
                 if any(archive.read(info) != b"little" for info in infos if info.filename.endswith("/byteorder")):
-                    raise _refused(chunk, tensor, "its bytes are in another order than this machine's")
+                    raise _invalid(chunk, tensor, "its byte order differs from this machine's")
             view.seek(0)
             try:
                 found = torch.load(view, map_location="meta", weights_only=True)
             except Exception:
                 view.seek(0)
                 if names := get_unsafe_globals_in_checkpoint(view):
-                    raise refused_name(names[0], f"{chunk.path}, byte {chunk.start}") from None
+                    raise unsafe_name_error(names[0], f"{chunk.path}, byte {chunk.start}") from None
                 raise
     except MegatuneError:
         raise
-    except Exception as error:  # whatever a file that is no archive of a tensor makes zipfile and torch raise
-        why = f"it is not a tensor as torch.save writes it ({type(error).__name__})"
-        raise _refused(chunk, tensor, why) from None
+    except Exception as error:  # zipfile and torch raise anything for files that are not archives of a tensor
+        why = f"it is not a tensor written by torch.save ({type(error).__name__})"
+        raise _invalid(chunk, tensor, why) from None
     if not isinstance(found, Tensor) or found.layout is not torch.strided:
-        raise _refused(chunk, tensor, "it is not a tensor")
+        raise _invalid(chunk, tensor, "it is not a tensor")
     if (found.dtype, tuple(found.shape)) != (tensor.dtype, chunk.sizes):
-        raise _refused(chunk, tensor, f"the file has {list(found.shape)} of {found.dtype} there")
+        raise _invalid(chunk, tensor, f"the file has {list(found.shape)} of {found.dtype} there")
     storage, itemsize = found.untyped_storage(), tensor.dtype.itemsize
-    begin = int(getattr(storage, "_checkpoint_offset"))  # noqa: B009  (where the archive has it)
+    begin = int(getattr(storage, "_checkpoint_offset"))  # noqa: B009  (the offset in the archive)
     first, stride = int(found.storage_offset()), tuple(map(int, found.stride()))
     last = first + sum((size - 1) * step for size, step in zip(chunk.sizes, stride, strict=True))
     if math.prod(chunk.sizes) and (last + 1) * itemsize > min(int(storage.nbytes()), chunk.length - begin):
-        raise _refused(chunk, tensor, "its elements lie outside its storage")
+        raise _invalid(chunk, tensor, "its elements lie outside its storage")
     return _Place(chunk.start + begin + first * itemsize, stride)
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file, as a file object."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
@@ -318,7 +318,7 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def _refused(chunk: Chunk, tensor: StoredTensor, why: str) -> MegatuneError:
+def _invalid(chunk: Chunk, tensor: StoredTensor, why: str) -> MegatuneError:
     what = f"byte {chunk.start} is not {list(chunk.sizes)} of {tensor.dtype}, a part of {tensor.name!r:.200}"
     fix = "copy the checkpoint again: files may be swapped or truncated"
     return MegatuneError(Finding(what, str(chunk.path), why, fix), ExitCode.INPUT)

@@ -1,7 +1,6 @@
-"""The table of a torch_dist checkpoint: its tensors, their chunks and where those lie, checked against the files.
+"""The table of a torch_dist checkpoint: its tensors, their chunks and their locations, checked against the files.
 
-It is a pickle, and is read without executing anything: classes become records of ours, and any other name refuses the
-file.
+It is a pickle, which is read without executing anything: classes become records, and any other name rejects the file.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.megatron import METADATA
 
 Box = tuple[int, ...]
-_MOST_DIMENSIONS = 8
-# Besides weights: what the optimizer keeps, random numbers, the state of quantized layers and of what counts faults,
-# and layers that predict further tokens, which take no part in training.
+_MAX_DIMENSIONS = 8
+# Ignored: optimizer state, random number states, the states of quantized layers and of the rerun state machine, and
+# multi-token prediction layers, which are not trained.
 _IGNORED = re.compile(
     r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer(\..*)?|opt_param_scheduler.*|rng_state.*|rerun_state.*|mtp\..*"
 )
@@ -35,7 +34,7 @@ _IGNORED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor: its corner and shape in it, and where the file has it."""
+    """A part of a tensor: its corner and shape in the tensor, and its location in a file."""
 
     offsets: Box
     sizes: Box
@@ -49,7 +48,7 @@ class StoredTensor:
     """A tensor of the checkpoint; its chunks cover it once.
 
     Attributes:
-        by_first: chunks by their index in dimension 0, where each has a single one; else all at None.
+        by_first: chunks by their index in dimension 0, if each has a single one; otherwise all under None.
     """
 
     name: str
@@ -58,19 +57,19 @@ class StoredTensor:
     by_first: dict[int | None, list[Chunk]]
 
     def near(self, first: int, last: int) -> Iterable[Chunk]:
-        """Return the chunks that may have some of the indices first..last of dimension 0."""
+        """Return the chunks that may contain some of the indices first..last of dimension 0."""
         if None in self.by_first:
             return self.by_first[None]
         return (chunk for index in range(first, last) for chunk in self.by_first[index])
 
 
 def read_table(folder: Path) -> dict[str, StoredTensor]:
-    """Read which weights a checkpoint holds; what a resume of Megatron needs besides is left out.
+    """Read which weights a checkpoint holds, without what Megatron needs only to resume.
 
-    Every claim is held against the files before anything is allocated.
+    Every entry is checked against the files before anything is allocated.
 
     Raises:
-        MegatuneError: INPUT, naming the file and what is wrong with it.
+        MegatuneError: with the file and its error (exit code 66).
     """
     path = folder / METADATA
     try:
@@ -107,10 +106,10 @@ class _Table:
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         shape = _box(entry.get("size"))
         if not isinstance(dtype, torch.dtype):
-            raise self._refused(f"{name!r} has no dtype")
+            raise self._invalid(f"{name!r} has no dtype")
         boxes = [(_box(each.get("offsets")), _box(each.get("sizes"))) for each in entry.get("chunks")]
         if problem := cover_problem(shape, boxes):
-            raise self._refused(f"{name!r} {list(shape)}: {problem}")
+            raise self._invalid(f"{name!r} {list(shape)}: {problem}")
         chunks = [self._chunk(name, *box) for box in boxes]
         by_first: dict[int | None, list[Chunk]] = {None: chunks}
         if len(shape) > 1 and all(chunk.sizes[0] == 1 for chunk in chunks):
@@ -119,45 +118,45 @@ class _Table:
                 by_first.setdefault(chunk.offsets[0], []).append(chunk)
         for chunk in chunks:
             if math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
-                raise self._refused(f"{name!r} has {list(chunk.sizes)} of {dtype} in {chunk.length} bytes")
+                raise self._invalid(f"{name!r} has {list(chunk.sizes)} of {dtype} in {chunk.length} bytes")
         return StoredTensor(name, dtype, shape, by_first)
 
     def _chunk(self, name: str, offsets: Box, sizes: Box) -> Chunk:
         info = self._places.get((name, offsets))
         if info is None:
-            raise self._refused(f"{name!r} has a chunk at {list(offsets)} that is in no file")
+            raise self._invalid(f"{name!r} has a chunk at {list(offsets)} without a file")
         file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
         if info.get("transform_descriptors"):
-            raise self._refused(f"{name!r} is compressed", "only plain tensors are read")
+            raise self._invalid(f"{name!r} is compressed", "only uncompressed tensors are supported")
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
-            raise self._refused(f"{name!r} lies at {start!r}, {length!r} bytes")
+            raise self._invalid(f"{name!r} has the invalid location {start!r}, {length!r} bytes")
         size = self._size(name, file)
         if start + length > size:
             what = f"{name!r} ends at byte {start + length} of {file}, which has {size}"
-            raise self._refused(what, "the file is truncated, or is another one")
+            raise self._invalid(what, "the file is truncated or was replaced")
         return Chunk(offsets, sizes, self._folder / file, start, length)
 
     def _size(self, name: str, file: Any) -> int:
-        """Return the bytes of a file of the folder."""
+        """Return the size in bytes of a file in the folder."""
         if file in self._files:
             return self._files[file]
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise self._refused(f"{name!r} lies in {file!r}", "that is outside the checkpoint's folder")
+            raise self._invalid(f"{name!r} is in {file!r}", "that is outside the checkpoint's folder")
         path = self._folder / file
         if not path.is_file():
-            raise self._refused(f"{file} is missing", "", "copy the checkpoint again")
+            raise self._invalid(f"{file} is missing", "", "copy the checkpoint again")
         self._files[file] = path.stat().st_size
         return self._files[file]
 
-    def _refused(
+    def _invalid(
         self, what: str, why: str = "", fix: str = "copy the checkpoint again, or do not use it"
     ) -> MegatuneError:
         return MegatuneError(Finding(what[:300], self._where, why, fix), ExitCode.INPUT)
 
 
 def _box(values: Any) -> Box:
-    """Check sizes or offsets."""
-    if not isinstance(values, tuple) or len(values) > _MOST_DIMENSIONS:
+    """Validate sizes or offsets."""
+    if not isinstance(values, tuple) or len(values) > _MAX_DIMENSIONS:
         raise ValueError(f"{values!r:.60} is not a valid shape")
     if not all(type(value) is int and 0 <= value < 2**48 for value in values):
         raise ValueError(f"{values!r:.60} is not a valid shape")
@@ -165,10 +164,10 @@ def _box(values: Any) -> Box:
 
 
 def cover_problem(shape: Box, boxes: Iterable[tuple[Box, Box]]) -> str:
-    """Say how boxes (offsets, sizes) fail to cover a tensor once; "" where they do.
+    """Describe where boxes (offsets, sizes) do not cover a tensor exactly once; "" if they do.
 
-    The corners of a box have signs that alternate along each dimension. Boxes cover the tensor once exactly where the
-    sums of their signs are those of the tensor's own corners, and zero everywhere else.
+    The corners of a box get alternating signs along each dimension. Boxes cover the tensor once if and only if the sums
+    of their signs equal those of the tensor at its corners, and are zero everywhere else.
     """
     signs: Counter[Box] = Counter()
     for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((*box, 1) for box in boxes)]:
@@ -185,9 +184,9 @@ _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
     "uint8", "bool",
 )  # fmt: skip
-# Of a checkpoint's metadata. Plans of the processes that saved it are noise, and become records, too.
+# Classes in a checkpoint's metadata. Plans of the saving processes are not needed, but become records, too.
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-# Where it was saved.
+# The path where it was saved.
 _PATHS = ("pathlib", "pathlib._local")
 _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
@@ -200,7 +199,7 @@ _VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "int"): int,
     **{("torch", name): getattr(torch, name) for name in _DTYPES},
 }
-_MOST_COMMON_BYTES = 1 << 28
+_MAX_COMMON_BYTES = 1 << 28
 _COMMANDS = (
     "os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "pty", "runpy", "importlib", "ctypes", "code",
 )  # fmt: skip
@@ -208,7 +207,7 @@ _BUILTINS, _CALLS = ("builtins", "__builtin__"), ("eval", "exec", "compile", "__
 
 
 class Record:
-    """What stands for an object of a class that is not loaded: its class's name, its arguments and its state."""
+    """Replaces an object of a class that is not loaded: the class's name, the arguments and the state."""
 
     kind = ""
 
@@ -220,15 +219,15 @@ class Record:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """Return an attribute of the object; None where it has none of that name."""
+        """Return an attribute of the object; None if it does not exist."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Refused(Exception):  # noqa: N818  (becomes a MegatuneError with the file's name)
+class _UnsafeName(Exception):  # noqa: N818  (becomes a MegatuneError with the file's name)
     pass
 
 
-class _Restricted(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._kinds: dict[str, type[Record]] = {}
@@ -239,58 +238,58 @@ class _Restricted(pickle.Unpickler):
         is_record = f"{module}.".startswith(_MODULES) or (module in _PATHS and name.endswith("Path"))
         if is_record and "." not in name:
             return self._kinds.setdefault(name, type(name, (Record,), {"kind": name}))
-        raise _Refused(f"{module}.{name}")
+        raise _UnsafeName(f"{module}.{name}")
 
 
 def load_metadata(data: bytes, where: str) -> Record:
     """Read the pickle of a checkpoint's `.metadata` as records.
 
     Raises:
-        MegatuneError: INPUT, naming what in it is none of a checkpoint's metadata; nothing of it has been executed.
+        MegatuneError: a name in it does not belong to metadata; nothing of it has been executed (exit code 66).
     """
     try:
-        found = _Restricted(data).load()
-    except _Refused as refused:
-        raise refused_name(refused.args[0], where) from None
+        found = _RestrictedUnpickler(data).load()
+    except _UnsafeName as refused:
+        raise unsafe_name_error(refused.args[0], where) from None
     except MemoryError:
-        raise _no_pickle(where, "it asks for more memory than there is") from None
+        raise _unreadable(where, "it needs more memory than is available") from None
     except Exception as error:
-        raise _no_pickle(where, f"{type(error).__name__}: {str(error)[:120]}") from None
+        raise _unreadable(where, f"{type(error).__name__}: {str(error)[:120]}") from None
     if not isinstance(found, Record) or found.kind != "Metadata":
-        raise _no_pickle(where, "it holds something other than a checkpoint's metadata")
+        raise _unreadable(where, "it holds something other than a checkpoint's metadata")
     return found
 
 
-def refused_name(name: str, where: str) -> MegatuneError:
-    """Return what to raise of a pickle that names something that may run code."""
-    what = f"names {name[:120]!r}, which no weights need"
-    why = "a pickle can run what it names; nothing of this one was run"
+def unsafe_name_error(name: str, where: str) -> MegatuneError:
+    """Return the error for a pickle with a name that may run code."""
+    what = f"names {name[:120]!r}, which weights never need"
+    why = "a pickle can run what it names; this one was not executed"
     return MegatuneError(Finding(what, where, why, "do not use this file: find out who wrote it"), ExitCode.INPUT)
 
 
-def check_unread(path: Path) -> None:
-    """Refuse a `common.pt` that attacks whoever loads it. Nothing here does; Megatron-Core unpickles it.
+def check_common_file(path: Path) -> None:
+    """Reject a `common.pt` that attacks its reader. It is not loaded here, but Megatron-Core unpickles it.
 
-    It may hold any settings, so that only names are refused that run commands. They are read without loading it.
+    It may hold any settings, so only names that run commands are rejected. They are found without loading it.
 
     Raises:
-        MegatuneError: INPUT, naming what it would run.
+        MegatuneError: with the name that it would run (exit code 66).
     """
     try:
         with zipfile.ZipFile(path) as archive:
             (info,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
-            names = list(_names(archive.read(info) if info.file_size < _MOST_COMMON_BYTES else b"."))
+            names = list(_names(archive.read(info) if info.file_size < _MAX_COMMON_BYTES else b"."))
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # nothing that is read here; zipfile raises the last one for a compression that it does not know
+        return  # it is not a readable archive; zipfile raises NotImplementedError for an unknown compression
     for module, name in names:
         if module.partition(".")[0] in _COMMANDS or (module in _BUILTINS and name in _CALLS):
-            what = f"names {f'{module}.{name}'[:120]!r}, which no settings need"
-            why = "Megatron, which unpickles this file, would run it; nothing of it was run here"
+            what = f"names {f'{module}.{name}'[:120]!r}, which settings never need"
+            why = "Megatron, which unpickles this file, would run it; it was not executed here"
             raise MegatuneError(Finding(what, str(path), why, "do not use this checkpoint"), ExitCode.INPUT)
 
 
 def _names(data: bytes) -> Iterator[tuple[str, str]]:
-    """Yield the modules and names that a pickle asks for; those that are texts before their use as pairs in order."""
+    """Yield the modules and names in a pickle; texts that are combined later are yielded as adjacent pairs."""
     texts: list[str] = []
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("GLOBAL", "INST"):
@@ -301,5 +300,5 @@ def _names(data: bytes) -> Iterator[tuple[str, str]]:
     yield from pairwise(texts)
 
 
-def _no_pickle(where: str, why: str) -> MegatuneError:
+def _unreadable(where: str, why: str) -> MegatuneError:
     return MegatuneError(Finding("cannot be read", where, why, "copy it again"), ExitCode.INPUT)

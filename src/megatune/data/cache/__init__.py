@@ -1,11 +1,11 @@
-"""Folders of prepared rows: made once, whole or not there, by as many runs as want them at the same time.
+"""Folders of prepared rows: each is built once and atomically, by any number of concurrent runs.
 
     CACHE/rows/KEY/...           what `build` wrote
-    CACHE/rows/KEY/key.txt       of what the rows were made, as one name
-    CACHE/rows/KEY/made_of.json  the same in words
+    CACHE/rows/KEY/key.txt       the key of the rows
+    CACHE/rows/KEY/made_of.json  what the key was computed from
 
-A folder is filled beside its place and renamed, under a lock. Where a file system has no locks two runs build the same
-rows, and the rename decides. One that cannot be read, as a file of it is damaged or cut short, is made again.
+A folder is filled under a temporary name next to its final path and renamed, under a lock. If the file system has no
+locks, two runs build the same rows, and one of them is kept. A folder that cannot be read is rebuilt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 KEY_FILE = "key.txt"
 _MADE_OF_FILE = "made_of.json"
-_DAMAGED = "damaged"  # the second word of a key.txt
+_DAMAGED = "damaged"  # the second word of key.txt
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
@@ -41,42 +41,42 @@ _CANNOT_WRITE = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, 
 T = TypeVar("T")
 
 
-def built(
+def get_or_build(
     settings: Settings,
     key: str,
     build: Callable[[Path], None],
     read: Callable[[Path], T],
     made_of: Mapping[str, Any] | None = None,
 ) -> T:
-    """Return what is read of the folder with the rows of this key: as it is where it can be read, else made.
+    """Return the rows of this key: read them from their folder if it is complete and readable, else build them first.
 
-    It is tokenized_path where that is set. Else it is in the cache; where that cannot be written, among this user's
-    temporary files.
+    The folder is tokenized_path if that is set. Otherwise it is in the cache, or, if the cache is not writable, among
+    this user's temporary files.
 
     Args:
-        key: names all that determines the rows.
+        key: identifies everything that determines the rows.
         build: fills an empty folder.
-        read: raises a MegatuneError where the folder is damaged.
-        made_of: what `key` names, each part or setting with a value that JSON can hold.
+        read: reads the folder; raises a MegatuneError if it is damaged.
+        made_of: the parts and settings from which `key` was computed, with JSON values.
 
     Raises:
-        MegatuneError: tokenized_path holds something else (exit code 64), nothing can be written (73), or what
-            `build` and then `read` raise.
+        MegatuneError: tokenized_path holds something else (exit code 64), nothing can be written (73), or `build` or
+            `read` raises it.
     """
     data = settings.data
     if data.tokenized_path:
         folder = Path(data.tokenized_path).expanduser().absolute()
-        places = [_Place(folder, key, made_of or {}, named=True)]
+        locations = [_Location(folder, key, made_of or {}, named=True)]
     else:
         temporary = Path(os.environ.get("TMPDIR") or "/tmp") / f"megatune-{os.getuid()}"
-        in_cache = _Place(cache_dir() / "rows" / key, key, made_of or {})
-        places = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
+        in_cache = _Location(cache_dir() / "rows" / key, key, made_of or {})
+        locations = [in_cache, replace(in_cache, folder=temporary / "rows" / key, private=True)]
     failures: list[_CannotWriteError] = []
-    for place in places:
+    for location in locations:
         if failures:
-            _say(f"{failures[0]}; prepared rows are written to {place.folder}")
+            _report(f"{failures[0]}; prepared rows are written to {location.folder}")
         try:
-            return place.opened(build, read)
+            return location.get_or_build(build, read)
         except _CannotWriteError as failure:
             failures.append(failure)
     fix = "name a writable folder as " + ("tokenized_path" if data.tokenized_path else "$MEGATUNE_CACHE")
@@ -85,7 +85,7 @@ def built(
 
 
 def mark_damaged(folder: Path) -> None:
-    """Let the next `built` make a folder again whose content is not what was written, as far as that can be noted."""
+    """Mark a folder as damaged, if that can be written, so that the next `get_or_build` rebuilds it."""
     with suppress(OSError):
         _mark(folder)
 
@@ -96,12 +96,12 @@ def _mark(folder: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether a disk, or a quota of it, is full; numpy says so without a number: 1024 requested and 0 written."""
+    """Return whether a disk or a quota is full; numpy reports it without an errno: 1024 requested and 0 written."""
     return error.errno in _FULL or (error.errno is None and str(error).endswith("written"))
 
 
-def room_left(folder: Path, written: Path | None = None) -> str:
-    """Say how much is free where a folder is, and how much of what did not fit was written before that."""
+def free_space(folder: Path, written: Path | None = None) -> str:
+    """Describe the free space of a folder's disk, and how much of the failed write was completed."""
     free = _mib(shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free)
     files = [] if written is None else [path for path in written.rglob("*") if path.is_file()]
     before = f"{_mib(sum(path.stat().st_size for path in files))} were written and more are needed, " if files else ""
@@ -113,26 +113,26 @@ def _mib(size: int) -> str:
 
 
 class _CannotWriteError(Exception):
-    """Nothing can be written at a place."""
+    """Raised if nothing can be written to a folder."""
 
     def __init__(self, folder: Path, error: OSError, building: Path | None = None) -> None:
         self.folder, self.reason = folder, error.strerror or os.strerror(error.errno or errno.ENOSPC)
         if is_full(error):
-            with suppress(OSError):  # the folder goes while it is looked at
-                self.reason += f": {room_left(folder, building)}"
+            with suppress(OSError):  # the folder may be removed meanwhile
+                self.reason += f": {free_space(folder, building)}"
         super().__init__(f"cannot write {folder}: {self.reason}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     folder: Path
     key: str
     made_of: Mapping[str, Any]
-    named: bool = False  # by the user, who may have something else in it
-    private: bool = False  # in a folder that others can write to, so that its owner counts
+    named: bool = False  # set by the user, so that the folder may hold something else
+    private: bool = False  # in a folder that others can write to, so that its owner is checked
 
-    def opened(self, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
-        """Return what is read of the folder; raise _CannotWriteError where it is not there and cannot be made."""
+    def get_or_build(self, build: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+        """Return the rows in the folder, after building them if necessary; raise _CannotWriteError if that fails."""
         self._check_content()
         if (found := self._read(read)) is not None:
             return found
@@ -141,34 +141,34 @@ class _Place:
                 self._make_parent()
                 waiting = f"waiting for {{}}, which prepares the same rows in {self.folder}"
                 lock = self.folder.with_name(f".{self.folder.name}.lock")
-                stack.enter_context(locked(lock, lambda holder: _say(waiting.format(holder))))
+                stack.enter_context(locked(lock, lambda holder: _report(waiting.format(holder))))
             self._check_content()
-            if not self._is_made():  # another run may have made it meanwhile
-                self._make(build)
+            if not self._is_complete():  # another run may have built it meanwhile
+                self._build(build)
             return read(self.folder)
 
-    def _is_made(self) -> bool:
+    def _is_complete(self) -> bool:
         return _stored(self.folder) == [self.key]
 
     def _read(self, read: Callable[[Path], T]) -> T | None:
-        """Return what is read of the folder; None where it is to be made, or made again."""
-        from megatune.data.pictures import are_current  # imports numpy, which checks of settings do without
+        """Return the rows in the folder; None if they must be built or rebuilt."""
+        from megatune.data.pictures import are_current  # imports numpy, which checks of settings avoid
 
         if stored_key(self.folder) is None or not self._is_trusted():
             return None
         line = f"the prepared rows in {self.folder} are damaged and are recreated"
-        if self._is_made():
+        if self._is_complete():
             with suppress(MegatuneError):
                 found = read(self.folder)
                 if are_current(self.folder):
                     return found
                 line = f"image or video files were removed or changed: the prepared rows in {self.folder} are recreated"
-        _say(line)
+        _report(line)
         with _writing(self.folder):
             _mark(self.folder)
         return None
 
-    def _make(self, build: Callable[[Path], None]) -> None:
+    def _build(self, build: Callable[[Path], None]) -> None:
         with ExitStack() as stack:
             with _writing(self.folder):
                 remove_abandoned(self.folder.parent)
@@ -178,16 +178,16 @@ class _Place:
             with _writing(self.folder):
                 (partial / KEY_FILE).write_text(f"{self.key}\n", encoding="ascii")
                 (partial / _MADE_OF_FILE).write_text(json.dumps(self.made_of, indent=2), encoding="ascii")
-                if not self._is_made():  # where there are no locks, it may be
+                if not self._is_complete():  # without locks, another run may have built it
                     publish(partial, self.folder)
 
     def _check_content(self) -> None:
-        """Refuse a folder of the user's with something else in it, and rows of other data."""
+        """Reject a user's folder that holds something else, or rows of other data."""
         if not self.named:
             return
         stored = stored_key(self.folder)
         if stored is None and _holds_something(self.folder):
-            what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not make"
+            what, why = "is not a folder of prepared rows", "megatune never replaces a folder that it did not create"
             fix = "name a new folder"
         elif stored not in (None, self.key):
             what = "has rows that were prepared from other data or settings, or by another version of megatune"
@@ -197,7 +197,7 @@ class _Place:
         raise MegatuneError(Finding(f"tokenized_path: {self.folder} {what}", "", why, fix), ExitCode.SETTINGS)
 
     def _difference(self) -> str:
-        """Say what else the rows in the folder were made of; "" where it does not tell."""
+        """Describe how the rows in the folder differ; "" if the folder does not state how they were made."""
         try:
             there: dict[str, Any] = json.loads((self.folder / _MADE_OF_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -212,7 +212,7 @@ class _Place:
         )
 
     def _make_parent(self) -> None:
-        """Raise OSError, also where others could have put rows there."""
+        """Create the parent folder; also raise OSError if others could have put rows there."""
         parent = self.folder.parent
         if self.private:
             parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,8 +227,8 @@ class _Place:
 
 @contextmanager
 def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
-    """Turn what the file system refuses into a _CannotWriteError; of what reads files, too, only failures to write into
-    the folder that it is `building`."""
+    """Convert errors of the file system to _CannotWriteError; while `building`, which also reads other files, only
+    failures to write into the folder that is built."""
     try:
         yield
     except OSError as error:
@@ -240,12 +240,12 @@ def _writing(folder: Path, building: Path | None = None) -> Iterator[None]:
 
 
 def stored_key(folder: Path) -> str | None:
-    """Return of what the rows in the folder were made; None where it does not say."""
+    """Return the key of the rows in the folder; None if it has none."""
     return next(iter(_stored(folder)), None)
 
 
 def _stored(folder: Path) -> list[str]:
-    """Return of what the rows in the folder were made, and _DAMAGED if they are."""
+    """Return the words of the folder's key.txt: the key, and _DAMAGED if the rows are damaged."""
     try:
         return (folder / KEY_FILE).read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -253,12 +253,12 @@ def _stored(folder: Path) -> list[str]:
 
 
 def _holds_something(path: Path) -> bool:
-    """Return whether it is a file, or a folder that is not empty, or is closed to us."""
+    """Return whether the path is a file, or a folder that is not empty or not readable."""
     try:
         return any(path.iterdir()) if path.is_dir() else path.exists()
     except OSError:
         return True
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

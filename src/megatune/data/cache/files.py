@@ -1,7 +1,7 @@
-"""How a folder comes into being whole: a lock between processes, a partial folder beside its place, and a rename.
+"""Atomic creation of folders: a lock between processes, a partial folder next to the final path, and a rename.
 
-A folder that one process owns has the name of its machine and its number in its own name, so that another process can
-tell whether it is abandoned. A lock cannot tell: file systems shared by machines may have none, or keep them local.
+The name of a folder that one process owns includes its machine and process id, so that other processes can tell whether
+it is abandoned. Locks cannot tell: file systems shared by machines may have none, or only local ones.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from uuid import uuid4
 
 import psutil
 
-SAY_AFTER = 5.0  # seconds of waiting before a line says for whom
+REPORT_AFTER = 5.0  # seconds of waiting before the holder of the lock is reported
 _POLL_SECONDS = 0.1
 _MARK = ".megatune-partial-"
-_ABANDONED_SECONDS = 24 * 3600.0  # without a change, of processes that cannot be looked for from here
+_ABANDONED_SECONDS = 24 * 3600.0  # without a change, for processes on other machines
 
 
 @contextmanager
-def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of this file, which is made for it and removed again; between machines, too, that share locks.
+def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock file, which is created and removed again; works between machines whose file system shares locks.
 
-    The kernel frees it when its holder dies, however that happens. On a file system without locks nothing is held:
-    callers must work when there are two of them. `say` gets the name of who holds the lock that is waited for.
+    The kernel releases it when its holder dies. On a file system without locks nothing is held: callers must work with
+    two holders. `report` is called with the name of the holder if the lock has to be waited for.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
-    file = _acquire(path, say)
+    file = _acquire(path, report)
     try:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # before it is freed: whoever gets it then sees that it is no longer the one in use
+            path.unlink()  # before it is released: the next holder then sees that this file is no longer the lock
         os.close(file)
 
 
-def _acquire(path: Path, say: Callable[[str], None]) -> int:
-    said_at = time.monotonic() + SAY_AFTER
+def _acquire(path: Path, report: Callable[[str], None]) -> int:
+    report_at = time.monotonic() + REPORT_AFTER
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_in_use(file, path):
-                with suppress(OSError):  # a full disk: the name is for waiting processes to show only
+                with suppress(OSError):  # a full disk: the holder's name is only for messages
                     os.ftruncate(file, 0)
                     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return file
         except BlockingIOError:
-            if time.monotonic() > said_at:
-                say(os.pread(file, 200, 0).decode(errors="replace") or "another process")
-                said_at = float("inf")
+            if time.monotonic() > report_at:
+                report(os.pread(file, 200, 0).decode(errors="replace") or "another process")
+                report_at = float("inf")
         except OSError:
-            return file  # no locks here
+            return file  # the file system has no locks
         except BaseException:
             os.close(file)
             raise
@@ -69,7 +69,7 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
 
 
 def _is_in_use(file: int, path: Path) -> bool:
-    """Return whether the open file is still the one of this name; its last holder may have removed it."""
+    """Return whether the open file is still the one at this path; its last holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -77,10 +77,10 @@ def _is_in_use(file: int, path: Path) -> bool:
 
 
 def owned_folder(parent: Path, name: str) -> Path:
-    """Make a new, empty folder that `remove_abandoned` leaves alone while this process lives.
+    """Create a new, empty folder that `remove_abandoned` keeps while this process lives.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     folder = parent / f".{name}-{uuid4().hex[:8]}{_MARK}{_place()}-{os.getpid()}"
     folder.mkdir()
@@ -89,10 +89,10 @@ def owned_folder(parent: Path, name: str) -> Path:
 
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new, empty folder beside `folder`; what is left of it at the end is removed.
+    """Yield a new, empty folder next to `folder`; remove it at the end if it was not published.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     partial = owned_folder(folder.parent, folder.name)
     try:
@@ -102,12 +102,12 @@ def partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Make a filled folder durable and give it its name; what has the name is removed.
+    """Sync a filled folder to disk and rename it to its final path, replacing what is there.
 
-    Where another process, without a lock, publishes the same at the same time, one of the two folders stays.
+    If another process publishes the same folder concurrently without a lock, one of the two is kept.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system fails.
     """
     for parent, _, names in os.walk(partial, topdown=False):
         for name in (*names, ""):
@@ -125,7 +125,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in `parent` whose process is gone; those of other machines after a day without a change."""
+    """Remove the folders in `parent` whose process has ended; those of other machines after a day without a change."""
     for partial in parent.glob(f".*{_MARK}*"):
         place, _, process = partial.name.partition(_MARK)[2].removesuffix("-old").rpartition("-")
         if process.isdigit() and (_is_old(partial) if place != _place() else not psutil.pid_exists(int(process))):
@@ -133,7 +133,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _place() -> str:
-    """Return where a process number means this one: the machine and, as containers count from 1, the namespace."""
+    """Return where a process id is valid: the machine, and the PID namespace, as containers count from 1."""
     try:
         namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
@@ -145,7 +145,7 @@ def _is_old(partial: Path) -> bool:
     try:
         newest = max(path.stat().st_mtime for path in (partial, *partial.rglob("*")))
     except OSError:
-        return False  # another process moves or removes it just now
+        return False  # another process is moving or removing it
     return time.time() - newest > _ABANDONED_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""What determines a run's token rows, as one name for the folder that holds them."""
+"""The key of a run's prepared rows: one name for everything that determines them."""
 
 from __future__ import annotations
 
@@ -28,64 +28,63 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.vision import VisionInput
 
-# Raised whenever the same files and settings come to give other rows, so that a run that is resumed notices.
+# Raised whenever the same files and settings give other rows, so that a resumed run notices.
 FORMAT_VERSION = 9
 
-# What of this room no prepared row depends on.
-_MAKES_NO_ROWS = frozenset((
+# The modules of `data` that no prepared row depends on.
+_NO_EFFECT_ON_ROWS = frozenset((
     "batches", "cache", "check", "loader", "preview", "prompts", "sampled", "statistics", "text_scores",
 ))  # fmt: skip
 
-# Of templates: it follows from their names, or from the tokenizer.
-_UNKEYED = ("eos", "is_apart", "has_other_tools")
+# Fields of templates that follow from their names or from the tokenizer.
+_NOT_IN_KEY = ("eos", "encodes_separately", "has_other_tools")
 
 _CHUNK_BYTES = 2**20
 _SETTINGS = "the settings of the data"
-DAY = "the day that the template states"  # the one part that is said as it is, not as a digest
+DAY = "the day that the template states"  # the only part that is stored as it is, not as a digest
 
 
 @dataclass(frozen=True, slots=True)
 class RowsKey:
-    """The name of a run's rows. Files count by their content and name, not by their folder or time, so that it is the
+    """The key of a run's rows. Files are identified by content and name, not by folder or time, so that the key is the
     same on every machine."""
 
-    name: str  # 32 hexadecimal digits of all that determines the rows
-    parts: Mapping[str, str]  # what it is made of, in words, each with a digest of its own
-    chosen: Mapping[str, Any]  # the settings among it, by name
+    name: str  # 32 hexadecimal digits: the digest of everything that determines the rows
+    parts: Mapping[str, str]  # readable names of the parts, each with its digest
+    chosen: Mapping[str, Any]  # the settings that determine rows, by name
 
-    def made_of(self) -> dict[str, Any]:
-        """Return what a folder of prepared rows notes of its making: digests of parts, values of settings."""
+    def provenance(self) -> dict[str, Any]:
+        """Return the record of how the rows were made, for their folder: digests of parts, values of settings."""
         digests = {part: digest for part, digest in self.parts.items() if part != _SETTINGS}
         return {**self.chosen, **digests, "the code that prepares rows": _sources()}
 
 
-def kept_as(name: str) -> str:
-    """Return the name under which this version of megatune keeps the rows of a key: a function that has changed finds
-    none of before."""
+def versioned(name: str) -> str:
+    """Return the folder name of a key's rows for this version of megatune: changed code does not find older rows."""
     return f"{name}-{_sources()}"
 
 
 @cache
 def _sources() -> str:
-    """Digest what the sources of this room that make rows say, which comments, docstrings and layout do not change.
+    """Return a digest of the sources that prepare rows, which comments, docstrings and layout do not change.
 
-    Parsing all of them takes most of a second, so the digest is remembered by that of their bytes.
+    Parsing all of them takes most of a second, so the digest is cached by that of their bytes.
     """
     room = Path(__file__).parents[1]
     paths = sorted(each for each in room.rglob("*.*") if each.suffix in (".py", ".yaml"))
     files = {path: path.relative_to(room).with_suffix("").parts for path in paths}
-    files = {path: parts for path, parts in files.items() if parts[0] not in _MAKES_NO_ROWS}
+    files = {path: parts for path, parts in files.items() if parts[0] not in _NO_EFFECT_ON_ROWS}
     content = xxhash.xxh3_128(b"".join(f"{parts}".encode() + path.read_bytes() for path, parts in files.items()))
     note = cache_dir() / "digests" / f"{content.hexdigest()}.sources"
     with suppress(OSError, UnicodeDecodeError):
         return note.read_text(encoding="ascii")
-    said = xxhash.xxh3_64(repr([(parts, _said(path)) for path, parts in files.items()]).encode()).hexdigest()
-    remember(note, said)
-    return said
+    digest = xxhash.xxh3_64(repr([(parts, _content(path)) for path, parts in files.items()]).encode()).hexdigest()
+    remember(note, digest)
+    return digest
 
 
-def _said(path: Path) -> Any:
-    """Return the content of a table, or the syntax tree of a program as nested lists, the same in every Python."""
+def _content(path: Path) -> Any:
+    """Return the content of a table, or the syntax tree of a module as nested lists, the same in every Python."""
     if path.suffix == ".yaml":
         return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     tree = ast.parse(path.read_bytes())
@@ -114,12 +113,12 @@ def prepared_key(
     """Return the key of prepared rows.
 
     Args:
-        vision: what makes pictures into tokens; None for a language model. Files of pictures count by their names: the
-            rows know how many bytes each had (see `data.pictures`).
-        file_digest: names the content of a file; by default see there.
+        vision: converts images and videos to tokens; None for a language model. Their files are identified by name:
+            the rows store the size of each in bytes (see `data.pictures`).
+        file_digest: returns an identifier of a file's content.
 
     Raises:
-        MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file not be read (66).
+        MegatuneError: a data set cannot be resolved (exit codes 64, 66 and 69), or a file cannot be read (66).
     """
     data = settings.data
     train = datasets_of(settings)
@@ -153,16 +152,16 @@ def prepared_key(
 
 
 def local_parts(settings: Settings) -> dict[str, str]:
-    """Return the parts of a run's key that need neither a tokenizer nor a hub: files, and the settings of the data.
+    """Return the parts of a run's key that need neither a tokenizer nor a hub: files, and the data settings.
 
     Raises:
-        MegatuneError: as `prepared_key`, except for hubs.
+        MegatuneError: as in `prepared_key`, except for hubs.
     """
     sources = [one for part in (False, True) for one in datasets_of(settings, evaluation=part, hubs=False)]
     digest = _ends_digest if settings.data.streaming else remembered_digest
     parts = _data_parts(sources, _digests(sources, digest), _chosen(settings))
     if len(sources) < len(settings.data.dataset) + len(settings.data.eval_dataset):
-        del parts[_SETTINGS]  # it names those of hubs, too
+        del parts[_SETTINGS]  # its digest includes the data sets on hubs
     return parts
 
 
@@ -182,7 +181,7 @@ def _chosen(settings: Settings) -> dict[str, Any]:
     return {
         "format": FORMAT_VERSION,
         "packing": settings.packing,
-        # Rows that error refuses must not be found where skip left them out; quarantine leaves out the same.
+        # Rows that were prepared with skip must not be reused with error; quarantine prepares the same rows as skip.
         "refuses_bad_rows": data.on_bad_row == "error",
         **{path.partition(".")[2]: setting_value(settings, path) for path in sorted(marked(Mark.ROWS))},
         **({"tool_format": data.tool_format} if data.tool_format else {}),
@@ -199,11 +198,10 @@ def _data_parts(
 
 
 def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> RowsKey:
-    """Return the key of streamed rows, whose files may be too large to read them for a name: of each its size, start
-    and end.
+    """Return the key of streamed rows, whose files may be too large to hash: of each, its size, start and end.
 
     Raises:
-        MegatuneError: as `prepared_key`.
+        MegatuneError: as in `prepared_key`.
     """
     data = settings.data
     key = prepared_key(settings, tokenizer, vision=vision, file_digest=_ends_digest)
@@ -211,7 +209,7 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
 
 
 def _ends_digest(path: Path) -> str:
-    """Digest a file's size and ends: what is appended, cut off or replaced shows, a byte changed between does not."""
+    """Return a digest of a file's size, start and end: it misses bytes that change in between."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(_CHUNK_BYTES)
@@ -224,27 +222,27 @@ def _name(determining: Any) -> str:
 
 
 def _template_content(name: str | None) -> Any:
-    """Return what a template says: of one of ours its texts, of a file its content. The tokenizer has its own."""
+    """Return the content of a template: the texts of a named one, or the file. The tokenizer's is not included."""
     from megatune.data.templates import template_source
     from megatune.data.templates.named import NAMED_TEMPLATES
 
     if name in NAMED_TEMPLATES:
-        return {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _UNKEYED}
+        return {key: value for key, value in asdict(NAMED_TEMPLATES[name]).items() if key not in _NOT_IN_KEY}
     try:
         return template_source(name)
     except (OSError, ValueError):
-        return name  # what is wrong with the file is said where it is used
+        return name  # loading the template reports what is wrong with the file
 
 
 def _states_day(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether texts of the template are others on another day."""
+    """Return whether the template's texts depend on the date."""
     from megatune.data.templates.swift_table import template_of_swift
 
     if not settings.data.swift_version:
         return False
     try:
         one, other = (template_of_swift(settings, tokenizer, day=date(2000, 1, day)) for day in (1, 2))
-    except MegatuneError:  # said where it is used
+    except MegatuneError:  # loading the template reports it
         return False
     return one != other
 
@@ -256,10 +254,10 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase, template: str | None) 
     if backend is None:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
-        # Before its vocabulary it has how it truncated and padded last.
+        # The text before the vocabulary states how the tokenizer truncated and padded last.
         vocabulary = backend.to_str().partition('"added_tokens"')[2]
     special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
     chat_template = str(tokenizer.chat_template)
-    if template is not None and chat_template.startswith(MARK):  # a checkpoint's, from which a run resumes
+    if template is not None and chat_template.startswith(MARK):  # the tokenizer of a checkpoint that a run resumes from
         chat_template = str(None)
     return hashlib.sha256("\0".join((vocabulary, chat_template, special)).encode()).hexdigest()

@@ -1,16 +1,16 @@
-"""Rows of every supported form to examples: a text, a conversation or a preference pair.
+"""Convert rows of every supported format to examples: a text, a conversation or a preference pair.
 
-Messages are read by `messages`; rows of strings here: alpaca (instruction, input, output), query_response and text. A
-column that `columns` names comes first; of a query, response or text else the first of its usual names that the row has
-and that is not null. docs/data-formats.md lists what can be wrong with a row.
+`messages` reads messages; rows of strings are read here: alpaca (instruction, input, output), query_response and text.
+The column that `columns` names takes precedence; for a query, response or text, otherwise the first of its known names
+that the row has with a value other than null. docs/data-formats.md lists the errors of rows.
 
-A preference pair has one prompt, that of the row's form: alpaca's instruction, input and history, a query, or messages.
-Each answer is a string, a message, a list of one message, or a whole conversation whose last message it is; whole
-conversations must agree in all but that. Where the row has no chosen answer, the row's own is: the response, or the
-last message if it is the assistant's (ms-swift's form).
+A preference pair has one prompt, in the row's format: alpaca's instruction, input and history, a query, or messages.
+Each answer is a string, a message, a list of one message, or a whole conversation that ends with it; whole
+conversations must agree in everything else. If the row has no chosen answer, its response is used, or its last message
+if that is the assistant's (ms-swift's format).
 
-A judged answer is a conversation with a boolean beside it. Messages may have their last one, the answer, in the column
-of a response (TRL's prompt and completion).
+An unpaired preference (kto) is a conversation with a boolean. The answer may be in a response column instead of the
+messages (TRL's prompt and completion).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair, texts
 from megatune.data.formats import messages
 from megatune.data.formats.fields import (
-    check_without,
+    check_no_tags,
     encodable,
+    field_names,
     first_present,
-    listed,
     margin,
     optional_string,
     pictures_of,
@@ -37,11 +37,11 @@ from megatune.data.formats.fields import (
 )
 from megatune.data.formats.form import QUERY_NAMES, REJECTED_NAMES, RESPONSE_NAMES, SYSTEM_NAMES, TEXT_NAMES, Form
 from megatune.data.formats.labels import Labels
-from megatune.data.formats.messages import Messages, check_turns, is_empty, messages_of, one_message
+from megatune.data.formats.messages import Messages, answer_message, check_turns, is_empty, messages_of
 from megatune.data.formats.swift import to_swift_example
 from megatune.data.readers import json_type
 
-# ms-swift's tags for the objects of a picture and where they are, which its `objects` field lists.
+# ms-swift's tags for objects in an image and their boxes, which its `objects` field lists.
 _GROUNDING = ("<bbox>", "<ref-object>")
 _NO_ANSWER = Message("assistant", "-")
 
@@ -49,18 +49,18 @@ _NO_ANSWER = Message("assistant", "-")
 def to_example(
     row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False, labels: Labels | None = None
 ) -> Example:
-    """Read one row as the stage trains it.
+    """Convert one row to the example that the stage trains.
 
     Args:
-        stage: "pt" makes a text, "sft" a conversation, "kto" one with a judgement, "cls" one with a label, "dpo" and
-            "rm" a preference pair.
-        pictures: whether the model takes some.
-        labels: of stage cls.
+        stage: "pt" gives a text, "sft" a conversation, "kto" one with a boolean, "cls" one with a label, "dpo" and "rm"
+            a preference pair.
+        pictures: whether the model takes images and videos.
+        labels: for stage cls.
 
     Raises:
-        RowError: the row is not what its form says.
-        UnsupportedRow: the row has audio, or boxes in pictures, or pictures and the model takes none, or its form has
-            nothing for this stage.
+        RowError: the row does not have its declared format.
+        UnsupportedRow: the row has audio or bounding boxes, images or videos for a text model, or a format without
+            rows for this stage.
     """
     example = _example(row, form, stage, pictures, labels)
     if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
@@ -82,7 +82,7 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, lab
                 )
         return _text(row, form)
     if labels is not None:
-        chat = _classified(row, form, pictures)
+        chat = _labelled(row, form, pictures)
         return replace(chat, label=labels.read(row, columns.label))
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
@@ -96,14 +96,14 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, lab
         if stage == "kto" and (name := first_present(row, (columns.response,))) is not None:
             answer = _pair_answer(row, name, form).message
         return replace(messages.conversation(row, form, answer, pictures=pictures), desirable=desirable)
-    # The history's answers are trained, too.
+    # The answers in the history are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
     turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
-def _classified(row: Mapping[str, Any], form: Form, pictures: bool) -> Conversation:
-    """Read what a row's label is of: a text, which becomes the user's message, a question, or a whole conversation."""
+def _labelled(row: Mapping[str, Any], form: Form, pictures: bool) -> Conversation:
+    """Read the input to classify: a text, which becomes the user's message, a question, or a whole conversation."""
     if form.formatting == "text":
         return Conversation((Message("user", _text(row, form)),))
     if form.formatting in ("sharegpt", "openai"):
@@ -113,10 +113,10 @@ def _classified(row: Mapping[str, Any], form: Form, pictures: bool) -> Conversat
 
 
 def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Conversation:
-    """Read one row as what a model is asked: a conversation that ends with the row's own answer only if it has one.
+    """Read one row as a prompt: a conversation that ends with the row's answer only if the row has one.
 
     Raises:
-        RowError, UnsupportedRow: as `to_example`, for stage sft.
+        RowError, UnsupportedRow: as in `to_example`, for stage sft.
     """
     if form.formatting == "text":
         raise UnsupportedRow("its rows are plain texts without questions", "name a data set of conversations")
@@ -124,11 +124,11 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: audio is not supported")
     if form.formatting in ("sharegpt", "openai"):
-        # What has no answer of its own is read with one that stands for it.
+        # A conversation without an answer is read with a placeholder.
         chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
-        *asked, last = chat.messages
-        answer = "" if last is _NO_ANSWER else last.content  # a call of a tool has no text
-        return replace(chat, messages=(*asked, *_answered(answer)))
+        *prompt, last = chat.messages
+        answer = "" if last is _NO_ANSWER else last.content  # a tool call has no text
+        return replace(chat, messages=(*prompt, *_answered(answer)))
     turns = tuple(_prompt(row, form))
     is_alpaca = form.formatting == "alpaca"
     name = columns.response or "output" if is_alpaca else first_present(row, (columns.response, *RESPONSE_NAMES))
@@ -142,20 +142,20 @@ def _answered(answer: str) -> tuple[Message, ...]:
 
 
 def _tag(row: Mapping[str, Any], column: str) -> bool:
-    """Read whether the row's answer is one that is wanted."""
+    """Read whether the row's answer is desirable."""
     if column not in row:
-        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
+        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {field_names(row)}")
     if not isinstance(row[column], bool):
         raise RowError("bad-tag", f"field {column!r}: expected true or false", f"got {short(row[column])}")
     return bool(row[column])
 
 
 def _prompt(row: Mapping[str, Any], form: Form) -> list[Message]:
-    """Read the history, then the user's message: the query, or instruction and input with a line break between."""
+    """Read the history, then the user's message: the query, or instruction and input joined by a line break."""
     columns = form.columns
     messages = _history(row, columns.history)
     is_alpaca = form.formatting == "alpaca"
-    name = (columns.prompt or "instruction") if is_alpaca else _named(row, columns.prompt, QUERY_NAMES)
+    name = (columns.prompt or "instruction") if is_alpaca else _find_column(row, columns.prompt, QUERY_NAMES)
     content, fields = string(row, name), f"field {name!r}"
     if is_alpaca and columns.query is not None and columns.query in row:
         fields = f"fields {name!r} and {columns.query!r}"
@@ -175,20 +175,20 @@ def _answer(row: Mapping[str, Any], name: str) -> Message:
 
 
 def _system(row: Mapping[str, Any], form: Form) -> str | None:
-    """Read the system message; an empty one is none."""
+    """Read the system message; None if it is empty."""
     names = SYSTEM_NAMES if form.formatting == "query_response" else ()
     return optional_string(row, first_present(row, (form.columns.system, *names))) or None
 
 
 def _text(row: Mapping[str, Any], form: Form) -> str:
-    """Read the text of a row of stage pt: a column of text, alpaca's prompt column, a response without a query, or the
-    only message, where it is the assistant's (ms-swift's form)."""
+    """Read the text of a row of stage pt: a text column, alpaca's prompt column, a response without a query, or the
+    only message, if it is the assistant's (ms-swift's format)."""
     columns = form.columns
     if form.formatting == "alpaca":
         name = columns.prompt or "instruction"
     elif form.formatting == "text":
         names = [name for name in (columns.prompt, *TEXT_NAMES) if name is not None]
-        # Where there is none: one whose value is null, or the one that is expected first, for `string` to refuse.
+        # Without a text, use one whose value is null, or the first expected name, so that `string` rejects it.
         name = first_present(row, names) or next((name for name in names if name in row), names[0])
     elif form.formatting == "query_response":
         query = first_present(row, (columns.prompt, *QUERY_NAMES))
@@ -211,7 +211,7 @@ def _not_empty(text: str, name: str) -> str:
 
 
 def _history(row: Mapping[str, Any], column: str | None) -> list[Message]:
-    """Read earlier turns: a list of [question, answer] pairs."""
+    """Read earlier turns from a list of [question, answer] pairs."""
     pairs = row.get(column) if column else None
     if not pairs or column is None:
         return []
@@ -236,19 +236,19 @@ def _bad_history(column: str, detail: str) -> RowError:
 def _response_column(row: Mapping[str, Any], form: Form) -> str:
     if form.formatting == "alpaca":
         return form.columns.response or "output"
-    return _named(row, form.columns.response, RESPONSE_NAMES)
+    return _find_column(row, form.columns.response, RESPONSE_NAMES)
 
 
-def _named(row: Mapping[str, Any], column: str | None, names: Sequence[str]) -> str:
-    there = [name for name in (column, *names) if name is not None and name in row]
-    if not there:
-        detail = f"expected one of {', '.join(names)}; the row has {listed(row)}"
+def _find_column(row: Mapping[str, Any], column: str | None, names: Sequence[str]) -> str:
+    present = [name for name in (column, *names) if name is not None and name in row]
+    if not present:
+        detail = f"expected one of {', '.join(names)}; the row has {field_names(row)}"
         raise RowError("missing-field", f"field {names[0]!r} is missing", detail)
-    return first_present(row, there) or there[0]  # where null is all there is, `string` says so, naming the field
+    return first_present(row, present) or present[0]  # if all are null, `string` reports the field
 
 
 class _PairAnswer(NamedTuple):
-    """An answer of a pair, the conversation before it where the row has both in one field, and that field."""
+    """An answer of a pair, the conversation before it if the row has both in one field, and the field's name."""
 
     message: Message
     before: Messages | None
@@ -267,21 +267,21 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
         if chosen is None:
             if own is None or len(own.messages) < 2 or own.messages[-1].role != "assistant":
                 name = columns.chosen or "chosen"
-                raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
-            own, chosen = _before(own), _PairAnswer(own.messages[-1], None, columns.messages or "messages")
+                raise RowError("missing-field", f"field {name!r} is missing", f"the row has {field_names(row)}")
+            own, chosen = _without_last(own), _PairAnswer(own.messages[-1], None, columns.messages or "messages")
         stated = [chat for chat in (own, chosen.before, rejected.before) if chat is not None]
     else:
         if chosen is None:
             names = () if form.formatting == "alpaca" else RESPONSE_NAMES
             name = first_present(row, (columns.response, *names)) or columns.chosen or columns.response or "chosen"
             chosen = _PairAnswer(_answer(row, name), None, name)
-        # A string next to whole conversations repeats what they begin with.
+        # A string next to whole conversations only repeats their beginning.
         stated = [chat for chat in (chosen.before, rejected.before) if chat is not None]
         stated = stated or [Messages(None, tuple(_prompt(row, form)), {})]
     if not stated:
         name = columns.messages or "messages"
-        raise RowError("missing-field", f"field {name!r} is missing", f"the row has {listed(row)}")
-    prompt = _agreed(stated, form)
+        raise RowError("missing-field", f"field {name!r} is missing", f"the row has {field_names(row)}")
+    prompt = _common_prompt(stated, form)
     for answer in (chosen, rejected):
         if is_empty(answer.message):
             raise RowError("empty-message", "an empty assistant message", f"field {answer.column!r}")
@@ -289,41 +289,41 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system or None
     answers = (chosen.message, rejected.message)
-    asked, found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
+    prompt_messages, found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
     if found:
-        check_without(answers)
-    return PreferencePair.of_answers(asked, *answers, system, tools(row, columns.tools), found)
+        check_no_tags(answers)
+    return PreferencePair.of_answers(prompt_messages, *answers, system, tools(row, columns.tools), found)
 
 
 def _pair_answer(row: Mapping[str, Any], column: str, form: Form) -> _PairAnswer:
     value = row.get(column)
-    if value is None or isinstance(value, str):  # `string` refuses none
+    if value is None or isinstance(value, str):  # `string` rejects None
         return _PairAnswer(Message("assistant", string(row, column)), None, column)
     if isinstance(value, dict):
-        return _PairAnswer(one_message(value, column, 0, form), None, column)
+        return _PairAnswer(answer_message(value, column, 0, form), None, column)
     if not isinstance(value, list):
         reason = f"field {column!r}: expected a string, a message or a list of messages, got {json_type(value)}"
         raise RowError("wrong-type", reason)
     if len(value) == 1 and isinstance(value[0], dict):
-        return _PairAnswer(one_message(value[0], column, 1, form), None, column)
+        return _PairAnswer(answer_message(value[0], column, 1, form), None, column)
     chat = messages_of(row, column, form)
     if len(chat.messages) == 1:
-        raise RowError("answer-without-prompt", f"field {column!r}: a system message and an answer, and no question")
+        raise RowError("answer-without-prompt", f"field {column!r}: a system message and an answer, but no question")
     last = chat.messages[-1]
     if last.role != "assistant":
         detail = f"field {column!r}: message {len(value)} has role {value[-1][form.tags.role_tag]!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _PairAnswer(last, _before(chat), column)
+    return _PairAnswer(last, _without_last(chat), column)
 
 
-def _before(chat: Messages) -> Messages:
-    """Return all but the last message."""
+def _without_last(chat: Messages) -> Messages:
+    """Return all messages but the last."""
     last = len(chat.messages) - 1
     inline = {index: values for index, values in chat.inline.items() if index < last}
     return Messages(chat.system, chat.messages[:last], inline)
 
 
-def _agreed(stated: list[Messages], form: Form) -> Messages:
+def _common_prompt(stated: list[Messages], form: Form) -> Messages:
     first = stated[0]
     check_turns(first, form.tags)
     if first.messages[-1].role == "assistant":

@@ -1,5 +1,5 @@
-"""Fields of a row: strings that are there and can be encoded, tools and calls of them; and its images and videos, which
-are files that columns list, one for each tag in the messages, or parts of messages."""
+"""Read the fields of a row: strings that can be encoded, tools and tool calls, and images and videos, which are files
+listed in columns, one for each tag in the messages, or parts of messages."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ IMAGE, VIDEO = "<image>", "<video>"
 TAG = re.compile(f"{IMAGE}|{VIDEO}")
 _TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 KINDS: dict[str, Kind] = {IMAGE: "image", VIDEO: "video"}
-# Types of OpenAI's parts of messages, and of Transformers' chat templates.
+# Types of content parts in OpenAI's messages, and in Transformers' chat templates.
 PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDEO, "video_url": VIDEO}
-# The values of a message's tags in order, of messages that have parts, by their index; None is a file of a column.
+# By index of messages with content parts: the value of each tag, in order; None is a file from a column.
 Inline = dict[int, list[object]]
 
-_LONGEST_PATH = 4096  # bytes, as in Linux
-_MOST_LISTED = 40  # fields of a row
+_MAX_PATH = 4096  # bytes, as in Linux
+_MAX_LISTED = 40  # fields of a row
 
 
 def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0) -> str:
     """Read a required string.
 
     Args:
-        column, number: the column of the message that `row` is, and its number in it from 1; 0 where the column has
-            one message and no list.
+        column, number: the column of the message `row`, and the message's number in it from 1; 0 if the column holds
+            one message instead of a list.
 
     Raises:
         RowError: it is missing, null, not a string, or has characters that cannot be encoded.
     """
     value = row.get(name)
-    # Almost every string of almost every file passes here.
+    # The fast path: almost every string of almost every file.
     if type(value) is str and value.isascii() and "\0" not in value:
         return value
     owner = f"{column}[].{name}" if number else f"{column}.{name}" if column else name
     place = f"message {number}" if number else ""
     if name not in row:
-        raise RowError("missing-field", f"field {owner!r} is missing", f"{place or 'the row'} has {listed(row)}")
+        raise RowError("missing-field", f"field {owner!r} is missing", f"{place or 'the row'} has {field_names(row)}")
     if value is None:
         raise RowError("null-content", f"field {owner!r} is null", place)
     if not isinstance(value, str):
@@ -55,15 +55,15 @@ def string(row: Mapping[str, Any], name: str, column: str = "", number: int = 0)
 
 
 def optional_string(row: Mapping[str, Any], name: str | None) -> str:
-    """Read a string, "" where the column is off, missing or null."""
+    """Read a string; "" if the column is off, missing or null."""
     return "" if name is None or row.get(name) is None else string(row, name)
 
 
 def encodable(text: str, owner: str, place: str = "") -> str:
-    """Return the text itself, if a tokenizer can take it; errors name the field `owner` and the `place` in it.
+    """Return the text if a tokenizer can encode it; errors name the field `owner` and the `place` in it.
 
     Raises:
-        RowError: it has half of a surrogate pair, which JSON can spell, or a NUL character.
+        RowError: it has half of a surrogate pair, which JSON can express, or a NUL character.
     """
     before = f"{place}{place and ', '}character"
     if not text.isascii():
@@ -79,7 +79,7 @@ def encodable(text: str, owner: str, place: str = "") -> str:
 
 
 def encodable_json(value: object, owner: str, place: str = "") -> None:
-    """Refuse a JSON value with half of a surrogate pair, or nested too deep; NUL is escaped where it is written."""
+    """Reject a JSON value with half of a surrogate pair or too deep nesting; NUL characters are escaped in output."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -89,18 +89,18 @@ def encodable_json(value: object, owner: str, place: str = "") -> None:
 
 
 def first_present(row: Mapping[str, Any], names: Sequence[str | None]) -> str | None:
-    """Return the first of the names whose field is there and not null."""
+    """Return the first of the names whose field is present and not null."""
     return next((name for name in names if name is not None and row.get(name) is not None), None)
 
 
-def listed(row: Mapping[str, Any]) -> str:
-    """Name a row's fields, for error messages."""
-    names = ", ".join(repr(name[:100]) for name in list(row)[:_MOST_LISTED]) or "no fields"
-    return f"{names} and {len(row) - _MOST_LISTED} more" if len(row) > _MOST_LISTED else names
+def field_names(row: Mapping[str, Any]) -> str:
+    """List a row's fields for error messages."""
+    names = ", ".join(repr(name[:100]) for name in list(row)[:_MAX_LISTED]) or "no fields"
+    return f"{names} and {len(row) - _MAX_LISTED} more" if len(row) > _MAX_LISTED else names
 
 
 def short(value: object) -> str:
-    """Write a value as JSON, cut to fit an error message."""
+    """Return a value as JSON, shortened for error messages."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def short(value: object) -> str:
 
 
 def margin(row: Mapping[str, Any], column: str | None) -> float:
-    """Read by how much the chosen answer is better, 0 where the row does not say it."""
+    """Read how much better the chosen answer is; 0 if the row does not state it."""
     value = row.get(column) if column is not None else None
     if value is None:
         return 0.0
@@ -120,7 +120,7 @@ def margin(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], ...]:
-    """Read tool schemas: a list, or JSON of one; () where the column is off, missing, null or empty."""
+    """Read tool schemas: a list, or a list as JSON; () if the column is off, missing, null or empty."""
     schemas = row.get(column) if column else None
     if not schemas or column is None:
         return ()
@@ -138,11 +138,11 @@ def tools(row: Mapping[str, Any], column: str | None) -> tuple[dict[str, Any], .
 
 
 def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Read ShareGPT's function_call: JSON {"name", "arguments"} or a list of them, after an optional thought; or such
+    """Read ShareGPT's function_call: JSON {"name", "arguments"} or a list of them, after optional reasoning; or such
     JSON in <tool_call> tags, with text around.
 
     Returns:
-        The thought with its tags, or the text around the calls, "" where there is none; and the calls.
+        The reasoning with its tags, or the text around the calls ("" if there is none); and the calls.
     """
     said, written = "", [value]
     if tagged := _TAGGED_CALL.findall(value):
@@ -166,9 +166,9 @@ def function_call(value: str, owner: str, place: str) -> tuple[str, tuple[ToolCa
 
 
 def tool_calls(calls: object, owner: str, place: str) -> tuple[ToolCall, ...]:
-    """Read calls as OpenAI writes them, {"function": {"name", "arguments"}}, or without "function" around.
+    """Read calls in OpenAI's format, {"function": {"name", "arguments"}}, or without the outer "function".
 
-    Arguments are an object, or JSON of one; without arguments they are {}.
+    Arguments are an object, or an object as JSON; {} if they are missing.
     """
     if not isinstance(calls, list):
         raise RowError("bad-tool-call", "tool calls are not a list", f"{place}{place and ': '}got {json_type(calls)}")
@@ -199,12 +199,12 @@ def _json_fault(error: Exception) -> str:
 
 
 def tags_of(text: str) -> list[str]:
-    """Return the tags in a text, in order."""
+    """Return the image and video tags in a text, in order."""
     return TAG.findall(text)
 
 
 def part_value(part: Mapping[str, Any]) -> object:
-    """Return the file, URL or bytes that a part of a message gives; None where it leaves them to the columns."""
+    """Return the file, URL or bytes in a content part; None if the columns have the file."""
     kind = KINDS[PARTS[part["type"]]]
     names = (part["type"], kind, f"{kind}_url", "url", "path", "base64")
     value = next((part[name] for name in names if part.get(name) is not None), None)
@@ -214,16 +214,16 @@ def part_value(part: Mapping[str, Any]) -> object:
 def pictures_of(
     row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, *, wanted: bool
 ) -> tuple[tuple[Message, ...], tuple[RowPicture, ...]]:
-    """Return the messages of a row, and its pictures in the order of their tags, images and videos mixed.
+    """Return the messages of a row, and its images and videos in the order of their tags.
 
-    A row with images and not one `<image>` tag gets a tag for each image in front of its first message.
+    A row with images but without `<image>` tags gets a tag for each image before its first message.
 
     Args:
-        wanted: see `to_example`.
+        wanted: whether the model takes images and videos.
 
     Raises:
-        RowError: there are more or fewer tags than files.
-        UnsupportedRow: there are pictures, and the model takes none.
+        RowError: the numbers of tags and files differ.
+        UnsupportedRow: there are images or videos, but the model takes none.
     """
     named = {IMAGE: columns.images, VIDEO: columns.videos}
     files = {tag: files_of(column and row.get(column)) for tag, column in named.items()}
@@ -242,29 +242,29 @@ def pictures_of(
     for index, message in enumerate(messages):
         tags = tags_of(message.content)
         values = inline.get(index, [None] * len(tags))
-        if len(values) != len(tags):  # a thought beside the parts, or what they make together, reads as a tag
+        if len(values) != len(tags):  # text next to the parts, such as reasoning, or joined parts contain a tag
             raise RowError(
                 "picture-count", "a message has tags in addition to its parts", f"message {index + 1} of the row"
             )
         tagged += zip(tags, values, strict=True)
-    for tag, listed in files.items():
-        check_count(tag, sum(each == (tag, None) for each in tagged), len(listed))
-    left = {tag: iter(listed) for tag, listed in files.items()}
-    found = ((tag, next(left[tag]) if value is None else value) for tag, value in tagged)
+    for tag, values in files.items():
+        check_tag_count(tag, sum(each == (tag, None) for each in tagged), len(values))
+    remaining = {tag: iter(values) for tag, values in files.items()}
+    found = ((tag, next(remaining[tag]) if value is None else value) for tag, value in tagged)
     return tuple(messages), tuple(RowPicture(KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
 
 
-def check_count(tag: str, tags: int, files: int) -> None:
-    """Refuse a row that has not as many tags as files."""
+def check_tag_count(tag: str, tags: int, files: int) -> None:
+    """Reject a row whose numbers of tags and files differ."""
     if tags != files:
         reason = f"the row has different numbers of {tag} tags and {KINDS[tag]}s"
         raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
 
 
-def check_inside(pictures: Sequence[RowPicture]) -> None:
-    """Refuse pictures that a row names by an absolute path or by one that leads out of media_dir.
+def check_within_media_dir(pictures: Sequence[RowPicture]) -> None:
+    """Reject images and videos that a row names by an absolute path or by one that leads out of media_dir.
 
-    Of rows that come from a hub: they name no file of this machine that was not put where pictures are.
+    Rows from a hub must not read other files of this machine.
     """
     waiting = [(each.kind, each.value) for each in pictures]
     while waiting:
@@ -276,20 +276,20 @@ def check_inside(pictures: Sequence[RowPicture]) -> None:
         if not isinstance(value, str) or value.startswith("data:"):
             continue
         path = value.removeprefix("file://").replace("\\", "/")
-        # An absolute path of an image in base64, /9j/..., is longer than any path.
-        if ".." in path.split("/") or (path.startswith("/") and len(path) < _LONGEST_PATH):
+        # A base64 image may start with /9j/, like an absolute path, but is longer than any path.
+        if ".." in path.split("/") or (path.startswith("/") and len(path) < _MAX_PATH):
             what = f"{kind}: a data set from a hub names a file outside of media_dir"
             raise RowError("picture-outside", what, path)
 
 
-def check_without(messages: Sequence[Message]) -> None:
-    """Refuse tags in the answers of a preference pair: its pictures belong to the prompt."""
+def check_no_tags(messages: Sequence[Message]) -> None:
+    """Reject tags in the answers of a preference pair: images and videos belong to the prompt."""
     if any(tags_of(message.content) for message in messages):
         raise RowError("picture-in-answer", "an answer of a preference pair has an image or video")
 
 
 def files_of(value: Any) -> list[Any]:
-    """Return the files that a column's value names: one, a list of them, or none."""
+    """Return the files in a column's value: one file, a list of files, or none."""
     if value is None or value == "":
         return []
     return value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""The form of a data set's rows: which columns and tags they have, and how it is detected from one of them."""
+"""The form of a data set's rows, i.e. their columns and tags, and how it is detected from a row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Formatting = Literal["alpaca", "sharegpt", "openai", "query_response", "text", "ms_swift"]
-# Those that dataset_info.json may name; ms_swift is what command lines of ms-swift read.
+# The values of dataset_info.json; ms_swift is the format of ms-swift's command lines.
 FORMATTINGS: tuple[Formatting, ...] = get_args(Formatting)[:-1]
 
-# Names of columns, in order of precedence; a name that `columns` gives comes first.
+# Names of columns, in order of precedence; a name in `columns` takes precedence over these.
 MESSAGES_NAMES = ("messages", "conversations", "conversation")
 QUERY_NAMES = ("query", "prompt", "input", "instruction", "question", "problem")
 RESPONSE_NAMES = ("response", "answer", "output", "target", "solution", "completion")
@@ -19,7 +19,7 @@ TEXT_NAMES = ("text", "content")
 REJECTED_NAMES = ("rejected_response", "rejected_messages")  # ms-swift's
 TAG_NAMES = ("kto_tag", "label")  # LLaMA-Factory's, and ms-swift's and TRL's
 _MEDIA_NAMES = (("images", "image"), ("videos", "video"), ("audios", "audio"))
-# Several usual names for one column of `Columns`, which the first of them names.
+# Alternative names of a column, each with the name of its field in `Columns`.
 _SAME = {usual: names[0] for names in (SYSTEM_NAMES, *_MEDIA_NAMES) for usual in names[1:]}
 
 
@@ -59,13 +59,13 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the rows of a data set read.
+    """The form of a data set's rows.
 
     Attributes:
-        ranking: rows are preference pairs. Where `columns` has a kto_tag, rows are answers that are wanted or not.
-        swift_version: of ms-swift, whose rules read rows of formatting ms_swift.
-        renames: own name -> ms-swift's name of columns, of formatting ms_swift.
-        fields: the columns of the first rows, of formatting ms_swift: a row that lacks one has null there.
+        ranking: rows are preference pairs. If `columns` has a kto_tag, rows are desirable or undesirable answers.
+        swift_version: the version of ms-swift whose rules read rows of formatting ms_swift.
+        renames: the data set's name -> ms-swift's name of columns, for formatting ms_swift.
+        fields: the columns of the first rows, for formatting ms_swift; they are null in rows that lack them.
     """
 
     formatting: Formatting = "alpaca"
@@ -78,7 +78,7 @@ class Form:
 
 
 OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
-# What a formatting has where nothing else is said; the names of queries and responses are looked up in each row.
+# The defaults of each formatting; the names of queries and responses are looked up in each row.
 DEFAULT_FORMS: dict[Formatting, Form] = {
     "alpaca": Form(),
     "sharegpt": Form("sharegpt"),
@@ -95,10 +95,10 @@ USUAL_NAMES: frozenset[str] = frozenset((
 
 
 def detect_named(row: Mapping[str, object], own: Mapping[str, str]) -> Form | None:
-    """Return the form of a row as if its columns had their usual names, with the columns' own names in it.
+    """Detect the form of a row as if its columns had their standard names; return it with the columns' own names.
 
     Args:
-        own: usual name -> the column's own, in rows of this kind if not in this one. See `own_names`.
+        own: standard name -> own name of columns, which this row need not have. See `own_names`.
     """
     taken = {name: usual for usual, name in own.items()}
     usual = {name: value for name, value in row.items() if name not in own and name not in taken}
@@ -112,12 +112,12 @@ def detect_named(row: Mapping[str, object], own: Mapping[str, str]) -> Form | No
     return replace(form, columns=Columns(**named))
 
 
-def by_own_name(columns: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str] | None:
-    """Return own name -> usual name of columns that are written this way round, or as LLaMA-Factory writes them, the
-    part of a row first: {prompt: question_text}. None where the fields of rows fit both.
+def columns_by_own_name(columns: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str] | None:
+    """Return own name -> standard name of columns written in this order, or as in LLaMA-Factory, with the part of a row
+    first: {prompt: question_text}. Return None if the fields of rows fit both.
 
     Args:
-        names: of the fields of rows.
+        names: the fields of rows.
     """
     there, parts = {name.lower() for name in names}, {field.name: field.default for field in fields(Columns)}
     own, values = ([name.lower() in there for name in each] for each in (columns.keys(), columns.values()))
@@ -128,17 +128,17 @@ def by_own_name(columns: Mapping[str, str], names: Iterable[str]) -> Mapping[str
     if not (all(values) or (not any(own) and (any(values) or not USUAL_NAMES.issuperset(columns.values())))):
         return columns
     usual = {part: str(default or part) for part, default in parts.items()}
-    if "prompt" not in columns:  # of alpaca's rows `query` is what an instruction is about
+    if "prompt" not in columns:  # alpaca's `query` is the input of an instruction
         usual["query"] = "query"
     return {name: usual[part] for part, name in columns.items()}
 
 
 def own_names(columns: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return usual name -> own name of the columns that rows have, in any case of letters.
+    """Return standard name -> own name of the columns that rows have, ignoring case.
 
     Args:
-        columns: own name -> usual name; of two for the same the first one counts.
-        names: of the fields of rows.
+        columns: own name -> standard name; the first one wins if two have the same standard name.
+        names: the fields of rows.
     """
     found = {name.lower(): name for name in names} | {name: name for name in names}
     own: dict[str, str] = {}
@@ -149,23 +149,23 @@ def own_names(columns: Mapping[str, str], names: Iterable[str]) -> dict[str, str
 
 
 def detect(fields: Mapping[str, object]) -> Form | None:
-    """Return the form of a row, None where no rule knows its fields.
+    """Detect the form of a row; return None if no rule matches its fields.
 
-    A field that is null does not count, unless nothing is found without it. The first rule that fits decides:
+    Fields that are null are ignored, unless nothing matches without them. The first matching rule decides:
 
     1. messages, conversations or conversation: sharegpt or openai. Tags are detected from the first message's keys
-       (role or from, content or value) and from the roles of the row (human and gpt, or user and assistant).
+       (role or from, content or value) and from the roles in the row (human and gpt, or user and assistant).
     2. A rejected answer, and `chosen` or `prompt` a list of messages: the same, with `prompt` as messages if it is such
-       a list; else each answer is a whole conversation, and a `prompt` beside it only repeats its beginning.
-    3. `prompt` a list of messages and a response under one of their names: the same, with `prompt` as messages.
-    4. instruction, and not query or prompt without input and output: alpaca, its response under the first of output and
+       a list; otherwise each answer is a whole conversation, and `prompt` only repeats its beginning.
+    3. `prompt` a list of messages and a response under one of its names: the same, with `prompt` as messages.
+    4. instruction, and not query or prompt without input and output: alpaca, its response the first of output and
        `RESPONSE_NAMES`.
     5. A query and a response (or a rejected answer) under one of their names: query_response.
     6. text or content: text.
-    7. A query or a response alone under one of their names: query_response.
+    7. A query or a response alone under one of its names: query_response.
 
-    The row is a preference pair where it has rejected, rejected_response or rejected_messages. Its tag, for stage kto,
-    is kto_tag or label.
+    A row with rejected, rejected_response or rejected_messages is a preference pair. The tag for stage kto is kto_tag
+    or label.
     """
     present = {name: value for name, value in fields.items() if value is not None}
     return _form(present) or _form(fields)
@@ -206,14 +206,14 @@ def _chat_form(
 
 def _columns(fields: Mapping[str, Any], **named: str | None) -> Columns:
     media = {plural: singular for plural, singular in _MEDIA_NAMES if singular in fields and plural not in fields}
-    # What this row lacks keeps its usual name, for the rows that have it.
+    # A column that this row lacks keeps its standard name, for the rows that have it.
     system = _first(fields, SYSTEM_NAMES) or "system"
     rejected = _first(fields, ("rejected", *REJECTED_NAMES)) or "rejected"
     return Columns(**media, system=system, rejected=rejected, kto_tag=_first(fields, TAG_NAMES), **named)
 
 
 def _tags(messages: object, column: str) -> Tags:
-    """Detect the tags of a row's messages; where they do not show, take those that are usual for the column."""
+    """Detect the tags of a row's messages; use the usual tags of the column if they cannot be detected."""
     found = [messages] if isinstance(messages, dict) else messages if isinstance(messages, list) else []
     items = [item for item in found if isinstance(item, dict)]
     first = items[0] if items else {}

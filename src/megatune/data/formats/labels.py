@@ -1,4 +1,4 @@
-"""Labels of classified rows, as numbers that a loss compares scores with."""
+"""Labels of classification and regression rows, as numbers for the loss."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from megatune.config.groups.run import RunSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.formats.fields import listed, short
+from megatune.data.formats.fields import field_names, short
 
 
 class Labels(NamedTuple):
-    """How the rows of a run are labelled.
+    """The labels of a run's rows.
 
     Attributes:
         kind: the problem type.
-        size: classes, or numbers of a regression.
+        size: number of classes, or of values in a regression.
     """
 
     kind: str
@@ -24,22 +24,22 @@ class Labels(NamedTuple):
 
     @classmethod
     def of(cls, run: RunSettings) -> Labels | None:
-        """Return what settings ask for; None where rows have no labels."""
+        """Return the labels for these settings; None if rows have no labels."""
         return None if run.label_kind is None else cls(run.label_kind, run.num_labels or 1)
 
     def read(self, row: Mapping[str, Any], column: str | None) -> tuple[float, ...]:
         """Read the label of a row.
 
         Returns:
-            `size` numbers of a regression; the number of the class; or, of several classes, 1.0 for each that holds
-            and 0.0 for each other one.
+            `size` numbers for a regression; the class index; or, for multi-label classification, 1.0 for each class
+            of the row and 0.0 for each other.
 
         Raises:
-            RowError: there is none, or it is not of this kind.
+            RowError: the label is missing or not of this kind.
         """
         if column is None or row.get(column) is None:
             name = f"field {column!r} is missing" if column is not None else "no column has labels"
-            raise RowError("missing-field", name, f"the row has {listed(row)}")
+            raise RowError("missing-field", name, f"the row has {field_names(row)}")
         value = row[column]
         if self.kind == "regression":
             return self._numbers(value, column)
@@ -58,7 +58,7 @@ class Labels(NamedTuple):
         return tuple(map(float, values))
 
     def _class(self, value: Any, column: str) -> int:
-        """Read the number of a class: whole, as text, too, as ms-swift reads it."""
+        """Read a class index: a whole number, or one as text, as in ms-swift."""
         try:
             number = int(value) if isinstance(value, str) else value
             if _is_finite(number) and number == int(number) and 0 <= number < self.size:
@@ -70,5 +70,5 @@ class Labels(NamedTuple):
 
 
 def _is_finite(value: Any) -> bool:
-    # True and false are 1 and 0.
+    # Booleans count as 1 and 0.
     return isinstance(value, int | float) and abs(value) < 2**127 and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""ShareGPT conversations and OpenAI messages: lists of messages, the same but for their tags."""
+"""Read ShareGPT conversations and OpenAI messages: lists of messages that differ only in their tags."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatune.data.formats.fields import (
     PARTS,
     Inline,
     encodable,
+    field_names,
     function_call,
-    listed,
     optional_string,
     part_value,
     pictures_of,
@@ -31,7 +31,7 @@ Kind = Literal["system", "user", "assistant", "call", "tool"]
 
 _TEXT_PARTS = ("text", "input_text")
 _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
-# Words of ms-swift and OpenAI that are no tag of the form: what they mean where no tag says otherwise.
+# Roles of ms-swift and OpenAI that are valid in addition to the form's tags, which take precedence.
 _ROLES: dict[str, Kind] = {
     "tool_call": "call",
     "function_call": "call",
@@ -40,14 +40,14 @@ _ROLES: dict[str, Kind] = {
     "function_response": "tool",
     "observation": "tool",
 }
-# Keys of a turn that is one object: {"human": "…", "assistant": "…"}.
+# Keys of a turn that is one object: {"human": "...", "assistant": "..."}.
 _USER_KEYS, _ASSISTANT_KEYS = ("user", "human"), ("assistant", "gpt", "bot")
 _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class Messages(NamedTuple):
-    """A list of messages, read: the text of its leading system message, None where it has none, and the others; and
-    the pictures in them."""
+    """A list of messages: the text of its leading system message (None if there is none), the other messages, and
+    their images and videos."""
 
     system: str | None
     messages: tuple[Message, ...]
@@ -58,11 +58,11 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
     """Read the messages of a row, in turns that end with the assistant's.
 
     Args:
-        answer: ends them where they end before it.
+        answer: appended if the messages end before the answer.
 
     Raises:
-        RowError: they are not messages, or do not take turns.
-        UnsupportedRow: one of them has audio, or a picture for a model that takes none.
+        RowError: they are not valid messages, or the roles do not alternate.
+        UnsupportedRow: one of them has audio, or an image or video for a text model.
     """
     columns = form.columns
     chat = messages_of(row, columns.messages or "messages", form)
@@ -70,7 +70,7 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
         chat = chat._replace(messages=(*chat.messages, answer))
     check_turns(chat, form.tags)
     if chat.messages[-1].role != "assistant":
-        detail = f"message {_number(chat, -1)} is {_word(chat.messages[-1].role, form.tags)!r}"
+        detail = f"message {_number(chat, -1)} is {_tag(chat.messages[-1].role, form.tags)!r}"
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
@@ -79,14 +79,14 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
 
 
 def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
-    """Read the list of messages in a column; `check_turns` checks that they take turns."""
+    """Read the list of messages in a column; `check_turns` checks that the roles alternate."""
     if column not in row:
-        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {listed(row)}")
+        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {field_names(row)}")
     raw = row[column]
     if not isinstance(raw, list):
         raise RowError("messages-not-a-list", f"field {column!r}: expected a list of messages, got {json_type(raw)}")
     tags = form.tags
-    raw = _unpaired(raw, tags)
+    raw = _split_pairs(raw, tags)
     system: str | None = None
     messages: list[Message] = []
     inline: Inline = {}
@@ -117,8 +117,8 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
     return Messages(system, tuple(messages), inline)
 
 
-def _unpaired(raw: list[Any], tags: Tags) -> list[Any]:
-    """Return turns that are one object each, the question and its answer, as two messages."""
+def _split_pairs(raw: list[Any], tags: Tags) -> list[Any]:
+    """Split turns that are one object, with question and answer, into two messages."""
     if all(isinstance(item, dict) and tags.role_tag in item for item in raw):
         return raw
     messages: list[Any] = []
@@ -134,8 +134,8 @@ def _unpaired(raw: list[Any], tags: Tags) -> list[Any]:
     return messages
 
 
-def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
-    """Read an answer of a preference pair, message `number` of the column's list, 0 where the column has no list."""
+def answer_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
+    """Read an answer of a preference pair: message `number` of the column's list, or 0 if the column has no list."""
     kind = _kind(item, form, column, number)
     if kind not in ("assistant", "call"):
         detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
@@ -143,8 +143,8 @@ def one_message(item: Mapping[str, Any], column: str, number: int, form: Form) -
     return _message(kind, item, form.tags, column, number, None)
 
 
-# What may follow what: several tools may answer one message with parallel calls.
-_MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
+# Which role may follow which: several tools may answer the parallel calls of one message.
+_ALLOWED_NEXT: dict[Role | None, tuple[Role, ...]] = {
     None: ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
@@ -153,13 +153,13 @@ _MAY_FOLLOW: dict[Role | None, tuple[Role, ...]] = {
 
 
 def check_turns(chat: Messages, tags: Tags) -> None:
-    """Check that users, or tools, and the assistant take turns, and that only tools return nothing."""
+    """Check that users (or tools) and the assistant take turns, and that only tool results are empty."""
     previous: Role | None = None
     for index, message in enumerate(chat.messages):
         role = message.role
-        if role not in _MAY_FOLLOW[previous]:
-            expected = " or ".join(repr(_word(role, tags)) for role in _MAY_FOLLOW[previous])
-            detail = f"message {_number(chat, index)} is {_word(role, tags)!r}, expected {expected}"
+        if role not in _ALLOWED_NEXT[previous]:
+            expected = " or ".join(repr(_tag(role, tags)) for role in _ALLOWED_NEXT[previous])
+            detail = f"message {_number(chat, index)} is {_tag(role, tags)!r}, expected {expected}"
             raise RowError("roles-out-of-order", "roles out of order", detail)
         if is_empty(message):
             raise RowError("empty-message", f"an empty {role} message", f"message {_number(chat, index)}")
@@ -167,14 +167,14 @@ def check_turns(chat: Messages, tags: Tags) -> None:
 
 
 def is_empty(message: Message) -> bool:
-    """Tell whether a message has neither text nor calls; a tool may well return nothing."""
+    """Return whether a message has neither text nor calls; a tool may return nothing."""
     content = message.content
     return (not content or content.isspace()) and message.role != "tool" and not message.tool_calls
 
 
 @lru_cache(maxsize=64)
 def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
-    """Map each role to its kind; where two tags are the same, the one that is listed last here wins."""
+    """Map each role to its kind; if two tags are equal, the later one in this list wins."""
     kinds: dict[str, Kind] = {"developer": "system"} if openai else {}
     return {
         **_ROLES,
@@ -207,26 +207,26 @@ def _message(
     place = f"message {number}" if number else ""
     if kind == "call":
         owner, given = f"{column}[].{tags.content_tag}", item.get(tags.content_tag)
-        if isinstance(given, dict):  # not written as JSON
+        if isinstance(given, dict):  # an object instead of JSON
             return Message("assistant", "", tool_calls([given], owner, place), _trained(item, place))
         content, calls = function_call(string(item, tags.content_tag, column, number), owner, place)
         return Message("assistant", content, calls, _trained(item, place))
     raw_calls = item.get("tool_calls")
     calls = tool_calls(raw_calls, f"{column}[].tool_calls", place) if raw_calls else ()
-    # OpenAI's API writes null for the text of a message that only calls tools.
+    # OpenAI's API writes null as the text of a message that only calls tools.
     is_bare = calls and item.get(tags.content_tag) is None
     content = "" if is_bare else _content(item, tags.content_tag, column, number, values)
     if item.get("reasoning_content") is not None:
-        thought = string(item, "reasoning_content", column, number).strip()
-        content = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+        reasoning = string(item, "reasoning_content", column, number).strip()
+        content = f"<think>\n{reasoning}\n</think>\n\n{content}" if reasoning else content
     return Message("assistant", content, calls, _trained(item, place))
 
 
 def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values: list[object] | None) -> str:
-    """Read a message's text; of OpenAI's list of parts, images and videos become tags in it.
+    """Read a message's text; images and videos in OpenAI's list of content parts become tags in it.
 
     Args:
-        values: gets the value of each tag where the parts have a picture (see `Inline`); None where there may be none.
+        values: receives the value of each tag if there are images or videos (see `Inline`); None forbids them.
     """
     content = item.get(tag)
     if not isinstance(content, list):
@@ -241,8 +241,8 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
         if kind in _AUDIO_PARTS:
             raise UnsupportedRow(f"{has}: training on audio is not supported")
         if kind in _ANTHROPIC_PARTS:
-            detail = f"{has}; OpenAI's tool_calls, role tool and reasoning_content are read"
-            raise RowError("anthropic-blocks", "Anthropic's content blocks are not read", detail)
+            detail = f"{has}; use OpenAI's tool_calls, role tool and reasoning_content"
+            raise RowError("anthropic-blocks", "Anthropic's content blocks are not supported", detail)
         if kind in PARTS and values is not None:
             texts.append(PARTS[kind])
             given.append(part_value(part))
@@ -258,7 +258,7 @@ def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values
 
 
 def _trained(item: Mapping[str, Any], place: str) -> bool | None:
-    """Tell whether an answer is trained: `loss` or `loss_scale` (ms-swift), or where both are not given `weight`."""
+    """Return whether an answer is trained: `loss` or `loss_scale` (ms-swift), or `weight` if both are missing."""
     for key in ("loss", "loss_scale", "weight"):
         value = item.get(key)
         if value is not None:
@@ -270,9 +270,9 @@ def _trained(item: Mapping[str, Any], place: str) -> bool | None:
 
 
 def _number(chat: Messages, index: int) -> int:
-    """Return the number of a message in the row's list, from 1; the system message is counted there."""
+    """Return the number of a message in the row's list, from 1, including the system message."""
     return index % len(chat.messages) + (1 if chat.system is None else 2)
 
 
-def _word(role: Role, tags: Tags) -> str:
+def _tag(role: Role, tags: Tags) -> str:
     return {"user": tags.user_tag, "assistant": tags.assistant_tag, "tool": tags.observation_tag}[role]

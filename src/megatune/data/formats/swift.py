@@ -1,8 +1,8 @@
-"""Rows as ms-swift reads them: messages, ShareGPT's turns, alpaca, and a query with its response and history.
+"""Read rows as ms-swift does: messages, ShareGPT's turns, alpaca, and a query with its response and history.
 
-ms-swift takes more than our own forms do: columns under many names, messages of one role in a row, empty messages,
-conversations that end or begin anywhere, and pairs that differ in more than the last answer. A row that it leaves out
-is a `RowError` here. By the sources of ms-swift 3.12 and 4.6 (`AutoPreprocessor`, `TemplateInputs`).
+ms-swift accepts more than the other formats: columns under many names, consecutive messages of one role, empty
+messages, conversations that start or end with any role, and pairs that differ in more than the last answer. A row that
+it drops is a `RowError` here. Source: ms-swift 3.12 and 4.6 (`AutoPreprocessor`, `TemplateInputs`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatune.data.formats.fields import (
     PARTS,
     encodable,
     encodable_json,
+    field_names,
     files_of,
-    listed,
     margin,
     part_value,
     short,
@@ -40,8 +40,8 @@ from megatune.data.media import Kind
 _MESSAGES = ("messages", "conversation", "conversations")
 _MEDIA = {name: f"{kind}s" for kind in ("image", "video", "audio") for name in (kind, f"{kind}s")}
 _SYSTEM = dict.fromkeys(("system", "system_prompt"), "system")
-_OF_MESSAGES = {**_MEDIA, **dict.fromkeys(_MESSAGES, "messages"), **_SYSTEM}
-_OF_RESPONSES = {
+_MESSAGE_COLUMNS = {**_MEDIA, **dict.fromkeys(_MESSAGES, "messages"), **_SYSTEM}
+_RESPONSE_COLUMNS = {
     **_MEDIA,
     **_SYSTEM,
     **dict.fromkeys(("query", "prompt", "input", "instruction", "question", "problem"), "query"),
@@ -61,11 +61,11 @@ _ROLES = {
     **dict.fromkeys(("observation", "observations"), "tool"),
     "system": "system",
 }
-_SWITCHES = ("enable_thinking", "preserve_thinking")  # of a row's chat_template_kwargs, those that change training
+_SWITCHES = ("enable_thinking", "preserve_thinking")  # those in a row's chat_template_kwargs that affect training
 _TAGGED_PATH = re.compile("<img>(.+?)</img>")
 
 Row = dict[str, Any]
-Raw = list[dict[str, Any]]  # messages with a role, content, and maybe whether they are trained
+Raw = list[dict[str, Any]]  # messages with a role, content, and possibly whether they are trained
 
 
 def to_swift_example(
@@ -74,16 +74,16 @@ def to_swift_example(
     """Read one row as ms-swift does, for any stage.
 
     Args:
-        form: of formatting ms_swift.
-        pictures: whether the model takes some.
-        labels: of stage cls.
+        form: with formatting ms_swift.
+        pictures: whether the model takes images and videos.
+        labels: for stage cls.
 
     Raises:
-        RowError: ms-swift leaves such a row out.
-        UnsupportedRow: the row has audio, or boxes in pictures, or pictures and the model takes none.
+        RowError: ms-swift drops such a row.
+        UnsupportedRow: the row has audio or bounding boxes, or images or videos for a text model.
     """
     version = form.swift_version
-    fields = _standard({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
+    fields = _standardized({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
     messages = _checked(fields["messages"])
     shared = {key: fields.get(key) for key in ("tools", "images", "videos")}
     if version >= 4:
@@ -116,17 +116,17 @@ def _label(fields: Row, messages: Raw) -> bool:
     return bool(value)
 
 
-def _standard(row: Mapping[str, Any], columns: Mapping[str, str], version: int) -> Row:
-    """Name the columns of a row as ms-swift does, and make messages of what has none."""
+def _standardized(row: Mapping[str, Any], columns: Mapping[str, str], version: int) -> Row:
+    """Rename the columns of a row to ms-swift's names, and convert rows without messages to messages."""
     fields = _renamed(row, columns)
     if any(name in fields for name in _MESSAGES):
-        fields = _renamed(fields, _OF_MESSAGES)
+        fields = _renamed(fields, _MESSAGE_COLUMNS)
         if fields.get("rejected_messages") is not None:
             fields["rejected_messages"] = _messages(fields["rejected_messages"], None, version)
         fields["messages"] = _messages(fields.get("messages"), fields.get("system"), version)
         return fields
     is_alpaca = "instruction" in fields and "input" in fields
-    fields = _renamed(fields, _OF_RESPONSES)
+    fields = _renamed(fields, _RESPONSE_COLUMNS)
     query, response = fields.get("query"), fields.get("response")
     if is_alpaca:
         instruction, given = fields.get("instruction"), fields.get("input")
@@ -137,12 +137,12 @@ def _standard(row: Mapping[str, Any], columns: Mapping[str, str], version: int) 
     if isinstance(response, list):
         response = response[0] if response else None
     history = fields.get("history") or []
-    fields["messages"] = _of_history([*_parsed(history, "history", 3), [query, response]], fields.get("system"))
+    fields["messages"] = _history_messages([*_parsed(history, "history", 3), [query, response]], fields.get("system"))
     return fields
 
 
 def _renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Row:
-    """Rename the columns that stand alone for what they are; of several for one, each keeps its name."""
+    """Rename the columns that are the only one for their target; several columns for one target keep their names."""
     present = {name.lower(): name for name in row}
     meant = {present[name.lower()]: target for name, target in names.items() if name.lower() in present}
     times = Counter(meant.values())
@@ -150,7 +150,7 @@ def _renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Row:
 
 
 def _parsed(value: Any, name: str, version: int = 4) -> Any:
-    """Read a list that a row has as text: JSON, or Python's own spelling, which version 3 reads alone."""
+    """Parse a list that a row has as text: JSON, or a Python literal, the only form that version 3 reads."""
     if not isinstance(value, str):
         return value
     try:
@@ -164,7 +164,7 @@ def _parsed(value: Any, name: str, version: int = 4) -> Any:
             raise RowError("wrong-type", f"field {name!r}: expected a list", short(value)) from error
 
 
-def _of_history(history: Any, system: Any) -> Raw:
+def _history_messages(history: Any, system: Any) -> Raw:
     messages: Raw = [] if system is None else [{"role": "system", "content": system}]
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -180,13 +180,13 @@ def _messages(value: Any, system: Any, version: int) -> Raw:
     if not raw or not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
         raise RowError("messages-not-a-list", "field 'messages': expected a list of messages", f"got {short(value)}")
     raw = [{key: value for key, value in item.items() if value is not None} for item in raw]
-    raw = _without_calls(raw) if version >= 4 else raw
+    raw = _split_tool_calls(raw) if version >= 4 else raw
     raw = [_with_keys(item, {"from": "role", "value": "content"}) for item in raw]
     start: Raw = [] if system is None else [{"role": "system", "content": system}]
     if "role" not in raw[0] and "content" not in raw[0]:
         turns = [_with_keys(item, {"human": "user", "gpt": "assistant", "bot": "assistant"}) for item in raw]
         if not all("user" in turn and "assistant" in turn for turn in turns):
-            raise RowError("messages-not-a-list", "a turn lacks the user's or the assistant's text", listed(raw[0]))
+            raise RowError("messages-not-a-list", "a turn lacks the user's or assistant's text", field_names(raw[0]))
         roles = ("user", "assistant")
         return start + [{"role": role, "content": turn[role]} for turn in turns for role in roles]
     for item in raw:
@@ -201,8 +201,8 @@ def _with_keys(item: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return {names.get(key, key): value for key, value in item.items()}
 
 
-def _without_calls(raw: Raw) -> Raw:
-    """Write OpenAI's tool_calls as messages of their own, and results in the order of the calls."""
+def _split_tool_calls(raw: Raw) -> Raw:
+    """Write OpenAI's tool_calls as separate messages, and the results in the order of the calls."""
     written: Raw = []
     rest = list(raw)
     while rest:
@@ -211,7 +211,7 @@ def _without_calls(raw: Raw) -> Raw:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             written.append(item)
             continue
-        written += _called(item, calls)
+        written += _call_messages(item, calls)
         results = list(takewhile(lambda each: each.get("role") in ("tool", "tool_response"), rest))
         order = {call.get("id"): index for index, call in enumerate(calls)}
         ids = [result.get("tool_call_id") for result in results]
@@ -221,7 +221,7 @@ def _without_calls(raw: Raw) -> Raw:
     return written
 
 
-def _called(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
+def _call_messages(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
     own: Row = {key: item[key] for key in ("loss", "loss_scale") if key in item}
     said: Raw = [{"role": "assistant", "content": item["content"], **own}] if item.get("content") else []
     functions = [call.get("function", call) for call in calls]
@@ -230,7 +230,7 @@ def _called(item: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> Raw:
 
 
 def _checked(messages: Raw) -> Raw:
-    """Check that there are messages, and that every one of them says something."""
+    """Check that there are messages, and that each has content."""
     if not messages:
         raise RowError("no-messages", "field 'messages': no messages")
     for number, message in enumerate(messages, start=1):
@@ -240,14 +240,14 @@ def _checked(messages: Raw) -> Raw:
 
 
 def _with_rejected_response(messages: Raw, fields: Row, version: int) -> Raw:
-    """Replace what follows the last question by the rejected response."""
+    """Replace the messages after the last question by the rejected response."""
     response = fields.get("rejected_response")
     if isinstance(response, str):
         answers: Raw = [{"role": "assistant", "content": response}]
     elif isinstance(response, list) and response and all(isinstance(item, dict) for item in response):
         answers = _messages(response, None, version)
     else:
-        detail = f"the row has {listed(fields)}" if response is None else f"got {short(response)}"
+        detail = f"the row has {field_names(fields)}" if response is None else f"got {short(response)}"
         raise RowError("missing-field", "field 'rejected_response' is missing", detail)
     if any(answer["role"] == "user" for answer in answers):
         raise RowError("answer-not-assistant", "a rejected response has a user's message")
@@ -279,7 +279,7 @@ def _conversation(
 def _message(raw: Mapping[str, Any], inline: list[tuple[Kind, Any]], version: int) -> Message:
     role, content = raw["role"], raw["content"]
     own, scale = raw.get("loss"), raw.get("loss_scale") if version >= 4 else None
-    # Its weight counts in ms-swift with weighted losses alone.
+    # ms-swift uses the weight only with weighted losses.
     trained = None if own is None and scale != 0 else bool(own) and scale != 0
     if role == "tool_call":
         return Message("assistant", "", (_call(content),), trained, scale is not None)
@@ -338,7 +338,7 @@ def _tools(value: Any, version: int) -> tuple[dict[str, Any], ...]:
 def _pictures(
     messages: list[Message], shared: Mapping[str, Any], inline: Sequence[tuple[Kind, Any]], system: str | None
 ) -> tuple[RowPicture, ...]:
-    """Return the pictures of a conversation in the order of their tags; what has no tag gets one at the start."""
+    """Return the images and videos of a conversation in the order of their tags; add missing tags at the start."""
     files: dict[str, list[Any]] = {}
     for tag, kind in KINDS.items():
         files[tag] = files_of(shared[f"{kind}s"])
@@ -354,14 +354,14 @@ def _pictures(
         if added[tag] > 0:
             first = messages[0]
             messages[0] = replace(first, content=tag * added[tag] + first.content)
-    left = {tag: iter(values) for tag, values in files.items()}
+    remaining = {tag: iter(values) for tag, values in files.items()}
     tags = [tag for text in (system or "", *(message.content for message in messages)) for tag in tags_of(text)]
-    found = [(tag, next(left[tag], None)) for tag in tags]
+    found = [(tag, next(remaining[tag], None)) for tag in tags]
     return tuple(RowPicture(KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
 
 
 def _tagged_paths(messages: list[Message]) -> list[Any]:
-    """Make tags of <img>PATH</img>, and return the paths of files."""
+    """Replace <img>PATH</img> by tags, and return the paths of existing files."""
     paths: list[Any] = []
     for index, message in enumerate(messages):
         if "<img>" in message.content:

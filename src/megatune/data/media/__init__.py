@@ -1,6 +1,6 @@
 """Images and videos of a row: their sizes in tokens, their pixels, their positions.
 
-Here is where the encoded bytes of one are: in a file, in the row, or in a list of frames.
+This module resolves where the encoded bytes of one are: in a file, in the row, or in a list of frames.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ Kind = Literal["image", "video"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
-# How files of pictures begin in base64: JPEG, PNG, GIF, RIFF (WebP, AVI), Matroska, BMP, TIFF, and boxes of up to 255
-# bytes (MP4, AVIF). No path of this length begins so.
+# How image and video files begin in base64: JPEG, PNG, GIF, RIFF (WebP, AVI), Matroska, BMP, TIFF, and boxes of up to
+# 255 bytes (MP4, AVIF). No path of this length begins like that.
 _BASE64 = re.compile(r"/9j/|iVBORw0KGgo|R0lGOD|UklGR|GkXfo|Qk[0-3]|SUkqA|TU0AK|AAAA")
-_LEAST_BASE64 = 64  # characters
+_MIN_BASE64 = 64  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSource:
-    """An image or a video, encoded.
+class MediaSource:
+    """An encoded image or video.
 
     Attributes:
-        path: of the file; with `data` only its name.
-        data: the file's content, where the row holds it.
-        frames: of a video that is a list of images; it has neither path nor data.
+        path: of the file; next to `data` only its name.
+        data: the file's content, if the row holds it.
+        frames: of a video that is a list of images; path and data are None then.
     """
 
     kind: Kind
     path: str | None = None
     data: bytes | None = None
-    frames: tuple[PictureSource, ...] | None = None
+    frames: tuple[MediaSource, ...] | None = None
 
     @property
     def name(self) -> str:
-        """What names it to the user."""
+        """The name in messages to the user."""
         if self.frames is not None:
             return f"{len(self.frames)} frames"
         return self.path if self.path is not None else f"{self.kind} of {len(self.data or b'')} bytes"
 
 
-def picture_source(value: object, kind: Kind, media_dir: str) -> PictureSource:
-    """Return where the bytes of a picture are that a row names or holds.
+def media_source(value: object, kind: Kind, media_dir: str) -> MediaSource:
+    """Return the source of an image or video that a row names or holds.
 
     Args:
-        value: a path, bytes, base64 (a data URL, too), or the datasets library's {"bytes": ..., "path": ...}; of a
+        value: a path, bytes, base64 (also as a data URL), or the datasets library's {"bytes": ..., "path": ...}; for a
             video also a list of these, its frames.
-        media_dir: where relative paths begin. As in LLaMA-Factory, a path that is no file there is taken as it is.
+        media_dir: the base of relative paths. As in LLaMA-Factory, a path that is no file there is used unchanged.
 
     Raises:
-        RowError: it is none of these, or a URL. Whether the file is there shows when it is measured.
+        RowError: the value is none of these, or a URL. A missing file is detected when it is measured.
     """
     if kind == "video" and isinstance(value, list | tuple):
-        return PictureSource("video", frames=tuple(picture_source(frame, "image", media_dir) for frame in value))
+        return MediaSource("video", frames=tuple(media_source(frame, "image", media_dir) for frame in value))
     if isinstance(value, Mapping):
         content, path = value.get("bytes"), value.get("path")
         if content is not None:
             content = _from_base64(content, kind) if isinstance(content, str) else content
             if isinstance(content, bytes | bytearray | memoryview):
-                return PictureSource(kind, path if isinstance(path, str) else None, bytes(content))
+                return MediaSource(kind, path if isinstance(path, str) else None, bytes(content))
         value = path if content is None else value
     if isinstance(value, bytes | bytearray | memoryview):
-        return PictureSource(kind, data=bytes(value))
+        return MediaSource(kind, data=bytes(value))
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value:
         what: Any = value if value is None or value == "" else type(value).__name__
-        raise RowError("bad-picture", f"{kind}: neither a path, nor bytes, nor base64", f"it is {what!r}")
+        raise RowError("bad-picture", f"{kind}: expected a path, bytes or base64", f"got {what!r}")
     value = value.removeprefix("file://")
     if _DATA_URL.match(value):
-        return PictureSource(kind, data=_from_base64(value.partition(",")[2], kind))
+        return MediaSource(kind, data=_from_base64(value.partition(",")[2], kind))
     if _URL.match(value) or value.startswith("data:"):
         detail = value if len(value) < 200 else f"{value[:200]}..."
         raise RowError("picture-url", f"{kind}: a URL; only local files are read", detail)
     inside = os.path.join(media_dir, value)
     for path in (inside, value):
         if os.path.isfile(path):
-            return PictureSource(kind, path)
-    if len(value) >= _LEAST_BASE64 and _BASE64.match(value):
-        return PictureSource(kind, data=_from_base64(value, kind))
-    return PictureSource(kind, inside)
+            return MediaSource(kind, path)
+    if len(value) >= _MIN_BASE64 and _BASE64.match(value):
+        return MediaSource(kind, data=_from_base64(value, kind))
+    return MediaSource(kind, inside)
 
 
 def _from_base64(text: str, kind: Kind) -> bytes:

@@ -1,9 +1,9 @@
-"""What a model takes of pictures beside their pixels: positions of tokens in time, height and width, for multimodal
-rotary embedding (arXiv:2409.12191, arXiv:2502.13923); and the arguments of Transformers' models.
+"""The media inputs of models in addition to pixels: token positions in time, height and width, for multimodal rotary
+embedding (arXiv:2409.12191, arXiv:2502.13923); and the arguments of Transformers' models.
 
-What follows a picture is at the largest position in it plus 1, and seconds between frames are kept as they are until a
-position is made of them. Transformers 5.17 differs in both for videos of Qwen2-VL and Qwen2.5-VL: text goes on behind
-the longer side of a frame, on positions that later frames have, too, and seconds are cut to whole ones.
+The token after an image or video is at its largest position plus 1, and seconds between frames are rounded only when
+they become positions. Transformers 5.17 differs in both for videos of Qwen2-VL and Qwen2.5-VL: text continues after the
+longer side of a frame, at positions that later frames use, too, and seconds are truncated to whole ones.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from megatune.encoders import Vision
 
 Grid = tuple[int, int, int]
-# Of an image or a video: its kind, grid, seconds from one temporal patch to the next, and patches.
-GivenPicture = tuple[str, Grid, float | None, np.ndarray]
+# An image or a video: its kind, grid, seconds from one temporal patch to the next, and patches.
+MediaInput = tuple[str, Grid, float | None, np.ndarray]
 
 
 def rotary_position_ids(
@@ -27,17 +27,17 @@ def rotary_position_ids(
 
     Args:
         input_ids: int [tokens].
-        pictures: of the document, in the order of their tokens: grid in patches, and seconds from one temporal patch
-            to the next (of videos; None counts frames).
+        pictures: images and videos of the document in token order: grid in patches, and seconds from one temporal patch
+            to the next (for videos; None counts frames).
 
     Raises:
-        ValueError: the tokens of images and videos are not those of `pictures`.
+        ValueError: the tokens of images and videos do not match `pictures`.
     """
     input_ids = np.asarray(input_ids)
     if vision.one_position:
         tokens = sum(t * h * w for (t, h, w), _ in pictures) // vision.spatial_merge_size**2
         if (found := int((input_ids == vision.image_token_id).sum())) != tokens:
-            raise ValueError(f"{found} tokens of pictures, and their grids have {tokens}")
+            raise ValueError(f"{found} image tokens, but the grids have {tokens}")
         return np.broadcast_to(np.arange(len(input_ids)), (3, len(input_ids))).copy()
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     places = np.flatnonzero((input_ids == vision.image_token_id) | (input_ids == vision.video_token_id))
@@ -45,7 +45,7 @@ def rotary_position_ids(
     for times, h, w in _blocks(pictures, places, input_ids, vision):
         begin, size = int(places[used]), len(times) * h * w
         if places[used : used + size][-1] - begin + 1 != size:
-            raise ValueError(f"the {size} tokens of a picture at token {begin} are not in one piece")
+            raise ValueError(f"the {size} tokens of an image or video at token {begin} are not contiguous")
         positions[:, written:begin] = np.arange(position, position + begin - written)
         position += begin - written
         block = positions[:, begin : begin + size].reshape(3, len(times), h, w)
@@ -61,12 +61,12 @@ def rotary_position_ids(
 def _blocks(
     pictures: Sequence[tuple[Grid, float | None]], places: np.ndarray, input_ids: np.ndarray, vision: Vision
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Yield the blocks of tokens that the pictures are: positions in time, int64 [t], and merged height and width."""
+    """Yield the blocks of media tokens: positions in time, int64 [t], and merged height and width."""
     merge, used = vision.spatial_merge_size, 0
     for (t, h, w), seconds in pictures:
         h, w = h // merge, w // merge
         if used + t * h * w > len(places):
-            raise ValueError(f"{len(places)} tokens of pictures, and their grids have more")
+            raise ValueError(f"{len(places)} media tokens, but their grids have more")
         is_video = input_ids[places[used]] == vision.video_token_id
         used += t * h * w
         if is_video and vision.timestamps:
@@ -76,19 +76,17 @@ def _blocks(
         else:
             yield np.arange(t), h, w
     if used != len(places):
-        raise ValueError(f"{len(places)} tokens of pictures, and their grids have {used}")
+        raise ValueError(f"{len(places)} media tokens, but their grids have {used}")
 
 
-def picture_arguments(
-    input_ids: np.ndarray, pictures: Sequence[GivenPicture], vision: Vision
-) -> dict[str, torch.Tensor]:
-    """Return what Transformers' model takes of pictures beside `input_ids` [tokens], of one row.
+def media_arguments(input_ids: np.ndarray, pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+    """Return the media arguments of Transformers' models for one row with `input_ids` [tokens].
 
-    Where tokens have three positions those are among it, since Transformers 5.17 computes others for videos of Qwen2-VL
-    and Qwen2.5-VL; its generate continues from the last one.
+    They include three-dimensional positions if the model has them, since Transformers 5.17 computes others for videos
+    of Qwen2-VL and Qwen2.5-VL; its generate continues from the last one.
 
     Raises:
-        ValueError: the tokens of images and videos are not those of `pictures`.
+        ValueError: the tokens of images and videos do not match `pictures`.
     """
     rows = rotary_position_ids(input_ids, [(grid, seconds) for _, grid, seconds, _ in pictures], vision)
     if vision.square is not None:
@@ -99,7 +97,7 @@ def picture_arguments(
         return arguments | ({"mm_token_type_ids": _types(input_ids, vision)} if vision.whole else {})
     if vision.one_position:
         return _whole_images(pictures, vision)
-    # The first row is for masks; three are of time, height and width.
+    # The first row is for masks; the other three are time, height and width.
     arguments = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
     for kind, suffix in (("image", ""), ("video", "_videos")):
         if of_kind := [(grid, pixels) for each, grid, _, pixels in pictures if each == kind]:
@@ -108,8 +106,8 @@ def picture_arguments(
     return arguments
 
 
-def _whole_images(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str, torch.Tensor]:
-    """Return pixel_values [images, channels, height, width], each in the upper left corner, and image_sizes."""
+def _whole_images(pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+    """Return pixel_values [images, channels, height, width], each image in the upper left corner, and image_sizes."""
     images = [_image(pixels, grid, vision) for _, grid, _, pixels in pictures]
     sizes = torch.tensor([image.shape[1:] for image in images])
     values = torch.zeros(len(images), vision.in_channels, *sizes.amax(0).tolist())
@@ -118,9 +116,9 @@ def _whole_images(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str,
     return {"pixel_values": values, "image_sizes": sizes}
 
 
-def _padded_patches(pictures: Sequence[GivenPicture], vision: Vision) -> dict[str, torch.Tensor]:
-    """Return pixel_values [images, patches, numbers of a patch], row by row, the channels of a pixel side by side, and
-    column and row of each patch, [images, patches, 2]; behind an image's own patches they are -1."""
+def _padded_patches(pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+    """Return pixel_values [images, patches, values per patch], row by row with adjacent channels of a pixel, and column
+    and row of each patch, [images, patches, 2]; both are padded, positions with -1."""
     p, most = vision.patch_size, max(h * w for _, (_, h, w), _, _ in pictures)
     values = torch.zeros(len(pictures), most, vision.patch_channels)
     places = torch.full((len(pictures), most, 2), -1)
@@ -131,19 +129,19 @@ def _padded_patches(pictures: Sequence[GivenPicture], vision: Vision) -> dict[st
     return {"pixel_values": values, "image_position_ids": places}
 
 
-def _squares(pictures: Sequence[GivenPicture], vision: Vision) -> torch.Tensor:
-    """Return images, or the tiles of each, [tiles, channels, side, side]."""
+def _squares(pictures: Sequence[MediaInput], vision: Vision) -> torch.Tensor:
+    """Return the images, or the tiles of each: [tiles, channels, side, side]."""
     tiles = [_image(tile, (1, h, w), vision) for _, (t, h, w), _, pixels in pictures for tile in np.split(pixels, t)]
     return torch.from_numpy(np.stack(tiles))
 
 
 def _types(input_ids: np.ndarray, vision: Vision) -> torch.Tensor:
-    """Return which tokens are of pictures, int64 [1, tokens]."""
+    """Return which tokens are media tokens, int64 [1, tokens]."""
     return torch.from_numpy((np.asarray(input_ids) == vision.image_token_id).astype(np.int64))[None]
 
 
 def _image(patches: np.ndarray, grid: Grid, vision: Vision) -> np.ndarray:
-    """Put patches [h · w, channels · p²] of an image, token by token, together again: [channels, height, width]."""
+    """Reassemble an image from its patches [h · w, channels · p²] in token order: [channels, height, width]."""
     (_, h, w), m, p = grid, vision.spatial_merge_size, vision.patch_size
     cut = patches.reshape(h // m, w // m, m, m, vision.in_channels, p, p)
     return cut.transpose(4, 0, 2, 5, 1, 3, 6).reshape(vision.in_channels, h * p, w * p)

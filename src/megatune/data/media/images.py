@@ -1,9 +1,9 @@
-"""Reading image files: the size from the header, and the pixels; whatever is wrong with a file is a RowError.
+"""Read image files: the size from the header, and the pixels; any problem with a file is a RowError.
 
-A file that stops too early is noticed as far as its format tells without decoding, that of a video, too.
+Truncated image and video files are detected as far as their format allows without decoding.
 
-Images are turned upright by their EXIF orientation, as Transformers' load_image and the datasets library do.
-LLaMA-Factory turns decoded columns and leaves files named by path as they are stored; labels describe what people see.
+Images are turned upright by their EXIF orientation, as in Transformers' load_image and the datasets library.
+LLaMA-Factory turns decoded columns, but not files named by path; labels describe what people see.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 
-# Without those whose reading starts another program (EPS, by Ghostscript), and those of cameras and desktops.
+# Without formats whose readers start another program (EPS: Ghostscript), and those of cameras and desktops.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
-MOST_PIXELS = 2**28 // 3  # a quarter GiB of RGB: PIL warns from here on
-# A progressive JPEG is decoded once for each of its scans, of which a small file can have thousands.
-MOST_SCANNED_PIXELS = 100 * MOST_PIXELS
-_LEAST_SCAN = 10  # bytes of one
+MAX_PIXELS = 2**28 // 3  # a quarter GiB of RGB: PIL warns above it
+# A progressive JPEG is decoded once per scan, and a small file can have thousands of scans.
+MAX_SCANNED_PIXELS = 100 * MAX_PIXELS
+_MIN_SCAN = 10  # bytes of a scan
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,37 +41,37 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _STDERR = threading.Lock()
-_TAIL = 2**24  # bytes that an end is looked for in, where something follows it
-_Read = Callable[[int, int], bytes]  # so many bytes, from this place on
+_TAIL = 2**24  # bytes at the end of a file that are searched for the end marker
+_Read = Callable[[int, int], bytes]  # reads this many bytes from this offset
 
-# What PIL warns of, and logs, is refused here (too many pixels), or does not matter (metadata that cannot be read).
-# A filter for good, since catch_warnings is not for threads.
+# PIL's warnings and logs are about errors that are raised here (too many pixels), or irrelevant (unreadable metadata).
+# The filter is permanent, since catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
-def image_size(source: PictureSource) -> tuple[int, int]:
+def image_size(source: MediaSource) -> tuple[int, int]:
     """Return width and height of the upright image, read from its header.
 
     Raises:
-        RowError: it cannot be read, is too large, or ends before its end; damage within shows only as it is decoded.
+        RowError: it cannot be read, is too large, or is truncated; other damage is detected only by decoding.
     """
     with open_file(source) as file:
         check_end(file, source)
-        image = _opened(file, source)
+        image = _open(file, source)
         orientation, (width, height) = _orientation(image), image.size
         _check_depth(image, source)
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
-def load_image(source: PictureSource) -> Image.Image:
-    """Decode an image, upright, in the mode of its file. Of an animation it is the first frame.
+def load_image(source: MediaSource) -> Image.Image:
+    """Decode an image, upright, in the mode of its file; the first frame of an animation.
 
     Raises:
         RowError: it cannot be read, is too large or damaged.
     """
     with open_file(source) as file:
-        image = _opened(file, source)
+        image = _open(file, source)
         orientation = _orientation(image)
         if image.format in ("JPEG", "MPO"):
             _check_scans(file, image, source)
@@ -81,16 +81,16 @@ def load_image(source: PictureSource) -> Image.Image:
         return image if turn is None else image.transpose(turn)
 
 
-def open_image(source: PictureSource) -> Image.Image:
+def open_image(source: MediaSource) -> Image.Image:
     """Decode an image as `load_image` does, in RGB."""
     return load_image(source).convert("RGB")
 
 
-def open_file(source: PictureSource) -> BinaryIO:
+def open_file(source: MediaSource) -> BinaryIO:
     """Open the encoded bytes.
 
     Raises:
-        RowError: there is no such file, it is empty, or not a regular file that can be read.
+        RowError: the file does not exist, is empty, or is not a regular file that can be read.
     """
     if source.data is not None:
         if not source.data:
@@ -98,7 +98,7 @@ def open_file(source: PictureSource) -> BinaryIO:
         return BytesIO(source.data)
     assert source.path is not None
     try:
-        # Otherwise opening a named pipe waits for a writer.
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
         descriptor = os.open(source.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise RowError("picture-missing", f"{source.kind}: there is no such file", source.name) from None
@@ -111,26 +111,26 @@ def open_file(source: PictureSource) -> BinaryIO:
     raise _empty(source) if stat.S_ISREG(status.st_mode) else _unreadable(source, "not a regular file")
 
 
-def check_pixels(width: int, height: int, source: PictureSource) -> None:
-    """Raise a RowError if an image, or a frame, has more pixels than are ever decoded."""
-    if width * height > MOST_PIXELS:
-        detail = f"{source.name}: {width} x {height}, and at most {MOST_PIXELS:,} pixels are read"
+def check_pixels(width: int, height: int, source: MediaSource) -> None:
+    """Raise a RowError if an image or a frame has more pixels than the limit."""
+    if width * height > MAX_PIXELS:
+        detail = f"{source.name}: {width} x {height}; the limit is {MAX_PIXELS:,} pixels"
         raise RowError("picture-too-large", f"{source.kind}: too many pixels", detail)
 
 
-def check_end(file: BinaryIO, source: PictureSource) -> None:
-    """Raise a RowError if the file stops before the end that its format prescribes."""
+def check_end(file: BinaryIO, source: MediaSource) -> None:
+    """Raise a RowError if the file is truncated."""
     if not is_whole(file):
         raise RowError("picture-truncated", f"{source.kind}: the file is truncated", source.name)
 
 
-def damaged(source: PictureSource, error: Exception) -> RowError:
-    """Return what says that decoding failed with this error."""
+def decode_error(source: MediaSource, error: Exception) -> RowError:
+    """Return the RowError for a failed decoding."""
     why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return RowError("damaged-picture", f"{source.kind}: the file is damaged", f"{source.name}: {why}")
 
 
-def _opened(file: BinaryIO, source: PictureSource) -> ImageFile.ImageFile:
+def _open(file: BinaryIO, source: MediaSource) -> ImageFile.ImageFile:
     try:
         image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
@@ -138,23 +138,23 @@ def _opened(file: BinaryIO, source: PictureSource) -> ImageFile.ImageFile:
     except Image.UnidentifiedImageError:
         detail = f"{source.name}; formats: {', '.join(FORMATS)}"
         raise RowError("not-a-picture", "image: not in a supported format", detail) from None
-    except Exception as error:  # PIL's readers of damaged headers raise anything
-        raise damaged(source, error) from None
+    except Exception as error:  # PIL raises any exception for damaged headers
+        raise decode_error(source, error) from None
     check_pixels(*image.size, source)
     return image
 
 
-def _decode(image: ImageFile.ImageFile, source: PictureSource) -> None:
-    # PIL's TIFF library writes what it finds wrong to the process's standard error.
+def _decode(image: ImageFile.ImageFile, source: MediaSource) -> None:
+    # PIL's TIFF library writes errors to the process's stderr.
     with _no_stderr() if image.format == "TIFF" else nullcontext():
         try:
             image.load()
         except Exception as error:
-            raise damaged(source, error) from None
+            raise decode_error(source, error) from None
 
 
-def _check_depth(image: ImageFile.ImageFile, source: PictureSource) -> None:
-    """Refuse grey values that are not of 8 bits, which PIL, and so Transformers' processor, makes white or black."""
+def _check_depth(image: ImageFile.ImageFile, source: MediaSource) -> None:
+    """Reject gray values that do not have 8 bits: PIL, and so Transformers' processor, turns them white or black."""
     if not image.mode.startswith(("I", "F")):
         return
     _decode(image, source)
@@ -162,35 +162,35 @@ def _check_depth(image: ImageFile.ImageFile, source: PictureSource) -> None:
     low, high = values.min(), values.max()
     if image.mode == "F" or low < 0 or high > 255:
         detail = f"{source.name}: {low} to {high}; convert it to 8 bits"
-        raise RowError("deep-picture", "image: grey values that are not whole numbers from 0 to 255", detail)
+        raise RowError("deep-picture", "image: gray values that are not whole numbers from 0 to 255", detail)
 
 
-def _check_scans(file: BinaryIO, image: Image.Image, source: PictureSource) -> None:
+def _check_scans(file: BinaryIO, image: Image.Image, source: MediaSource) -> None:
     place, size = file.tell(), file.seek(0, SEEK_END)
-    file.seek(0 if size // _LEAST_SCAN * image.width * image.height > MOST_SCANNED_PIXELS else size)
+    file.seek(0 if size // _MIN_SCAN * image.width * image.height > MAX_SCANNED_PIXELS else size)
     scans = sum(block.count(b"\xff\xda") for block in iter(lambda: file.read(2**24), b""))
     file.seek(place)
-    if scans * image.width * image.height > MOST_SCANNED_PIXELS:
+    if scans * image.width * image.height > MAX_SCANNED_PIXELS:
         detail = f"{source.name}: {scans} scans of {image.width} x {image.height}"
         raise RowError("picture-too-large", "image: too many pixels", detail)
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
-    """Return the EXIF orientation, 1 (upright) to 8; ask before the image is decoded."""
-    if image.format == "TIFF":  # PIL turns it itself
+    """Return the EXIF orientation, 1 (upright) to 8; call it before the image is decoded."""
+    if image.format == "TIFF":  # PIL turns TIFF images itself
         return 1
     try:
-        # PngImageFile's own method would decode the image.
+        # PngImageFile.getexif would decode the image.
         return int(Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1))
-    except Exception:  # damaged metadata of a sound image
+    except Exception:  # damaged metadata of a valid image
         return 1
 
 
-def _empty(source: PictureSource) -> RowError:
+def _empty(source: MediaSource) -> RowError:
     return RowError("picture-empty", f"{source.kind}: the file is empty", source.name)
 
 
-def _unreadable(source: PictureSource, why: str) -> RowError:
+def _unreadable(source: MediaSource, why: str) -> RowError:
     return RowError("unreadable-picture", f"{source.kind}: the file cannot be read", f"{source.name}: {why}")
 
 
@@ -208,18 +208,18 @@ def _no_stderr() -> Iterator[None]:
 
 
 def is_whole(file: BinaryIO) -> bool:
-    """Return False if a file stops too early; True, too, where its format does not tell. The place in it stays."""
+    """Return False if a file is truncated; True also if its format cannot tell. The file position is kept."""
     read, size = _reader(file)
     head = read(12, 0)
     check = next((check for magic, at, check in _CHECKS if head[at : at + len(magic)] == magic), None)
     try:
         return check is None or check(read, size)
-    except (IndexError, ValueError, OverflowError, OSError):  # a length leads beyond the end
+    except (IndexError, ValueError, OverflowError, OSError):  # a length points beyond the end
         return False
 
 
 def _reader(file: BinaryIO) -> tuple[_Read, int]:
-    """Return what reads anywhere in the file, and the file's size."""
+    """Return a function that reads anywhere in the file, and the file's size."""
     if isinstance(file, BytesIO):
         content = file.getvalue()
         return lambda size, at: content[at : at + size], len(content)
@@ -235,47 +235,47 @@ def _has_marker(marker: bytes) -> Callable[[_Read, int], bool]:
 
 
 def _has_riff(read: _Read, size: int) -> bool:
-    """WebP and AVI: their length is at their start."""
+    """WebP and AVI: the length is at the start."""
     return int.from_bytes(read(4, 4), "little") + 8 <= size
 
 
 def _has_frame(read: _Read, size: int) -> bool:
-    """GIF: its first frame has an end; the others are not read."""
+    """GIF: the first frame must be complete; the others are not read."""
     if size > _TAIL:
         return True
     content = read(size, 0)
     at = 13 + _table_size(content[10])
     while content[at] == ord("!"):
-        at = _behind_blocks(content, at + 2)
-    return content[at] == ord(",") and _behind_blocks(content, at + 11 + _table_size(content[at + 9])) <= size
+        at = _skip_blocks(content, at + 2)
+    return content[at] == ord(",") and _skip_blocks(content, at + 11 + _table_size(content[at + 9])) <= size
 
 
 def _table_size(flags: int) -> int:
     return 3 * 2 ** (flags % 8 + 1) if flags & 128 else 0
 
 
-def _behind_blocks(content: bytes, at: int) -> int:
+def _skip_blocks(content: bytes, at: int) -> int:
     while content[at]:
         at += 1 + content[at]
     return at + 1
 
 
 def _has_boxes(read: _Read, size: int) -> bool:
-    """MP4, QuickTime and AVIF: boxes, one after the other, each with its length."""
+    """MP4, QuickTime and AVIF: consecutive boxes, each with its length."""
     at = 0
     while at + 16 <= size:
         head = read(16, at)
         length, name = int.from_bytes(head[:4], "big"), head[4:8]
         if length == 1:
             length = int.from_bytes(head[8:], "big")
-        if length < 8 or not name.isalnum():  # to the end, or no box any more
+        if length < 8 or not name.isalnum():  # the box extends to the end of the file, or it is not a box
             return True
         at += length
     return at <= size
 
 
 def _has_segment(read: _Read, size: int) -> bool:
-    """Matroska and WebM: a header and a segment, each with its length, unless it is written as unknown."""
+    """Matroska and WebM: a header and a segment, each with its length, unless it is marked as unknown."""
     header, bytes_of_header = _ebml_length(read(8, 4))
     at = 4 + bytes_of_header + header
     head = read(12, at)
@@ -286,7 +286,7 @@ def _has_segment(read: _Read, size: int) -> bool:
 
 
 def _ebml_length(content: bytes) -> tuple[int, int]:
-    """Return a length, and the bytes that it takes."""
+    """Return a length and the number of bytes that encode it."""
     count = 9 - content[0].bit_length()
     return int.from_bytes(content[:count], "big") - (1 << 7 * count), count
 

@@ -1,4 +1,4 @@
-"""A processor from a model's files and a run's settings."""
+"""Load the image and video processor from a model's files and a run's settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGE_FILE, VIDEO_FILE, JOINT_FILE = (
 )
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-# Transformers' defaults for what a file leaves out.
+# Transformers' defaults for values that a file does not set.
 _COMMON = {
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "resample": 3, "rescale_factor": 1 / 255,
     "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
@@ -41,13 +41,13 @@ _QWEN3_VIDEO = {
 
 
 def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) -> PictureProcessor:
-    """Read how a model's images and videos are made into patches.
+    """Read how a model's images and videos are converted to patches.
 
-    Transformers' order of files: processor_config.json where it holds an image_processor and a video_processor, else
-    preprocessor_config.json and video_preprocessor_config.json; videos without a file of their own take the images'.
+    Files are read in Transformers' order: processor_config.json if it has an image_processor and a video_processor,
+    else preprocessor_config.json and video_preprocessor_config.json; videos without a file use that of images.
 
     Raises:
-        MegatuneError: INPUT; a file is missing, cannot be read, or says what this processor does not do.
+        MegatuneError: a file is missing, cannot be read, or needs steps that are not supported (exit code 66).
     """
     folder, where = Path(model_dir), str(model_dir)
     joint, images = _read(folder / JOINT_FILE) or {}, _read(folder / IMAGE_FILE)
@@ -57,23 +57,23 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
         what = f"its processor is {wrong[0]!r:.60}, not an object"
         raise MegatuneError(Finding(what, str(folder / JOINT_FILE)), ExitCode.INPUT)
     if image is None:
-        why, fix = "it says how images are split into patches", f"copy {IMAGE_FILE} from the published model"
+        why, fix = "it defines how images are split into patches", f"copy {IMAGE_FILE} from the published model"
         raise MegatuneError(Finding(f"there is no {IMAGE_FILE}", where, why, fix), ExitCode.INPUT)
     by_area = False
     if vision.square is not None:
-        image = {**_SQUARE, **_said(image)}
+        image = {**_SQUARE, **_without_nulls(image)}
         findings, sizes = _square_sizes(image, vision, data, where)
     elif vision.tokens_of_image is not None:
-        # Pixels are not normalized: as by a mean of 0 and a deviation of 1.
+        # Pixels are not normalized, i.e. with a mean of 0 and a standard deviation of 1.
         normalization = {key: _FILLED[key] for key in ("image_mean", "image_std")}
-        image = {**_FILLED, **_said(image), **normalization}
+        image = {**_FILLED, **_without_nulls(image), **normalization}
         findings, sizes = _filled_sizes(image, vision, where)
     elif vision.text.row_end:
-        image = {**_EDGE, **_said(image)}
+        image = {**_EDGE, **_without_nulls(image)}
         findings, sizes = _edge_sizes(image, joint, vision, where)
     else:
-        by_area, image = True, {**_IMAGE, **_said(image)}
-        video = {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_said(video)}
+        by_area, image = True, {**_IMAGE, **_without_nulls(image)}
+        video = {**(_QWEN3_VIDEO if vision.timestamps else _VIDEO), **_without_nulls(video)}
         findings = [*_check(image, "images", vision, where), *_check(video, "videos", vision, where)]
         sizes = _areas(image)
     if findings:
@@ -100,21 +100,21 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     )
 
 
-# Of a processor's file, filled up: what it says and this processor does not do, and the bounds of images in `Bounds`.
+# For a processor's file with defaults: findings for what is not supported, and the image bounds of `Bounds`.
 _Sizes = tuple[list[Finding], dict[str, Any]]
 
 
 def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> _Sizes:
-    """Read the bounds of a model that sees every image in the same size (SigLIP, InternViT)."""
-    findings, size = _steps_problems(config, "images", where), config["size"]
+    """Read the bounds of a model with one size for all images (SigLIP, InternViT)."""
+    findings, size = _check_steps(config, "images", where), config["size"]
     if {size.get("height"), size.get("width")} != {vision.square}:
-        what = f"the processor of images has size = {size!r}, and the model images of {vision.square} pixels a side"
+        what = f"the processor of images has size = {size!r}, but the model needs sides of {vision.square} pixels"
         findings.append(Finding(what, where))
     if config.get("do_pan_and_scan"):
         findings.append(Finding("the processor of images has do_pan_and_scan = True; crops are not supported", where))
     if config.get("crop_to_patches") and not data.crop_to_patches:
         what, fix = "the processor of images has crop_to_patches = True", "write `crop_to_patches: true`"
-        findings.append(Finding(what, where, "a run says it, too, so that its plan counts the tokens", fix))
+        findings.append(Finding(what, where, "the setting is needed to plan the number of tokens", fix))
     for key, value in zip(("min_patches", "max_patches"), TILES, strict=True):
         if data.crop_to_patches and config.get(key, value) != value:
             findings.append(
@@ -124,11 +124,11 @@ def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings,
 
 
 def _filled_sizes(config: Mapping[str, Any], vision: Vision, where: str) -> _Sizes:
-    """Read the bounds of a model whose images have as many tokens as they may (Gemma 4)."""
+    """Read the bounds of a model whose images use as many tokens as fit (Gemma 4)."""
     same = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size, "do_normalize": False}
-    findings, tokens = _steps_problems({**config, "do_normalize": True}, "images", where), config["max_soft_tokens"]
+    findings, tokens = _check_steps({**config, "do_normalize": True}, "images", where), config["max_soft_tokens"]
     findings += [
-        Finding(f"the processor of images has {key} = {config[key]!r}, and the model {value}", where)
+        Finding(f"the processor of images has {key} = {config[key]!r}, but the model has {value}", where)
         for key, value in same.items()
         if config[key] != value
     ]
@@ -141,18 +141,18 @@ def _edge_sizes(config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vis
     """Read the bounds of a model whose images have a longest side (Pixtral).
 
     Args:
-        config: of images; its size of patches does not count, as Transformers' joint processor has its own.
-        joint: that of the joint processor.
+        config: for images; its patch size is ignored, as Transformers' joint processor sets it.
+        joint: of the joint processor.
     """
     size = config["size"]
     edge = size.get("longest_edge") if isinstance(size, Mapping) else size
-    findings = _steps_problems(config, "images", where)
+    findings = _check_steps(config, "images", where)
     for key, value in (("patch_size", vision.patch_size), ("spatial_merge_size", vision.spatial_merge_size)):
         if joint.get(key, value) != value:
-            findings.append(Finding(f"the processor has {key} = {joint[key]!r}, and the model {value}", where))
+            findings.append(Finding(f"the processor has {key} = {joint[key]!r}, but the model has {value}", where))
     if type(edge) is not int or edge < 1:
         what = f"the processor of images: size = {size!r} is not valid"
-        findings.append(Finding(what, where, "it says the longest edge in pixels"))
+        findings.append(Finding(what, where, "expected the longest edge in pixels"))
     return findings, {"longest_edge": edge}
 
 
@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -178,14 +178,14 @@ def _normalization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _areas(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the least and the most pixels; older files have keys of their own, which count before size."""
+    """Return the minimum and maximum pixels; the keys of older files take precedence over size."""
     size = config["size"] if isinstance(config["size"], Mapping) else {}
     least, most = size.get("shortest_edge"), size.get("longest_edge")
     return {"min_pixels": config.get("min_pixels", least), "max_pixels": config.get("max_pixels", most)}
 
 
 def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> list[Finding]:
-    """Return everything that a processor says and this one does not do."""
+    """Return findings for everything in a processor's file that is not supported."""
     wanted = {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
@@ -194,17 +194,17 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
     least, most = _areas(config).values()
     is_valid = type(least) is int and type(most) is int and 0 < least <= most
     findings = [
-        Finding(f"the processor of {what} has {key} = {config[key]!r}, and the model {value}", where)
+        Finding(f"the processor of {what} has {key} = {config[key]!r}, but the model has {value}", where)
         for key, value in wanted.items()
         if config[key] != value
     ]
     if not is_valid:
         findings.append(Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where))
-    return findings + _steps_problems(config, what, where)
+    return findings + _check_steps(config, what, where)
 
 
-def _steps_problems(config: Mapping[str, Any], what: str, where: str) -> list[Finding]:
-    """Return everything that a processor says of a picture's way to patches, sizes aside, and this one does not do."""
+def _check_steps(config: Mapping[str, Any], what: str, where: str) -> list[Finding]:
+    """Return findings for processing steps other than resizing that are not supported."""
     built = {**{key: True for key in _COMMON if key.startswith("do_")}, "rescale_factor": 1 / 255}
     findings = [
         Finding(f"the processor of {what} has {key} = {config[key]!r}; only {value} is supported", where)
@@ -222,7 +222,7 @@ def _steps_problems(config: Mapping[str, Any], what: str, where: str) -> list[Fi
 
 
 def _is_by_channel(value: object) -> bool:
-    """Return whether a value is a list of a number for each channel, of what pixels may be, which is finite."""
+    """Return whether a value is a list of three finite numbers, one per channel, in a plausible range."""
     if not isinstance(value, list) or len(value) != 3:
         return False
     return all(isinstance(each, int | float) and abs(each) < 1e6 for each in value)

@@ -1,8 +1,8 @@
-"""From an image or a video to patches: how many there are, by its header alone, and their pixels.
+"""Convert images and videos to patches: the number of patches, from the header alone, and their pixels.
 
-The same patches as Transformers' processors of images with their PIL back end make, bit for bit, of images that
-LLaMA-Factory has resized first. Frames of a video are resized and normalized as images are, where Transformers needs
-torchvision.
+The patches equal those of Transformers' image processors with the PIL back end, bit for bit, for images that
+LLaMA-Factory has resized first. Frames of a video are resized and normalized like images; Transformers needs
+torchvision for them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from PIL import Image
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import PictureSource
+from megatune.data.media import MediaSource
 from megatune.data.media.images import image_size, load_image
 from megatune.data.media.sizes import (
     Size,
     area_steps,
     edge_size,
     filled_size,
-    scaled,
+    scale_down,
     side_steps,
     smart_resize,
     tiling,
@@ -31,19 +31,19 @@ from megatune.data.media.sizes import (
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
 from megatune.encoders import PictureText
 
-_PATCHES_AT_ONCE = 64  # normalized together, so that they stay in the CPU's cache
+_PATCHES_AT_ONCE = 64  # normalized together, so that they stay in the CPU cache
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """An image or a video in numbers, which its header gives.
+class MediaShape:
+    """The shape and timing of an image or a video, according to its header.
 
     Attributes:
         grid: temporal patches, or tiles of an image; patches down, patches across.
-        seconds_per_grid: of a video, from one temporal patch to the next.
-        timestamps: of a video whose model is told them: seconds from its start, in the middle of each temporal patch.
-        frames: of a video, the numbers of those that are taken.
-        size: width and height of the upright image, or frames, in the file.
+        seconds_per_grid: for a video, from one temporal patch to the next.
+        timestamps: for a video of a model that reads them: seconds from its start to the middle of each temporal patch.
+        frames: for a video, the indices of the sampled frames.
+        size: width and height of the upright image or frames in the file.
     """
 
     grid: tuple[int, int, int]
@@ -54,24 +54,24 @@ class Measured:
 
     @property
     def num_patches(self) -> int:
-        """Rows of pixel_values."""
+        """The number of rows of pixel_values."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What images, or frames of videos, are resized to and normalized by.
+    """Resizing and normalization of images or of video frames.
 
     Attributes:
-        first: of LLaMA-Factory's resizing, the fewest and the most pixels; None resizes as ms-swift does.
-        scale_to: with ms-swift's resizing, the most pixels of an image before it is brought to whole tokens.
+        first: minimum and maximum pixels of LLaMA-Factory's resizing; None resizes as ms-swift does.
+        scale_to: with ms-swift's resizing, the maximum pixels of an image before it is rounded to whole tokens.
         min_pixels, max_pixels: of the model's processor, or of ms-swift's resizing.
-        longest_edge: in their place, the longest side of an image (Pixtral); None where they count.
-        square: in their place, the pixels of both sides of every image; None where they count.
-        tiles: with it, the fewest and the most squares that an image is cut into; more than one have the whole image
-            behind them. None cuts nothing.
-        tokens: in their place, the most tokens of an image, which fills them.
-        resample: the filter of its resizing, as PIL numbers them.
+        longest_edge: the longest side of an image (Pixtral), instead of min_pixels and max_pixels.
+        square: the side in pixels to which every image is resized, instead of min_pixels and max_pixels.
+        tiles: with `square`, the minimum and maximum number of tiles of an image; several tiles are followed by the
+            whole image. None cuts no tiles.
+        tokens: the maximum tokens of an image, which uses as many as fit, instead of min_pixels and max_pixels.
+        resample: the filter of the processor's resizing, as PIL numbers them.
     """
 
     first: tuple[int, int] | None
@@ -80,7 +80,7 @@ class Bounds:
     max_pixels: int = 0
     longest_edge: int | None = None
     square: int | None = None
-    # Keys of rows name these by themselves: rows of other models keep theirs.
+    # Keys of rows add these separately, so that the keys of other models' rows do not change.
     tiles: tuple[int, int] | None = field(default=None, repr=False)
     tokens: int | None = field(default=None, repr=False)
     mean: tuple[float, ...]
@@ -90,13 +90,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureProcessor:
-    """Measures images and videos, and makes their patches; `load_processor` reads one from a model's files.
+    """Measures images and videos and computes their patches; `load_processor` reads one from a model's files.
 
     Attributes:
-        video_fps, video_maxlen: how many frames of a video are taken.
-        timestamps: each temporal patch of a video is a block of its own, behind its time, and the processor's bounds
-            hold for all frames together (Qwen3-VL).
-        text: what stands for pictures.
+        video_fps, video_maxlen: the frame rate and the maximum number of frames to sample from a video.
+        timestamps: each temporal patch of a video is a separate block after its timestamp, and the processor's bounds
+            apply to all frames together (Qwen3-VL).
+        text: the placeholder tokens of images and videos.
     """
 
     patch_size: int
@@ -109,18 +109,18 @@ class PictureProcessor:
     timestamps: bool
     text: PictureText
 
-    def measure(self, source: PictureSource) -> Measured:
-        """Return grid and times of an image or a video; nothing is decoded but a video's first frame.
+    def measure(self, source: MediaSource) -> MediaShape:
+        """Return grid and timestamps of an image or a video; only a video's first frame is decoded.
 
         Raises:
-            RowError: it cannot be read, or not be used; damage within a file shows only in `pixels`.
-            MegatuneError: PyAV, which a video needs, is not installed (exit code 66).
+            RowError: it cannot be read or used; damage within a file is detected only in `pixels`.
+            MegatuneError: PyAV, which videos need, is not installed (exit code 66).
         """
         if source.kind == "video" and not self.text.video:
             raise RowError("no-videos", "video: the model reads images only", source.name)
         if source.kind == "image":
             size = image_size(source)
-            return Measured(self._grid(size, (), self.image, source), None, (), (), size)
+            return MediaShape(self._grid(size, (), self.image, source), None, (), (), size)
         if source.frames is None:
             header = read_header(source)
             numbers = sample_frames(header, self.video_fps, self.video_maxlen)
@@ -129,11 +129,11 @@ class PictureProcessor:
             header, fps = self._header(source), self.video_fps
             numbers = tuple(range(header.num_frames))
         T = self.temporal_patch_size
-        # The times of frames as LLaMA-Factory hands them to Transformers: in frames of video_fps a second.
+        # The frame times that LLaMA-Factory passes to Transformers: in frames of video_fps per second.
         times = [number / header.rate * self.video_fps / self.video_fps for number in numbers]
         times += times[-1:] * (-len(times) % T)
         middles = [(times[i] + times[i + T - 1]) / 2 for i in range(0, len(times), T)]
-        return Measured(
+        return MediaShape(
             self._grid(header.size, numbers, self.video, source),
             T / fps,
             tuple(middles) if self.timestamps else (),
@@ -141,15 +141,15 @@ class PictureProcessor:
             header.size,
         )
 
-    def pixels(self, source: PictureSource, measured: Measured) -> np.ndarray:
-        """Decode an image or a video that was measured: its patches, normalized.
+    def pixels(self, source: MediaSource, measured: MediaShape) -> np.ndarray:
+        """Decode a measured image or video to normalized patches.
 
         Returns:
-            pixel_values, fp32 [t·h·w, channels · temporal_patch_size · patch_size²], the patches of a merged token side
-            by side.
+            pixel_values, fp32 [t·h·w, channels · temporal_patch_size · patch_size²]; the patches of a merged token are
+            adjacent.
 
         Raises:
-            RowError: it is damaged, or another than was measured.
+            RowError: it is damaged, or has changed since it was measured.
         """
         if source.kind == "image":
             bounds, depth = self.image, 1
@@ -163,23 +163,23 @@ class PictureProcessor:
         cut = cut_patches(frames, self.patch_size, self.merge_size, depth)
         return normalize(cut, bounds.mean, bounds.std, self.temporal_patch_size)
 
-    def placeholder(self, measured: Measured) -> str:
-        """Return the text that stands for an image or a video: as many pad tokens as it has merged patches."""
-        return self._written(measured, self.runs(measured))
+    def placeholder(self, measured: MediaShape) -> str:
+        """Return the placeholder text of an image or a video, with one pad token per merged patch."""
+        return self._placeholder(measured, self.runs(measured))
 
-    def short_placeholder(self, measured: Measured) -> str:
-        """Return the same with one pad token for each of its `runs`."""
-        return self._written(measured, (1,) * len(self.runs(measured)))
+    def short_placeholder(self, measured: MediaShape) -> str:
+        """Return the placeholder with one pad token for each of its `runs`."""
+        return self._placeholder(measured, (1,) * len(self.runs(measured)))
 
-    def runs(self, measured: Measured) -> tuple[int, ...]:
-        """Return how many pad tokens lie side by side, for each place where some do."""
+    def runs(self, measured: MediaShape) -> tuple[int, ...]:
+        """Return the lengths of the runs of adjacent pad tokens."""
         t, h, w = measured.grid
         tokens = measured.num_patches // self.merge_size**2
         if self.text.row_end:
             return (w // self.merge_size,) * (h // self.merge_size)
         return (tokens // t,) * t if measured.timestamps else (tokens,)
 
-    def _written(self, measured: Measured, runs: Sequence[int]) -> str:
+    def _placeholder(self, measured: MediaShape, runs: Sequence[int]) -> str:
         text = self.text
         pads = [(text.video if measured.frames else text.image) * run for run in runs]
         if not measured.timestamps:
@@ -187,8 +187,8 @@ class PictureProcessor:
         blocks = zip(measured.timestamps, pads, strict=True)
         return "".join(f"<{seconds:.1f} seconds>{text.start}{pad}{text.end}" for seconds, pad in blocks)
 
-    def _header(self, source: PictureSource) -> VideoHeader:
-        """Return the header of a list of frames, which are video_fps a second."""
+    def _header(self, source: MediaSource) -> VideoHeader:
+        """Return the header of a list of frames, which have video_fps frames per second."""
         assert source.frames is not None
         if not source.frames:
             raise RowError("no-frames", "video: no frames", "the list is empty")
@@ -201,7 +201,7 @@ class PictureProcessor:
         count = len(source.frames)
         return VideoHeader(count, count / self.video_fps, self.video_fps, sizes[0])
 
-    def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: PictureSource) -> tuple[int, int, int]:
+    def _grid(self, size: Size, frames: Sequence[int], bounds: Bounds, source: MediaSource) -> tuple[int, int, int]:
         factor, t = self.patch_size * self.merge_size, 1
         size = [size, *self._steps(size, bounds, source)][-1]
         if bounds.square is not None:
@@ -220,20 +220,20 @@ class PictureProcessor:
             size = smart_resize(size, factor, bounds.min_pixels, bounds.max_pixels, together)
         return t, size[1] // self.patch_size, size[0] // self.patch_size
 
-    def _steps(self, size: Size, bounds: Bounds, source: PictureSource) -> list[Size]:
-        """Return the sizes that an image has, one after the other, before the model's processor resizes it."""
+    def _steps(self, size: Size, bounds: Bounds, source: MediaSource) -> list[Size]:
+        """Return the sizes to which an image is resized, in order, before the model's processor resizes it."""
         if bounds.first is not None:
             return area_steps(size, *bounds.first, source.name)
-        changed = scaled(size, bounds.scale_to, source.name)
+        changed = scale_down(size, bounds.scale_to, source.name)
         return [] if changed == size else [changed]
 
     def _resized(
-        self, image: Image.Image, bounds: Bounds, source: PictureSource, measured: Measured
+        self, image: Image.Image, bounds: Bounds, source: MediaSource, measured: MediaShape
     ) -> list[Image.Image]:
-        """Return what is cut into patches of an image: itself in its size, or its tiles."""
+        """Return the images to cut into patches: the resized image, or its tiles and the resized image."""
         if image.size != measured.size:
             (a, b), (c, d) = image.size, measured.size
-            detail = f"{source.name}: {a} x {b} pixels, and {c} x {d} when it was measured"
+            detail = f"{source.name}: {a} x {b} pixels, but {c} x {d} when it was measured"
             raise RowError("changed-picture", f"{source.kind}: its size has changed since it was measured", detail)
         whole = measured.grid[2] * self.patch_size, measured.grid[1] * self.patch_size
         by_area = bounds.longest_edge is None and bounds.square is None and bounds.tokens is None
@@ -243,7 +243,7 @@ class PictureProcessor:
             for step in steps:
                 image = image.resize(step, Image.Resampling.BILINEAR)
             return [image.resize(whole)]
-        # In the mode of the file, in which a palette has no colours between: as LLaMA-Factory does it.
+        # In the mode of the file, where a palette has no colors in between, as in LLaMA-Factory.
         for step in steps:
             image = image.resize(step)
         image = _in_rgb(image)
@@ -257,7 +257,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 
 def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:
-    """Cut an image into squares, row by row; none where one is all of it."""
+    """Cut an image into square tiles, row by row; return none if one tile is the whole image."""
     if bounds.tiles is None or bounds.square is None:
         return []
     side, (columns, rows) = bounds.square, tiling(image.size, bounds.square, *bounds.tiles)
@@ -268,24 +268,24 @@ def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:
     return [image.crop((left, top, left + side, top + side)) for left, top in corners]
 
 
-def spaced(text: str, pictures: PictureText) -> str:
-    """Put what is around pictures into a conversation that a template has written: some would trim it."""
+def pad_media(text: str, pictures: PictureText) -> str:
+    """Insert the text around images and videos into a rendered conversation: some templates would trim it."""
     if not pictures.around or pictures.start not in text:
         return text
-    before, behind = pictures.around + pictures.start, pictures.end + pictures.around
-    return text.replace(pictures.start, before).replace(pictures.end, behind)
+    before, after = pictures.around + pictures.start, pictures.end + pictures.around
+    return text.replace(pictures.start, before).replace(pictures.end, after)
 
 
 def cut_patches(frames: Sequence[Image.Image], patch_size: int, merge_size: int, depth: int) -> np.ndarray:
-    """Cut frames into patches; the last frame is repeated until patches are full.
+    """Cut frames into patches; the last frame is repeated until the patches are full.
 
     Args:
-        frames: in RGB, of one size: a multiple of patch_size · merge_size.
-        depth: frames of a patch.
+        frames: in RGB, all of one size: a multiple of patch_size · merge_size.
+        depth: frames per patch.
 
     Returns:
-        uint8 [patches, 3, depth, patch_size²]: those that merge_size² of a token side by side, token by token, row by
-        row, and frames in their order.
+        uint8 [patches, 3, depth, patch_size²]: the merge_size² patches of a token are adjacent, token by token, row by
+        row, and frames in order.
     """
     p, m = patch_size, merge_size
     t, w, h = -(-len(frames) // depth), *(side // p for side in frames[0].size)
@@ -299,11 +299,11 @@ def cut_patches(frames: Sequence[Image.Image], patch_size: int, merge_size: int,
 
 
 def normalize(patches: np.ndarray, mean: Sequence[float], std: Sequence[float], depth: int) -> np.ndarray:
-    """Return (patches / 255 - mean) / std by channel, bit for bit as Transformers computes it.
+    """Return (patches / 255 - mean) / std per channel, bit for bit as Transformers computes it.
 
     Args:
         patches: uint8 [patches, 3, frames, pixels].
-        depth: frames of a patch in the result; those of an image's patches are all the same one.
+        depth: frames per patch in the result; those of an image's patches are all the same.
 
     Returns:
         fp32 [patches, 3 · depth · pixels].
@@ -313,7 +313,7 @@ def normalize(patches: np.ndarray, mean: Sequence[float], std: Sequence[float], 
     shift, scale = (np.array(each, dtype=np.float32)[:, None, None] for each in (mean, std))
     for begin in range(0, num_patches, _PATCHES_AT_ONCE):
         part = slice(begin, begin + _PATCHES_AT_ONCE)
-        # In fp32, a byte divided by 255 is what Transformers' product in fp64 is rounded to.
+        # In fp32, a byte divided by 255 equals Transformers' product in fp64 after rounding.
         numbers = patches[part] / np.float32(255)
         numbers -= shift
         numbers /= scale

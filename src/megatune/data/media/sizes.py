@@ -1,5 +1,5 @@
-"""Sizes that images and frames are resized to: LLaMA-Factory's bounds first, then those of the model's processor; or
-ms-swift's bounds alone.
+"""Target sizes of images and frames: LLaMA-Factory's bounds, followed by those of the model's processor; or ms-swift's
+bounds alone.
 
 All sizes are (width, height).
 """
@@ -13,15 +13,15 @@ from megatune.data.bad_rows import RowError
 
 Size = tuple[int, int]
 
-LEAST_SIDE = 28
-MOST_ASPECT, CUT_ASPECT = 200, 180
+MIN_SIDE = 28
+MAX_ASPECT, CUT_ASPECT = 200, 180
 
 
 def area_steps(size: Size, min_pixels: int, max_pixels: int, name: str) -> list[Size]:
-    """Return the sizes that LLaMA-Factory resizes an image to, one after the other, for its area to be within bounds.
+    """Return the sizes to which LLaMA-Factory resizes an image, in order, to bring its area within bounds.
 
     Raises:
-        RowError: the image, of this name, is so thin that a side would become nothing.
+        RowError: the image, with this name, is so thin that a side would become 0.
     """
     steps = []
     for bound, wrong in ((max_pixels, int.__gt__), (min_pixels, int.__lt__)):
@@ -36,24 +36,24 @@ def area_steps(size: Size, min_pixels: int, max_pixels: int, name: str) -> list[
 
 
 def side_steps(size: Size) -> list[Size]:
-    """Return the sizes that LLaMA-Factory then resizes an image in RGB to, so that the processor takes it."""
+    """Return the sizes to which LLaMA-Factory then resizes an RGB image, so that the processor accepts it."""
     steps = []
-    if min(size) < LEAST_SIDE:
-        size = max(size[0], LEAST_SIDE), max(size[1], LEAST_SIDE)
+    if min(size) < MIN_SIDE:
+        size = max(size[0], MIN_SIDE), max(size[1], MIN_SIDE)
         steps.append(size)
     width, height = size
-    if width / height > MOST_ASPECT:
+    if width / height > MAX_ASPECT:
         steps.append((height * CUT_ASPECT, height))
-    elif height / width > MOST_ASPECT:
+    elif height / width > MAX_ASPECT:
         steps.append((width, width * CUT_ASPECT))
     return steps
 
 
-def scaled(size: Size, most_pixels: int | None, name: str) -> Size:
-    """Return the size to which ms-swift's --max_pixels scales an image; None scales nothing.
+def scale_down(size: Size, most_pixels: int | None, name: str) -> Size:
+    """Return the size to which ms-swift's --max_pixels scales an image down; None scales nothing.
 
     Raises:
-        RowError: the image, of this name, is so thin that a side would become nothing.
+        RowError: the image, with this name, is so thin that a side would become 0.
     """
     width, height = size
     if most_pixels is None or width * height <= most_pixels:
@@ -67,10 +67,10 @@ def scaled(size: Size, most_pixels: int | None, name: str) -> Size:
 
 
 def token_size(size: Size, factor: int, min_pixels: int, max_pixels: int, name: str) -> Size:
-    """Return the size that ms-swift gives an image, of multiples of `factor` (qwen_vl_utils' smart_resize).
+    """Return ms-swift's size of an image, in multiples of `factor` (qwen_vl_utils' smart_resize).
 
     Raises:
-        RowError: the image, of this name, is too thin.
+        RowError: the image, with this name, is too thin.
     """
     width, height = size
     rounded = tuple(max(factor, round(side / factor) * factor) for side in size)
@@ -80,17 +80,17 @@ def token_size(size: Size, factor: int, min_pixels: int, max_pixels: int, name: 
     elif rounded[0] * rounded[1] < min_pixels:
         beta = math.sqrt(min_pixels / (height * width))
         rounded = tuple(math.ceil(side * beta / factor) * factor for side in size)
-    if max(size) > MOST_ASPECT * min(size) or not min(rounded):
+    if max(size) > MAX_ASPECT * min(size) or not min(rounded):
         raise _too_thin((width, height), name)
     return rounded[0], rounded[1]
 
 
 def edge_size(size: Size, factor: int, longest_edge: int, name: str) -> Size:
-    """Return the size of multiples of `factor`, rounded up, that an image is resized to by Transformers'
-    PixtralImageProcessor: smaller where a side is above `longest_edge`, by both sides alike.
+    """Return the size in multiples of `factor`, rounded up, of Transformers' PixtralImageProcessor, which keeps the
+    ratio of the sides and shrinks images with a side above `longest_edge`.
 
     Raises:
-        RowError: the image, of this name, is so thin that a side would become nothing.
+        RowError: the image, with this name, is so thin that a side would become 0.
     """
     ratio = max(side / longest_edge for side in size)
     width, height = (math.floor(side / ratio) for side in size) if ratio > 1 else size
@@ -100,10 +100,10 @@ def edge_size(size: Size, factor: int, longest_edge: int, name: str) -> Size:
 
 
 def tiling(size: Size, square: int, fewest: int, most: int) -> Size:
-    """Return columns and rows of the square tiles that an image is cut into by Transformers' GotOcr2ImageProcessor.
+    """Return columns and rows of the square tiles into which Transformers' GotOcr2ImageProcessor cuts an image.
 
-    The nearest ratio of sides decides. Of several with that ratio the last whose tiles have less than twice the
-    image's area is taken, the fewest first.
+    The nearest aspect ratio is used. Of several tilings with it, in order of their number of tiles, the last one
+    whose tiles have less than twice the image's area is used.
     """
     width, height = size
     sides = range(1, most + 1)
@@ -117,11 +117,11 @@ def tiling(size: Size, square: int, fewest: int, most: int) -> Size:
 
 
 def filled_size(size: Size, factor: int, tokens: int, name: str) -> Size:
-    """Return the largest size of multiples of `factor`, rounded down, with the ratio of an image's sides and at most so
-    many tokens: as Transformers' Gemma4ImageProcessor.
+    """Return the largest size in multiples of `factor`, rounded down, with an image's aspect ratio and at most this
+    many tokens, as in Transformers' Gemma4ImageProcessor.
 
     Raises:
-        RowError: the image, of this name, is too thin.
+        RowError: the image, with this name, is too thin.
     """
     width, height = size
     scale = math.sqrt(tokens * factor**2 / (width * height))
@@ -136,10 +136,10 @@ def filled_size(size: Size, factor: int, tokens: int, name: str) -> Size:
 
 
 def smart_resize(size: Size, factor: int, min_pixels: int, max_pixels: int, frames: int = 1) -> Size:
-    """Return the nearest size of multiples of `factor` whose area, times `frames`, is within bounds.
+    """Return the nearest size in multiples of `factor` whose area, times `frames`, is within bounds.
 
-    As Transformers' smart_resize: Qwen2-VL's for images and frames, and Qwen3-VL's for all frames of a video, which
-    must be as many as temporal patches hold.
+    As Transformers' smart_resize: Qwen2-VL's for images and frames, and Qwen3-VL's for all frames of a video, whose
+    number must fill its temporal patches.
     """
     if frames > 1 and min(size) < factor:
         scale = factor / min(size)

@@ -1,4 +1,4 @@
-"""Rows as the model will see them, before anything is trained."""
+"""Preview the rows as the model will see them, without training."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
 
 
-# Samples that are read at most: enough to fill packed rows as they will be, and to show what is wrong with bad ones.
-MOST_PACKED = 1000
-MOST_READ = 10_000
+# Maximum samples to read: enough to fill packed rows as in the run, and to show what is wrong with bad ones.
+MAX_PACKED = 1000
+MAX_READ = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class RowDocument:
     """One document of a row.
 
     Attributes:
-        where: file and line of its sample; "" where only prepared rows are left of it.
-        start: tokens of its text before it, where a long text is cut into several documents.
-        length: tokens of the sample before truncation; 0 where nothing is cut away, or it is not known.
-        desirable: whether the answer is one that is wanted; None but in stage kto.
-        margin: by how much its pair's chosen answer is better; 0 where nothing says it.
-        label: of stage cls, what a loss compares with.
+        where: file and line of its sample; "" for prepared rows, which do not record it.
+        start: tokens of its text before it, if a long text is cut into several documents.
+        length: tokens of the sample before truncation; 0 if it is not truncated, or if this is not known.
+        desirable: for stage kto, whether the answer is desirable; otherwise None.
+        margin: how much better the chosen answer of its pair is; 0 if the row does not state it.
+        label: for stage cls, the label for the loss.
     """
 
     where: str
@@ -63,9 +63,9 @@ class PreviewRow:
     """One row.
 
     Attributes:
-        name: its data set, "" where a row has samples of several.
-        number: counted from 1, of the usable rows of its data set, or of all packed ones.
-        documents: one; two of a pair, chosen and rejected; or all of a packed row.
+        name: its data set; "" if a row has samples of several.
+        number: counted from 1 among the usable rows of its data set, or among all packed rows.
+        documents: one; the two of a pair, chosen and rejected; or all of a packed row.
     """
 
     name: str
@@ -74,20 +74,20 @@ class PreviewRow:
 
     @property
     def pairs(self) -> list[tuple[RowDocument, RowDocument]]:
-        """The documents of a row of pairs: chosen and rejected ones."""
+        """The documents of a row of pairs, as (chosen, rejected)."""
         return list(zip(self.documents[::2], self.documents[1::2], strict=True))
 
 
 @dataclass(slots=True)
 class Preview:
-    """What is shown.
+    """The result of `read_preview`.
 
     Attributes:
-        read: rows of files that were read for it.
-        total: rows that were made of them; those of the longest data set, where each has rows of its own.
-        bad: those of them that cannot be trained on, with their places.
+        read: rows of files that were read.
+        total: rows that were built from them; that of the longest data set, if each has separate rows.
+        bad: rows that cannot be trained on, with their locations.
         unfilled: placeholders in the rows that no setting fills.
-        notes: what makes the rows, and how those shown were chosen.
+        notes: how rows are built, and how the shown ones were chosen.
     """
 
     arrangement: Arrangement
@@ -100,10 +100,10 @@ class Preview:
 
 
 def load_model_input(settings: Settings) -> tuple[PreTrainedTokenizerBase, VisionInput | None]:
-    """Load what makes the rows of a model: its tokenizer, and what makes pictures into tokens, None without vision.
+    """Load what builds the rows of a model: its tokenizer and its image and video input (None without vision).
 
     Raises:
-        MegatuneError: what a hub refuses the model with, or files that are missing or cannot be read.
+        MegatuneError: the hub denies access to the model, or files are missing or cannot be read.
     """
     model = settings.model
     assert model.model_name_or_path is not None, "required by the rules of the data"
@@ -120,12 +120,12 @@ def read_preview(
     wanted: range,
     evaluation: bool = False,
 ) -> Preview:
-    """Encode as few samples as the wanted rows need, and pack them where the run will.
+    """Encode as few samples as the wanted rows need, and pack them if the run packs.
 
     Args:
-        vision: what makes pictures into tokens; None for a language model.
-        wanted: numbers of rows, from 1, of each data set; of packed rows, which mix the data sets, of all together.
-        evaluation: show the rows that the run evaluates on.
+        vision: converts images and videos to tokens; None for a language model.
+        wanted: numbers of rows, from 1, in each data set; packed rows mix the data sets and are numbered together.
+        evaluation: show the evaluation rows of the run.
 
     Raises:
         MegatuneError: settings that do not fit the data (exit code 64), no row to show (65), a missing file (66).
@@ -133,10 +133,10 @@ def read_preview(
     data = settings.data
     if evaluation and data.val_size and data.streaming:
         why = f"a stream holds out the first {data.val_size:g} samples that mix_strategy draws"
-        fix = "leave out --eval: without it, the first rows of each data set are shown"
+        fix = "remove --eval to show the first rows of each data set"
         raise MegatuneError(Finding("--eval with streaming: true", why=why, fix=fix), ExitCode.SETTINGS)
     if evaluation and not data.val_size and not data.eval_dataset:
-        finding = Finding("--eval: nothing is evaluated on", fix="set val_size or eval_dataset")
+        finding = Finding("--eval: the run has no evaluation rows", fix="set val_size or eval_dataset")
         raise MegatuneError(finding, ExitCode.SETTINGS)
     encoder = make_encoder(settings, tokenizer, vision)
     if evaluation and data.val_size:
@@ -144,7 +144,7 @@ def read_preview(
     else:
         sources = datasets_of(settings, evaluation=evaluation)
         preview = (_packed if settings.packing else _single)(settings, sources, encoder, wanted)
-    preview.notes[:0] = _makers(settings, encoder)
+    preview.notes[:0] = _describe_encoder(settings, encoder)
     if data.val_size and not evaluation:
         note = f"val_size {data.val_size:g}: some of these rows are held out of training; --eval shows them"
         preview.notes.append(note)
@@ -154,12 +154,12 @@ def read_preview(
 
 
 def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
-    """Take the wanted rows of every data set."""
+    """Read the wanted rows of every data set."""
     preview = Preview("pairs" if settings.run.stage in PAIR_STAGES else "single")
     for source in sources:
         number = 0
-        for documents in islice(_usable(settings, source, encoder, preview), MOST_READ):
-            for row in _arranged(documents, settings):
+        for documents in islice(_usable(settings, source, encoder, preview), MAX_READ):
+            for row in _build_rows(documents, settings):
                 number += 1
                 if number in wanted:
                     preview.rows.append(PreviewRow(source.name, number, row))
@@ -170,31 +170,31 @@ def _single(settings: Settings, sources: Sequence[DatasetSource], encoder: Encod
 
 
 def _packed(settings: Settings, sources: Sequence[DatasetSource], encoder: Encoder, wanted: range) -> Preview:
-    """Pack the first samples of every data set, as all will be packed."""
+    """Pack the first samples of all data sets together."""
     run = settings.run
     preview = Preview("packed_pairs" if run.stage in PAIR_STAGES else "packed")
     samples: list[tuple[RowDocument, ...]] = []
-    most = max(1, MOST_PACKED // len(sources))
-    is_cut_off = False
+    limit = max(1, MAX_PACKED // len(sources))
+    is_truncated = False
     for source in sources:
         usable = _usable(settings, source, encoder, preview)
-        samples += islice(usable, most)
-        is_cut_off = is_cut_off or next(usable, None) is not None
-    rows = _arranged([*chain.from_iterable(samples)], settings)
+        samples += islice(usable, limit)
+        is_truncated = is_truncated or next(usable, None) is not None
+    rows = _build_rows([*chain.from_iterable(samples)], settings)
     preview.total = len(rows)
-    # In an order of training: in that of packing, the first rows are those that the longest samples fill alone.
+    # Show rows in an order of training: in the order of packing, the first rows each hold one of the longest samples.
     order = epoch_order(len(rows), run.seed, 0, not settings.data.disable_shuffling)
     preview.rows = [PreviewRow("", number, rows[i]) for number, i in enumerate(order, 1) if number in wanted]
-    first = "the first " if is_cut_off else ""
+    first = "the first " if is_truncated else ""
     what = counted(len(samples), "pair" if run.stage in PAIR_STAGES else "sample")
     preview.notes.append(f"packed from {first}{what} into {counted(len(rows), 'row')}")
-    if is_cut_off:
+    if is_truncated:
         preview.notes.append("a run packs all samples together, so its rows differ")
     return preview
 
 
-def _arranged(documents: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDocument, ...]]:
-    """Make rows of the documents of samples, as the run makes them; a long text becomes several documents."""
+def _build_rows(documents: Sequence[RowDocument], settings: Settings) -> list[tuple[RowDocument, ...]]:
+    """Build rows from the documents of samples as the run does; a long text becomes several documents."""
     ends = np.cumsum([0, *(len(each.document.input_ids) for each in documents)])
     spans, borders, _ = RowShape.of(settings).arranged(np.stack([ends[:-1], ends[1:]], axis=1))
     made = []
@@ -212,12 +212,12 @@ def _arranged(documents: Sequence[RowDocument], settings: Settings) -> list[tupl
 def _usable(
     settings: Settings, source: DatasetSource, encoder: Encoder, preview: Preview
 ) -> Iterator[tuple[RowDocument, ...]]:
-    """Encode samples and yield the documents of those that can be trained on; the others are noted in the preview."""
-    samples = islice(read_samples(source, settings), MOST_READ)
+    """Encode samples and yield the documents of usable ones; record the others in the preview."""
+    samples = islice(read_samples(source, settings), MAX_READ)
     reader = RowReader.of(source, settings, pictures=encoder.vision is not None)
     for sample, encoded in encode_all(encoder, reader, samples):
         preview.read += 1
-        # What has no value is shown as it is written; a run would end with it.
+        # A placeholder without a value is shown unchanged; a run would stop with an error.
         preview.unfilled.update(sample.metadata.missing)
         if isinstance(encoded, RowError):
             preview.bad.append((sample.row.where, encoded))
@@ -229,7 +229,7 @@ def _usable(
 def _held_out(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None, wanted: range
 ) -> Preview:
-    """Prepare all rows, once and for the run too: which ones val_size holds out is known when all are read."""
+    """Prepare all rows, which the run reuses: val_size can only be split off when all rows are read."""
     rows = prepare(settings, tokenizer, vision=vision).evaluation
     assert rows is not None
     preview = Preview(rows.arrangement, total=len(rows))
@@ -247,7 +247,7 @@ def _held_out(
     return preview
 
 
-def _makers(settings: Settings, encoder: Encoder) -> Iterator[str]:
+def _describe_encoder(settings: Settings, encoder: Encoder) -> Iterator[str]:
     data, stage = settings.data, settings.run.stage
     name = data.template or "of the tokenizer"
     if data.swift_version and encoder.template is not None:

@@ -1,4 +1,4 @@
-"""Rows on a terminal, on a page of HTML or as JSON: what is trained is green, or between ⟦ and ⟧ without colours."""
+"""Show rows on a terminal, as HTML or as JSON: trained text is green, or between ⟦ and ⟧ without colors."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 _OPEN, _CLOSE = "⟦", "⟧"
 _TRAINED, _SPECIAL, _HEADING, _WRONG = "green", "bold", "bold cyan", "red"
-_PLACES_PER_REASON = 3
-_COLUMNS = 80  # of a line that has room for two answers
-_PAGE_COLUMNS = 160  # of a page
-_SIDE = 160  # pixels of the longest side of a small copy of a picture
-_MOST_FRAMES = 4  # of a video that a page shows
-_MOST_TOKENS = 8  # of one character: what is no whole character after these is shown as it decodes
+_EXAMPLES_PER_REASON = 3
+_COLUMNS = 80  # of the narrowest line that shows two answers side by side
+_PAGE_COLUMNS = 160  # of an HTML page
+_SIDE = 160  # pixels of the longest side of a thumbnail
+_MAX_FRAMES = 4  # of a video on an HTML page
+_MAX_TOKENS = 8  # per character: an incomplete character after these is shown as it decodes
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
-_JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # of emojis: invisible, and left as they are
+_JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # in emojis: invisible, and kept
 _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
-# Where a picture of this number is on a page until it is written: characters that `visible` never leaves in a text.
+# Marks the place of an image with this number until HTML is written, with characters that `visible` always escapes.
 _PICTURE = "\N{PARAGRAPH SEPARATOR}{}\N{PARAGRAPH SEPARATOR}"
 _PAGE = """<!DOCTYPE html>
 <html><head><meta charset="utf-8"><title>data preview</title><style>{stylesheet}
@@ -54,13 +54,13 @@ body {{ color: {foreground}; background: {background} }} pre {{ white-space: pre
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """The text of tokens that decode only together: mostly one, several where they share a character.
+    """The text of tokens that decode only together: mostly one token, or several that share a character.
 
     Attributes:
-        start, stop: places of the tokens in their document.
+        start, stop: positions of the tokens in their document.
         text: as the tokenizer decodes it.
-        special: one of the tokenizer's own marks, such as <|im_end|>, and not a part of the text.
-        trained: they count in the loss.
+        special: one of the tokenizer's special tokens, such as <|im_end|>, not text.
+        trained: the tokens count in the loss.
     """
 
     start: int
@@ -73,28 +73,28 @@ class TokenText:
 def show_preview(
     preview: Preview, tokenizer: PreTrainedTokenizerBase, console: Console, *, ids: bool = False, wraps: bool = False
 ) -> None:
-    """Print rows, and what was wrong with others.
+    """Print rows, and the errors of bad rows.
 
     Args:
-        console: colours are used where it has some.
-        ids: a line for every token instead of text.
-        wraps: break lines at the console's width; otherwise that is the terminal's to do.
+        console: colors are used if it supports them.
+        ids: print a line for every token instead of text.
+        wraps: break lines at the console's width; otherwise the terminal wraps them.
     """
-    # Where nobody knows how wide lines may be, columns would break them at a guess.
+    # If the width of lines is unknown, do not show columns, which would break lines.
     columns = (wraps or console.is_terminal) and not ids and console.width >= _COLUMNS
     page = _Page(tokenizer, ids, console.is_terminal and not console.no_color, columns)
     _print(page.lines(preview), console, wraps=wraps)
 
 
 def write_page(preview: Preview, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write the rows of a preview as a page of HTML with everything in one file, small copies of pictures too.
+    """Write the rows of a preview as a single HTML file, with thumbnails of images and videos.
 
     Raises:
-        MegatuneError: CANNOT_WRITE.
+        MegatuneError: the file cannot be written (exit code 73).
     """
     options: dict[str, Any] = {"force_terminal": True, "no_color": False, "width": _PAGE_COLUMNS}
     console = Console(file=io.StringIO(), record=True, **options)
-    page = _Page(tokenizer, ids=False, coloured=True, columns=True, small_copies=True)
+    page = _Page(tokenizer, ids=False, colored=True, columns=True, with_thumbnails=True)
     _print(page.lines(preview), console, wraps=False)
     content = console.export_html(code_format=_PAGE)
     for number, images in enumerate(page.images):
@@ -108,10 +108,10 @@ def write_page(preview: Preview, tokenizer: PreTrainedTokenizerBase, path: Path)
 
 
 def json_lines(preview: Preview, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Write each row for other tools: ids, labels, text and place of its sample; of a pair, those of chosen and
-    rejected; of a packed row, the list of its sequences.
+    """Yield each row as JSON for other tools: ids, labels, text and location of its sample; for a pair, those of chosen
+    and rejected; for a packed row, the list of its sequences.
 
-    The place is null where only prepared rows are left of a sample.
+    The location is null for prepared rows, which do not record it.
     """
     for row in preview.rows:
         written: list[dict[str, Any]] = []
@@ -138,14 +138,14 @@ def _print(lines: Iterable[Text | Table], console: Console, *, wraps: bool) -> N
 
 
 class _Page:
-    """The lines of a preview; `images` has the small copies of each picture as HTML, where they are asked for."""
+    """The lines of a preview; `images` holds the thumbnails of each image or video as HTML, if requested."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, ids: bool, coloured: bool, columns: bool, small_copies: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, ids: bool, colored: bool, columns: bool, with_thumbnails: bool = False
     ) -> None:
-        self._tokenizer, self._ids, self._coloured, self._columns = tokenizer, ids, coloured, columns
-        self._wrong = _WRONG if coloured else ""
-        self._small_copies = small_copies
+        self._tokenizer, self._ids, self._colored, self._columns = tokenizer, ids, colored, columns
+        self._wrong = _WRONG if colored else ""
+        self._with_thumbnails = with_thumbnails
         self.images: list[str] = []
 
     def lines(self, preview: Preview) -> Iterator[Text | Table]:
@@ -153,10 +153,10 @@ class _Page:
             yield Text(note)
         for placeholder in sorted(preview.unfilled):
             setting = PLACEHOLDERS[placeholder]
-            yield Text(f"{placeholder} is in the data and {setting} is not set: training would be refused", self._wrong)
+            yield Text(f"{placeholder} is in the data, but {setting} is not set: training would fail", self._wrong)
         if self._ids:
             yield Text(f"label {IGNORE_INDEX}: not trained")
-        elif self._coloured:
+        elif self._colored:
             yield Text.assemble(("trained", _TRAINED), " context ", ("special token", _SPECIAL))
         else:
             yield Text(f"{_OPEN}trained{_CLOSE} context")
@@ -171,39 +171,38 @@ class _Page:
                     yield self._heading(f"╌╌ pair {number}{_of(chosen)}: {' and '.join(sizes)} tokens ╌╌")
                     yield from self._pair(chosen, rejected)
             elif preview.arrangement == "packed":
-                yield from self._joined(row)
+                yield from self._packed_row(row)
             else:
                 yield from self._pictures(row.documents[0].document)
-                yield self._shown(row.documents[0].document)
+                yield self._render(row.documents[0].document)
         if preview.bad:
             yield Text("")
             yield from self._bad(preview)
 
     def _heading(self, text: str) -> Text:
-        return Text(text, style=_HEADING if self._coloured else "")
+        return Text(text, style=_HEADING if self._colored else "")
 
-    def _joined(self, row: PreviewRow) -> Iterator[Text]:
+    def _packed_row(self, row: PreviewRow) -> Iterator[Text]:
         """Show the documents of a packed row, and where they join."""
         for number, each in enumerate(row.documents, 1):
             size = len(each.document.input_ids)
             place = f"positions 0 to {size - 1:,}{_start(each)}"
             yield self._heading(f"╌╌ sample {number}{_of(each)}: {counted(size, 'token')}, {place} ╌╌")
             yield from self._pictures(each.document)
-            yield self._shown(each.document)
+            yield self._render(each.document)
 
     def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text | Table]:
-        """Show the prompt that both answers share, once, then what follows in each: side by side, or one after the
-        other."""
+        """Show the shared prompt of both answers once, then the rest of each, side by side or one after the other."""
         shared = shared_prompt(chosen.document, rejected.document)
         yield from self._pictures(chosen.document)
         if shared:
             yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
-            yield self._shown(chosen.document, stop=shared)
+            yield self._render(chosen.document, stop=shared)
         answers = []
         for name, document in (("chosen", chosen.document), ("rejected", rejected.document)):
             size = counted(len(document.input_ids) - shared, "token")
             heading = self._heading(f"╌╌ {name}: {size}, {_num_trained(document):,} trained ╌╌")
-            answers.append((heading, self._shown(document, start=shared)))
+            answers.append((heading, self._render(document, start=shared)))
         if self._columns:
             table = Table.grid(padding=(0, 3), expand=True)
             for _ in answers:
@@ -217,45 +216,45 @@ class _Page:
 
     def _pictures(self, document: Document) -> Iterator[Text]:
         for number, picture in enumerate(document.pictures, 1):
-            yield Text(visible(described(number, picture)))
-            if self._small_copies:
+            yield Text(visible(describe_media(number, picture)))
+            if self._with_thumbnails:
                 try:
-                    copies = [f'<img src="{each}" alt=""> ' for each in small_copies_of(picture)]
+                    copies = [f'<img src="{each}" alt=""> ' for each in thumbnails(picture)]
                 except RowError as error:
                     yield Text(visible(str(error)), self._wrong)
                     continue
                 yield Text(_PICTURE.format(len(self.images)))
                 self.images.append("".join(copies))
 
-    def _shown(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
-        """Show a document from one of its tokens to another."""
+    def _render(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
+        """Show the tokens `start` to `stop` of a document."""
         stop = len(document.input_ids) if stop is None else stop
         texts = [each for each in token_texts(document, self._tokenizer) if start <= each.start < stop]
         return self._table(texts, document) if self._ids else self._text(texts)
 
     def _text(self, texts: Iterable[TokenText]) -> Text:
         text = Text()
-        for trained, group in groupby(collapsed(texts), key=lambda each: each.trained):
-            marked = trained and not self._coloured
+        for trained, group in groupby(collapse_repeats(texts), key=lambda each: each.trained):
+            marked = trained and not self._colored
             if marked:
                 text.append(_OPEN)
             for style, alike in groupby(group, key=self._style):
                 text.append("".join(visible(each.text) for each in alike), style)
             if marked:
                 ends_line = text.plain.endswith("\n")
-                if ends_line:  # close it on the line that it ends on
+                if ends_line:  # close it before the line break
                     text.right_crop(1)
                 text.append(_CLOSE + "\n" * ends_line)
-        if text.plain.endswith("\n"):  # it shows as ↵, and the line ends anyway
+        if text.plain.endswith("\n"):  # it is shown as ↵, and the line ends anyway
             text.right_crop(1)
         return text
 
     def _style(self, each: TokenText) -> str:
         styles = [_TRAINED] * each.trained + [_SPECIAL] * each.special
-        return " ".join(styles) if self._coloured else ""
+        return " ".join(styles) if self._colored else ""
 
     def _table(self, texts: Iterable[TokenText], document: Document) -> Text:
-        """Write a line for every token: position, id, label and text; of a character that several share, which part."""
+        """Write a line per token: position, id, label and text; for a character of several tokens also which part."""
         text = Text("position       id    label  token")
         for each in texts:
             size = each.stop - each.start
@@ -268,19 +267,19 @@ class _Page:
         return text
 
     def _bad(self, preview: Preview) -> Iterator[Text]:
-        """List rows that cannot be trained on, by their reasons."""
+        """List rows that cannot be trained on, by reason."""
         yield Text(f"{len(preview.bad):,} of the {preview.read:,} rows read cannot be trained on:", self._wrong)
         counts = Counter((error.code, error.reason) for _, error in preview.bad)
         for (code, reason), count in counts.most_common():
             yield Text(f"    {count:,} × {code}: {visible(reason)}")
             here = [(where, error) for where, error in preview.bad if (error.code, error.reason) == (code, reason)]
-            for where, error in here[:_PLACES_PER_REASON]:
+            for where, error in here[:_EXAMPLES_PER_REASON]:
                 detail = f": {visible(error.detail)}" if error.detail else ""
                 yield Text(f"        {where}{detail}")
 
 
-def described(number: int, picture: DocumentPicture) -> str:
-    """Write a document's picture of this number in words: its name, size, patches and tokens."""
+def describe_media(number: int, picture: DocumentPicture) -> str:
+    """Describe image or video `number` of a document: name, size, patches and tokens."""
     source, measured = unpacked(picture.packed)
     frames = f"{counted(len(measured.frames), 'frame')} of " if picture.is_video else ""
     size = f"{frames}{' × '.join(map(str, measured.size))} pixels"
@@ -288,15 +287,15 @@ def described(number: int, picture: DocumentPicture) -> str:
     return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(picture.num_tokens, 'token')}"
 
 
-def small_copies_of(picture: DocumentPicture) -> Iterator[str]:
-    """Yield data URLs of small copies: of an image, or of some frames of a video.
+def thumbnails(picture: DocumentPicture) -> Iterator[str]:
+    """Yield thumbnails as data URLs: of an image, or of some frames of a video.
 
     Raises:
         RowError: it cannot be decoded.
     """
     source, measured = unpacked(picture.packed)
     images: Iterable[Image.Image]
-    chosen = sorted({place * (len(measured.frames) - 1) // (_MOST_FRAMES - 1) for place in range(_MOST_FRAMES)})
+    chosen = sorted({place * (len(measured.frames) - 1) // (_MAX_FRAMES - 1) for place in range(_MAX_FRAMES)})
     if source.kind == "image":
         images = [open_image(source)]
     elif source.frames is not None:
@@ -311,7 +310,7 @@ def small_copies_of(picture: DocumentPicture) -> Iterator[str]:
 
 
 def shared_prompt(chosen: Document, rejected: Document) -> int:
-    """Count the tokens at the beginning of both that are the same and not trained."""
+    """Count the leading tokens that are equal in both and not trained."""
     size = min(len(chosen.input_ids), len(rejected.input_ids))
     differ = chosen.input_ids[:size] != rejected.input_ids[:size]
     differ |= trained_tokens(chosen.labels)[:size] | trained_tokens(rejected.labels)[:size]
@@ -319,7 +318,7 @@ def shared_prompt(chosen: Document, rejected: Document) -> int:
 
 
 def title(row: PreviewRow, preview: Preview) -> str:
-    """Write what a row is: where it is from, its tokens, and how many of them are trained."""
+    """Return the title of a row: where it is from, its tokens, and how many of them are trained."""
     sizes = [len(each.document.input_ids) for each in row.documents]
     trained = sum(_num_trained(each.document) for each in row.documents)
     first, name = row.documents[0], f"{row.name} " if row.name else ""
@@ -327,7 +326,7 @@ def title(row: PreviewRow, preview: Preview) -> str:
         is_pairs = preview.arrangement == "packed_pairs"
         samples = counted(len(sizes) // 2, "pair") if is_pairs else counted(len(sizes), "sample")
         return f"row {row.number}: {samples}, {counted(sum(sizes), 'token')}, {trained:,} trained"
-    # Tokens before truncation, if anything was cut away; of a pair, those of the longer document.
+    # Tokens before truncation, if the row was truncated; for a pair, those of the longer document.
     whole = max(each.length for each in row.documents)
     cut = f", cut from {whole:,}" if whole > max(sizes) and not first.start else ""
     if preview.arrangement == "pairs":
@@ -354,10 +353,10 @@ def _num_trained(document: Document) -> int:
 
 
 def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Decode a document's tokens in order, none left out."""
+    """Decode all of a document's tokens, in order."""
     ids, labelled = document.input_ids.tolist(), (document.labels != IGNORE_INDEX).tolist()
     added = {int(token): str(content) for token, content in tokenizer.added_tokens_decoder.items()}
-    marks = {token: content for token, content in added.items() if content.strip()}  # some add runs of white space
+    marks = {token: content for token, content in added.items() if content.strip()}  # some add runs of whitespace
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -366,7 +365,7 @@ def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[
     texts: list[TokenText] = []
     start = 0
     for stop in range(1, len(ids) + 1):
-        # Each mark by itself, and the stretches of text between, of which all is labelled or nothing.
+        # Decode each special token separately, and each run of text that is all labelled or all unlabelled.
         if stop < len(ids) and not {ids[stop], ids[stop - 1]} & marks.keys() and labelled[stop] == labelled[stop - 1]:
             continue
         if ids[start] in marks:
@@ -378,45 +377,45 @@ def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[
     return texts
 
 
-def collapsed(texts: Iterable[TokenText]) -> Iterator[TokenText]:
-    """Write a run of one special token, such as those of a picture, as one with their number."""
+def collapse_repeats(texts: Iterable[TokenText]) -> Iterator[TokenText]:
+    """Replace a run of one special token, such as image pads, by one text with the number of repetitions."""
     for _, group in groupby(texts, key=lambda each: (each.text, each.trained) if each.special else each.start):
         first, *more = group
         yield first if not more else replace(first, stop=more[-1].stop, text=f"{first.text} × {len(more) + 1}")
 
 
 def trained_tokens(labels: np.ndarray) -> np.ndarray:
-    """Return which tokens count in the loss: bool [T]. The first has nothing before it to be predicted from."""
+    """Return which tokens count in the loss: bool [T]. The first token is never predicted."""
     trained = np.asarray(labels) != IGNORE_INDEX
     trained[:1] = False
     return trained
 
 
 def visible(text: str) -> str:
-    """Show the white space of a text, and escape characters that a terminal would obey instead of showing."""
-    return "".join(_VISIBLE.get(character) or _harmless(character) for character in text)
+    """Make the whitespace of a text visible, and escape control characters that a terminal would execute."""
+    return "".join(_VISIBLE.get(character) or _escape(character) for character in text)
 
 
-def _harmless(character: str) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
     if code < 0x20:
-        return chr(0x2400 + code)  # the picture of this control character
+        return chr(0x2400 + code)  # the Unicode symbol of this control character
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in _JOINERS
     return f"\\u{{{code:x}}}" if hidden else character
 
 
 def _characters(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[int, int, str]]:
-    """Group the tokens of a stretch of text, as few in each group as decode to whole characters.
+    """Group the tokens of a text so that each group decodes to whole characters and is as small as possible.
 
-    What a token adds is taken from what it adds to the group before it: some tokenizers write the space before a word
-    with the word, and leave it out at the beginning.
+    The text of a group is what it adds to the group before it: some tokenizers write the space before a word with the
+    word, but not at the beginning of a text.
     """
     before, start = 0, 0
     for stop in range(1, len(ids) + 1):
         context = decode(ids[before:start])
         text = decode(ids[before:stop])
         added = text[len(context) :] if text.startswith(context) else decode(ids[start:stop])
-        if added.endswith(_UNDECODED) and stop - start < _MOST_TOKENS and stop < len(ids):
+        if added.endswith(_UNDECODED) and stop - start < _MAX_TOKENS and stop < len(ids):
             continue
         yield start, stop, added
         before, start = start, stop

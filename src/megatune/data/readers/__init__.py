@@ -1,6 +1,6 @@
-"""Strict readers: every row comes with its place in its file, and what is wrong with it where something is.
+"""Strict readers of data files: every row comes with its location in the file and with its error, if it has one.
 
-Nothing in Parquet and Arrow files is run: Arrow gives values of extension types as what they are stored as.
+No code in Parquet and Arrow files is run: values of extension types are read as their storage type.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatune.data.readers.files import (
     json_problem,
     json_type,
     open_bytes,
-    refused,
     unique_keys,
     unreadable,
+    unsupported_file,
 )
 from megatune.data.readers.text import (
     is_json_array,
@@ -40,29 +40,29 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 __all__ = ["DATA_SUFFIXES", "Position", "RawRow", "data_suffix", "json_error", "json_type", "read_rows"]
 
 BATCH_ROWS = 1024
-BATCH_BYTES = 2**24  # of rows that are made at once, as long as one is no larger
-_READ_BYTES = 2**20  # of a column at once: without it a row group's whole column is read
+BATCH_BYTES = 2**24  # of rows that are built at once, unless a single row is larger
+_READ_BYTES = 2**20  # of a column at once: otherwise the whole column of a row group is read
 Decoder = Callable[[Any], Any]
 
 
 def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
-    """Read the rows of one file, by its extension. Blank lines are no rows.
+    """Read the rows of one file, by its extension. Blank lines are skipped.
 
     Args:
         path: .json (an array of objects, or JSON Lines), .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow (IPC file or
-            stream) or .txt (a row a line); all but .parquet and .arrow also compressed (.gz, .bz2, .xz, .zst, .lz4).
-        after: where to continue: `next` of a row of the same file. Files of lines continue from its byte, parquet from
-            its row group, arrow from its record batch. Of JSON arrays and CSV the rows before are read and dropped; of
-            compressed files of lines the bytes before are decompressed and dropped.
+            stream) or .txt (a row per line); all but .parquet and .arrow also compressed (.gz, .bz2, .xz, .zst, .lz4).
+        after: where to continue: `next` of a row of the same file. Files of lines continue at its byte, parquet at its
+            row group, arrow at its record batch. JSON arrays and CSV are read from the start; compressed files of
+            lines are decompressed from the start.
 
     Raises:
-        MegatuneError: at once: the file is missing, of an unknown kind or refused by its name (exit code 66), empty
-            or not of the kind that its name says (65); while rows are read: it cannot be read as a whole, as a JSON
-            array or CSV that breaks off (65).
+        MegatuneError: immediately: the file is missing or its extension is not supported (exit code 66), or it is empty
+            or does not match its extension (65); while reading: it cannot be read as a whole, such as a truncated JSON
+            array or CSV (65).
     """
     kind = data_suffix(path)
     if kind is None:
-        raise refused(path)
+        raise unsupported_file(path)
     if compression_suffix(path) is not None and kind in COLUMNAR:
         what, why = f"a {kind} file that is compressed as a whole is not read", f"{kind} files compress what they hold"
         raise MegatuneError(Finding(what, str(path), why, "decompress it"), ExitCode.INPUT)
@@ -85,7 +85,7 @@ def read_rows(path: Path, after: Position | None = None) -> Iterator[RawRow]:
 def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
     """Read Parquet, or Arrow's IPC format, file or stream (`kind` is ".parquet" or ".arrow").
 
-    Row groups of Parquet before the position are not read; of Arrow's record batches before it only the sizes are.
+    Row groups of Parquet before the position are skipped; of Arrow's record batches only the sizes are read.
     """
     import pyarrow
 
@@ -101,7 +101,7 @@ def read_columnar(path: Path, kind: str, after: Position) -> Iterator[RawRow]:
                     yield _row(f"{path}:row {number}", fields, decoders, Position(number))
     except UnicodeDecodeError as error:
         raise unreadable(path, f"a text after row {number} is not UTF-8", str(error)) from error
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last: values not of Python's
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the last: outside Python's types
         place = f"{path}:row {number + 1}" if number else str(path)
         raise unreadable(place, f"not a complete {kind[1:]} file: {error}") from error
 
@@ -120,10 +120,10 @@ def _row(where: str, fields: dict[str, Any], decoders: dict[str, Decoder], after
 
 
 def decoder(kind: Any) -> Decoder | None:
-    """Return what decodes the values of an Arrow type; None where they stay as they are.
+    """Return the decoder of an Arrow type's values; None if they need none.
 
-    All structs of a column have the same fields, null where a row had none: nulls in them are left out. JSON as text is
-    what `datasets` writes where the rows' values have no type in common.
+    All structs of a column have the same fields, with null for those that a row lacked: nulls in structs are dropped.
+    `datasets` writes JSON text if the values of the rows have no common type.
     """
     import pyarrow.types
 
@@ -156,7 +156,7 @@ def _parquet_batches(path: Path, skip: int) -> Iterator[Any]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    """Map record batches into memory: what is not looked at is not read."""
+    """Memory-map record batches: only the parts that are used are read."""
     import pyarrow.ipc
 
     with open(path, "rb") as head:
@@ -175,6 +175,6 @@ def _from_row(batches: Iterator[Any], skip: int) -> Iterator[Any]:
 
 
 def _check_names(path: Path, names: list[str]) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise unreadable(path, f"two columns are named {twice!r}", fix="give each column its own name")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise unreadable(path, f"two columns are named {duplicate!r}", fix="give each column a unique name")

@@ -1,4 +1,4 @@
-"""Data files and their rows: kinds by name, bytes (compressed or not), places, and what can be wrong with them."""
+"""Data files and their rows: file types by name, decompression, positions, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFER_BYTES = 1 << 20
 
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 COLUMNAR = (".parquet", ".arrow")
-MOST_ROW_BYTES = 2**29  # 512 MiB, pictures and videos in it included
+MAX_ROW_BYTES = 2**29  # 512 MiB, including images and videos
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
 
 _RUNS_CODE = frozenset((".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"))
@@ -30,7 +30,7 @@ _ARCHIVES = frozenset((".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z", ".rar"))
 
 _OPENERS: dict[str, Callable[[Path], object]] = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 
-_CONTENTS = {  # name and first bytes of kinds that can be detected by them; no text begins so
+_SIGNATURES = {  # name and first bytes of file types that can be detected by them; no text begins like this
     ".gz": ("gzip", rb"\x1f\x8b"),
     ".bz2": ("bzip2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     ".xz": ("xz", rb"\xfd7zXZ\x00"),
@@ -43,7 +43,7 @@ _CONTENTS = {  # name and first bytes of kinds that can be detected by them; no 
 }
 UTF8_BOM = b"\xef\xbb\xbf"
 
-# Long runs are of other encodings (GBK, Shift-JIS), a leading byte and its follower of UTF-8 that was cut.
+# Long runs occur in other encodings (GBK, Shift-JIS); a leading byte and its continuation in UTF-8 that was cut.
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{4}|[\xc2-\xf4][\x80-\xbf]")
 _CP1252_ONLY = re.compile(rb"[\x80-\x9f]")
 _JSON_NAMES = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list",
@@ -52,12 +52,12 @@ _JSON_NAMES = {bool: "a boolean", str: "a string", int: "a number", float: "a nu
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a file from which reading can continue.
+    """A position in a file from which reading can continue.
 
     Attributes:
         row: number of rows before it.
-        offset: bytes before it in a file of lines (of the decompressed text where the file is compressed); 0 elsewhere.
-        line: lines before it in a file of lines; 0 elsewhere.
+        offset: bytes before it in a file of lines (decompressed bytes if the file is compressed); 0 for other files.
+        line: lines before it in a file of lines; 0 for other files.
     """
 
     row: int
@@ -65,15 +65,15 @@ class Position:
     line: int = 0
 
 
-@dataclass(slots=True)  # not frozen: that would double the time to make one
+@dataclass(slots=True)  # not frozen, which would double the time to construct one
 class RawRow:
-    """One row of a file as it was read.
+    """One row of a file.
 
     Attributes:
-        where: "FILE:LINE" for files of lines and CSV (the line it begins on), "FILE:row N" (from 1) for others.
-        fields: the row's columns; empty where there is an `error`.
-        error: why the row cannot be read, None where it can.
-        raw: the text of a row that cannot be read, with bytes that are no UTF-8 as \\xNN; "" where it can.
+        where: "FILE:LINE" for files of lines and CSV (the row's first line), "FILE:row N" (from 1) for others.
+        fields: the row's columns; empty if there is an `error`.
+        error: why the row cannot be read; None if it can.
+        raw: the text of a row that cannot be read, with bytes that are not UTF-8 as \\xNN; otherwise "".
         next: the position after this row.
     """
 
@@ -90,16 +90,16 @@ def json_type(value: object) -> str:
 
 
 def unreadable(where: Path | str, what: str, why: str = "", fix: str = "") -> MegatuneError:
-    """Return the error that ends the reading of a file (exit code 65)."""
+    """Return an error that ends the reading of a file (exit code 65)."""
     return MegatuneError(Finding(what, str(where), why, fix), ExitCode.DATA)
 
 
 class DuplicateKeyError(ValueError):
-    """A JSON object has a key twice, so that one of the two values would be lost silently."""
+    """Raised for a key that occurs twice in a JSON object: one of its values would be lost silently."""
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object, as json's `object_pairs_hook`; a DuplicateKeyError where a key occurs twice."""
+    """Build an object, as json's `object_pairs_hook`; raise a DuplicateKeyError if a key occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -111,29 +111,29 @@ DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 
 def json_error(error: Exception) -> str:
-    """Return the cause of one of json's errors, without its place: "unterminated string"."""
+    """Return the cause of an error of `json`, without its position: "unterminated string"."""
     if isinstance(error, json.JSONDecodeError):
         cause = error.msg.removesuffix(" at").removesuffix(" starting").rstrip(": ")
         cause = cause.replace("Expecting", "expected")
         return cause[:1].lower() + cause[1:]
-    return "nested too deep" if isinstance(error, RecursionError) else "a number with too many digits"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
 
 
 def json_problem(error: Exception, place: str = "") -> RowError:
-    """Return the problem of a row whose JSON raised an error of json's or a DuplicateKeyError."""
+    """Return the error of a row whose JSON raised an error of `json` or a DuplicateKeyError."""
     if isinstance(error, DuplicateKeyError):
         return RowError("duplicate-key", "a key appears twice", repr(str(error)))
     return RowError("invalid-json", "invalid JSON", json_error(error) + place)
 
 
 def not_an_object(value: object) -> RowError:
-    """Return the problem of a row that is another JSON value."""
+    """Return the error of a row that is a JSON value other than an object."""
     detail = f"expected an object with the row's fields, got {json_type(value)}"
     return RowError("not-an-object", "not a JSON object", detail)
 
 
 def line_not_utf8(error: UnicodeDecodeError) -> RowError:
-    """Return the problem of a row whose line is not UTF-8."""
+    """Return the error of a row whose line is not UTF-8."""
     looks = _looks_like(error.object)
     guess = f"; the file looks like {looks}: save it as UTF-8" if looks else "; save the file as UTF-8"
     return RowError("not-utf8", "not UTF-8", _bad_byte(error) + guess)
@@ -163,48 +163,48 @@ def _looks_like(line: bytes) -> str:
 
 
 def compression_suffix(path: Path) -> str | None:
-    """Return ".gz" for "x.jsonl.gz", None where the file is not compressed."""
+    """Return ".gz" for "x.jsonl.gz"; None if the file is not compressed."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSIONS else None
 
 
 def _content_suffix(path: Path) -> str:
-    """Return the extension, without that of a compression: ".jsonl" for "x.jsonl.gz"."""
+    """Return the extension without that of a compression: ".jsonl" for "x.jsonl.gz"."""
     return (Path(path.stem) if compression_suffix(path) else path).suffix.lower()
 
 
 def data_suffix(path: Path) -> str | None:
-    """Return the kind of a data file, ".jsonl" for "x.jsonl" and "x.jsonl.gz"; None where the name says it is none."""
+    """Return the type of a data file, ".jsonl" for "x.jsonl" and "x.jsonl.gz"; None for other extensions."""
     suffix = _content_suffix(path)
     return suffix if suffix in DATA_SUFFIXES else None
 
 
-def refused(path: Path) -> MegatuneError:
-    """Return the reason why a file that is no data file by its name is not read (exit code 66)."""
+def unsupported_file(path: Path) -> MegatuneError:
+    """Return the error for a file whose extension is not supported (exit code 66)."""
     suffix = _content_suffix(path)
     if suffix in _RUNS_CODE:
-        what, why = f"{suffix} files are not read", "loading one may run code that it contains"
+        what, why = f"{suffix} files are not supported", "loading one may run code that it contains"
         fix = "save the rows as .jsonl or .parquet"
     elif suffix == ".py":
         what, why = "scripts are not run", "reading data must not run code"
-        fix = "run it yourself, and have it write .jsonl or .parquet"
+        fix = "run it yourself to write .jsonl or .parquet"
     elif suffix in _ARCHIVES:
-        what, why, fix = "archives are not read", "", "unpack it first"
+        what, why, fix = "archives are not supported", "", "unpack it first"
     elif not suffix and compression_suffix(path):
-        what, why = "the name does not say what is compressed", ""
-        fix = f"name it by its content, as {path.stem}.jsonl{path.suffix}"
+        what, why = "the name does not state what is compressed", ""
+        fix = f"add the type of its content, for example {path.stem}.jsonl{path.suffix}"
     else:
         what, why = "not a supported kind of data file", ""
-        fix = f"one of {', '.join(DATA_SUFFIXES)}; but for .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
+        fix = f"one of {', '.join(DATA_SUFFIXES)}; all but .parquet and .arrow also with {', '.join(COMPRESSIONS)}"
     return MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)
 
 
 @contextmanager
 def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
-    """Open the decompressed bytes of a file from `offset` on; in a compressed file those before are read and dropped.
+    """Open the decompressed bytes of a file from `offset` on; a compressed file is decompressed from its start.
 
     Raises:
-        MegatuneError: while reading too: the file cannot be read (exit code 66), is damaged or truncated (65).
+        MegatuneError: also while reading: the file cannot be read (exit code 66), or is damaged or truncated (65).
     """
     compression = compression_suffix(path)
     try:
@@ -223,28 +223,28 @@ def open_bytes(path: Path, offset: int = 0) -> Iterator[BinaryIO]:
 
 
 def lines_of(stream: BinaryIO, path: Path, number: int = 0) -> Iterator[bytes]:
-    """Yield lines with their ends, of which the first is the file's line `number` + 1.
+    """Yield lines with their line ends; the first is line `number` + 1 of the file.
 
     Raises:
-        MegatuneError: one is longer than any row, as the little that is compressed can be (exit code 65).
+        MegatuneError: a line is longer than any row, which a small compressed file can contain (exit code 65).
     """
-    while line := stream.readline(MOST_ROW_BYTES + 1):
+    while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
-        if len(line) > MOST_ROW_BYTES:
-            raise too_long(f"{path}:{number}")
+        if len(line) > MAX_ROW_BYTES:
+            raise row_too_long(f"{path}:{number}")
         yield line
 
 
-def too_long(where: str) -> MegatuneError:
-    """Return the error of a row that is longer than any."""
-    return unreadable(where, f"a row of more than {MOST_ROW_BYTES >> 20} MiB", fix="check that the file has rows")
+def row_too_long(where: str) -> MegatuneError:
+    """Return the error of a row that is too long."""
+    return unreadable(where, f"a row of more than {MAX_ROW_BYTES >> 20} MiB", fix="check that the file has rows")
 
 
 def check_content(path: Path) -> None:
-    """Compare the first bytes of a file with what its name says.
+    """Compare the first bytes of a file with its extension.
 
     Raises:
-        MegatuneError: the file cannot be read (exit code 66), is empty, or holds something else (65).
+        MegatuneError: the file cannot be read (exit code 66), is empty, or has another type (65).
     """
     try:
         with open(path, "rb") as file:
@@ -254,11 +254,11 @@ def check_content(path: Path) -> None:
     if not head:
         raise unreadable(path, "the file is empty", fix="write rows into it, or remove it from the data")
     expected = compression_suffix(path) or _content_suffix(path)
-    found = next((suffix for suffix, (_, start) in _CONTENTS.items() if re.match(start, head)), None)
-    # A truncated parquet or arrow file is for their reader to name.
+    found = next((suffix for suffix, (_, start) in _SIGNATURES.items() if re.match(start, head)), None)
+    # A truncated parquet or arrow file is reported by its reader.
     known = expected in COMPRESSIONS or (expected == ".parquet" and not head.startswith(b"PAR1"))
     if found != expected and (found is not None or known):
-        raise _something_else(path, expected, found)
+        raise _wrong_content(path, expected, found)
     if expected in COMPRESSIONS:
         with open_bytes(path) as stream:
             if not stream.read(1):
@@ -277,12 +277,12 @@ def _stream(path: Path, compression: str | None) -> BinaryIO:
     return io.BufferedReader(cast(io.RawIOBase, raw), BUFFER_BYTES)
 
 
-def _something_else(path: Path, expected: str, found: str | None) -> MegatuneError:
-    said = COMPRESSIONS.get(expected, expected)
+def _wrong_content(path: Path, expected: str, found: str | None) -> MegatuneError:
+    stated = COMPRESSIONS.get(expected, expected)
     base = path.with_suffix("") if expected in COMPRESSIONS else path
     if found is None:
         fix = f"name it {base.name} if it is not compressed" if expected in COMPRESSIONS else ""
-        return unreadable(path, f"the name says {said}, the content is something else", fix=fix)
+        return unreadable(path, f"the name says {stated}, but the content is something else", fix=fix)
     if found == "":
         fix = "fetch the file itself: git lfs pull"
     elif found == ".zip":
@@ -293,7 +293,7 @@ def _something_else(path: Path, expected: str, found: str | None) -> MegatuneErr
         fix = "decompress it first"
     else:
         fix = f"name it {base.name}{found}"
-    return unreadable(path, f"the name says {said}, the content is {_CONTENTS[found][0]}", fix=fix)
+    return unreadable(path, f"the name says {stated}, but the content is {_SIGNATURES[found][0]}", fix=fix)
 
 
 def _cannot_read(path: Path, error: OSError) -> MegatuneError:

@@ -1,5 +1,4 @@
-"""Files of text: JSON arrays; files of lines, where whatever is wrong with a line is that row's problem; and
-CSV and TSV, records of lines."""
+"""Text files: JSON arrays; files of lines, where an error in a line affects only that row; and CSV and TSV."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import BinaryIO
 from megatune.data.bad_rows import RowError
 from megatune.data.readers.files import (
     DECODER,
-    MOST_ROW_BYTES,
+    MAX_ROW_BYTES,
     UTF8_BOM,
     DuplicateKeyError,
     Position,
@@ -28,7 +27,7 @@ from megatune.data.readers.files import (
     lines_of,
     not_an_object,
     open_bytes,
-    too_long,
+    row_too_long,
     unique_keys,
     unreadable,
 )
@@ -36,24 +35,24 @@ from megatune.errors import MegatuneError
 
 HEAD_BYTES = 4096
 CHUNK_BYTES = 1 << 20
-LONGEST_TOKEN = 16  # characters of a word or escape that an error may be placed before
+MAX_TOKEN_CHARS = 16  # of a word or escape sequence, at whose start an error may be reported
 
-_MOST_OBJECT_BYTES = 2**26  # of a file that is looked at for being one object
-_PLAIN_DECODER = json.JSONDecoder()  # for the end of an element that has a key twice
+_MAX_OBJECT_BYTES = 2**26  # that are read to check whether a file is one object
+_PLAIN_DECODER = json.JSONDecoder()  # finds the end of an element with a duplicate key
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _ARRAY = re.compile(rb"\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*[\]{]")
 _LINE_ENDS = frozenset(("\n", "", "\r\n"))
-_HAS_NUL = "the row has NUL bytes"
+_NUL_BYTES = "the row has NUL bytes"
 
 Fields = dict[str, object]
 
 
 def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
-    """Tell whether a file is one JSON array; else it is JSON Lines.
+    """Return whether a file is one JSON array; otherwise it is JSON Lines.
 
     Args:
-        may_be_lines: the name says JSON Lines, so that a "[" at the start may be a row that is wrong.
+        may_be_lines: the extension is that of JSON Lines, so that a "[" at the start may be an invalid row.
 
     Raises:
         MegatuneError: it is neither: one object over several lines (exit code 65).
@@ -63,17 +62,17 @@ def is_json_array(path: Path, *, may_be_lines: bool) -> bool:
     if not may_be_lines and _ARRAY.match(head):
         return True
     with open_bytes(path) as stream:
-        lines = (line for line in _without_mark(lines_of(stream, path)) if line.strip())
+        lines = (line for line in _without_bom(lines_of(stream, path)) if line.strip())
         first, second = next(lines, b""), next(lines, b"")
     if _ARRAY_OF_OBJECTS.match(head):
         return not _is_object(second)
     if not _is_object(first) and not _is_object(second):
-        _refuse_object_over_lines(path)
+        _reject_multiline_object(path)
     return False
 
 
 def read_json_array(path: Path) -> Iterator[RawRow]:
-    """Decode element by element, with some of the text in memory; a fault in the file is named by line and column."""
+    """Decode the array element by element, with part of the text in memory; errors state line and column."""
     with open_bytes(path) as stream:
         text = _Text(path, stream)
         text.next_mark()
@@ -95,7 +94,7 @@ def read_json_array(path: Path) -> Iterator[RawRow]:
 
 
 class _Text:
-    """The text of a JSON array, of which the part before `position` is dropped when more of it is read."""
+    """The text of a JSON array; the part before `position` is dropped when more is read."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.position = 0
@@ -105,7 +104,7 @@ class _Text:
         self._line, self._column = 1, 1  # of the first character of `_text`
 
     def next_mark(self) -> str:
-        """Skip white space and return the character after it, "" at the end of the file."""
+        """Skip whitespace and return the next character, "" at the end of the file."""
         while True:
             self.position = _space_end(self._text, self.position)
             if self.position < len(self._text):
@@ -114,7 +113,7 @@ class _Text:
                 return ""
 
     def element(self, number: int) -> RawRow:
-        """Read the row of the array's `number`-th element, which is at `position`, and move to its end."""
+        """Read the row of the array's `number`-th element, at `position`, and move to its end."""
         while True:
             try:
                 value, problem, end = self._decode()
@@ -122,21 +121,21 @@ class _Text:
                 if not self._may_be_cut(error) or not self._read_more():
                     raise self.broken(number, json_error(error), getattr(error, "pos", None)) from error
             else:
-                # A number that is cut is a number: "-12." is read as -12.
-                if end <= len(self._text) - LONGEST_TOKEN or not self._read_more():
+                # A truncated number is a number, too: "-12." is read as -12.
+                if end <= len(self._text) - MAX_TOKEN_CHARS or not self._read_more():
                     break
         raw = "" if problem is None else self._text[self.position : end]
         self.position = end
         return RawRow(f"{self._path}:row {number}", value, problem, raw, Position(number))
 
     def broken(self, row: int, why: str, place: int | None = None) -> MegatuneError:
-        """Return the error that ends the reading at `place`, else at `position`."""
+        """Return the error that ends the reading, at `place` or at `position`."""
         line, column = self._place(self.position if place is None else place)
-        fix = "correct it there; of a .jsonl file, single rows that cannot be read may be left out (on_bad_row)"
+        fix = "correct it there; in a .jsonl file, on_bad_row can skip single rows that cannot be read"
         return unreadable(f"{self._path}:{line}", f"invalid JSON in row {row}: {why} at column {column}", fix=fix)
 
     def _decode(self) -> tuple[dict[str, object], RowError | None, int]:
-        """Return fields, problem and end of the element at `position`."""
+        """Return fields, error and end of the element at `position`."""
         try:
             value, end = DECODER.raw_decode(self._text, self.position)
         except DuplicateKeyError as error:
@@ -145,17 +144,17 @@ class _Text:
         return (value, None, end) if isinstance(value, dict) else ({}, not_an_object(value), end)
 
     def _may_be_cut(self, error: Exception) -> bool:
-        """Tell whether more text may fix the error: an open string, or any token that ends with the text."""
+        """Return whether more text may fix the error: an open string, or any token at the end of the text."""
         if not isinstance(error, json.JSONDecodeError):
             return False
-        return error.msg.startswith("Unterminated string") or error.pos > len(self._text) - LONGEST_TOKEN
+        return error.msg.startswith("Unterminated string") or error.pos > len(self._text) - MAX_TOKEN_CHARS
 
     def _read_more(self) -> bool:
-        """Read at least as much as is kept, so that a long element is not decoded again and again; False at the end."""
+        """Read at least as much as is kept, so that long elements are decoded few times; return False at the end."""
         if self._whole:
             return False
-        if len(self._text) - self.position > MOST_ROW_BYTES:
-            raise too_long(f"{self._path}:{self._place(self.position)[0]}")
+        if len(self._text) - self.position > MAX_ROW_BYTES:
+            raise row_too_long(f"{self._path}:{self._place(self.position)[0]}")
         raw = self._stream.read(max(CHUNK_BYTES, len(self._text) - self.position))
         self._whole = not raw
         try:
@@ -168,7 +167,7 @@ class _Text:
 
     def _not_utf8(self) -> MegatuneError:
         with open_bytes(self._path) as stream:
-            for number, line in enumerate(_without_mark(lines_of(stream, self._path)), start=1):
+            for number, line in enumerate(_without_bom(lines_of(stream, self._path)), start=1):
                 try:
                     line.decode()
                 except UnicodeDecodeError as error:
@@ -176,7 +175,7 @@ class _Text:
         return unreadable(self._path, "the file changed while it was read")
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Return line and column in the file, from 1."""
+        """Return line and column in the file, both from 1."""
         newline = self._text.rfind("\n", 0, position)
         if newline < 0:
             return self._line, self._column + position
@@ -190,10 +189,10 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _refuse_object_over_lines(path: Path) -> None:
-    """Refuse a first line that begins an object over several lines; any other one that is no row is a bad row."""
+def _reject_multiline_object(path: Path) -> None:
+    """Reject a first line that begins an object over several lines; any other invalid line is a bad row."""
     with open_bytes(path) as stream:
-        text = stream.read(_MOST_OBJECT_BYTES).decode("utf-8-sig", "replace")
+        text = stream.read(_MAX_OBJECT_BYTES).decode("utf-8-sig", "replace")
     start = _space_end(text, 0)
     try:
         value, end = _PLAIN_DECODER.raw_decode(text, start)
@@ -202,13 +201,13 @@ def _refuse_object_over_lines(path: Path) -> None:
     following = text[end:].lstrip().partition("\n")[0]
     if isinstance(value, dict) and "\n" in text[start:end] and not _is_object(following.encode()):
         inside = [key for key, rows in value.items() if isinstance(rows, list) and len(value) == 1]
-        fix = f"keep the list of {inside[0]!r} only" if inside else "one object a line, or an array of objects in .json"
+        fix = f"keep only the list of {inside[0]!r}" if inside else "one object per line, or an array in a .json file"
         line = text.count("\n", 0, start) + 1
         raise unreadable(f"{path}:{line}", "one JSON object over several lines is not a row", fix=fix)
 
 
-def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Leave out the byte order mark that a file may begin with."""
+def _without_bom(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Remove the byte order mark at the start of a file."""
     yield next(lines, b"").removeprefix(UTF8_BOM)
     yield from lines
 
@@ -219,7 +218,7 @@ def _space_end(text: str, position: int) -> int:
 
 
 def read_lines(path: Path, after: Position, fields_of: Callable[[bytes], Fields | RowError | None]) -> Iterator[RawRow]:
-    """Read the rows that `fields_of` makes of lines; a line that it makes None of is no row."""
+    """Read the rows that `fields_of` returns for lines; a line for which it returns None is skipped."""
     name, row, offset, number = f"{path}:", after.row, after.offset, after.line
     with open_bytes(path, offset) as stream:
         lines = lines_of(stream, path, number)
@@ -249,7 +248,7 @@ def json_fields(line: bytes) -> Fields | RowError | None:
             return value
     except (ValueError, RecursionError):
         pass
-    # Without its end, which inside of an open string would be named instead of the string.
+    # Without the line end, which would be reported instead of an open string.
     text = _text_of(line)
     if text is None or isinstance(text, RowError):
         return text
@@ -261,30 +260,30 @@ def json_fields(line: bytes) -> Fields | RowError | None:
 
 
 def text_fields(line: bytes) -> Fields | RowError | None:
-    """Take a line as a text, under the field "text"."""
+    """Return a line as a text, in the field "text"."""
     text = _text_of(line)
     return {"text": text} if isinstance(text, str) else text
 
 
 def _text_of(line: bytes) -> str | RowError | None:
-    """Decode a line, without its end; None where it is blank."""
+    """Decode a line without its line end; return None if it is blank."""
     try:
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         return line_not_utf8(error)
     if "\0" in text:
-        return RowError("nul-bytes", _HAS_NUL, f"the first at column {text.index(chr(0)) + 1}")
+        return RowError("nul-bytes", _NUL_BYTES, f"the first at column {text.index(chr(0)) + 1}")
     return text if text.strip() else None
 
 
 def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
-    """Read the records after the header, in the quoting of spreadsheets; blank lines are none.
+    """Read the records after the header, with the quoting of spreadsheets; blank lines are skipped.
 
     Raises:
-        MegatuneError: the header is faulty, the file is not UTF-8, or a quoted field is not closed (exit code 65).
+        MegatuneError: the header is invalid, the file is not UTF-8, or a quoted field is not closed (exit code 65).
     """
-    csv.field_size_limit(MOST_ROW_BYTES)  # a quote that nothing closes takes in the rest of the file
-    taken: list[str] = []  # the lines of the record that is being read
+    csv.field_size_limit(MAX_ROW_BYTES)  # an unclosed quote includes the rest of the file
+    taken: list[str] = []  # the lines of the current record
     records = csv.reader(_decoded_lines(path, taken), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     number, line = 0, 1
@@ -305,7 +304,7 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
                 problem = RowError("wrong-field-count", "wrong number of fields", detail)
             elif "\0" in raw:
                 column = next(name for name, value in zip(header, values, strict=True) if "\0" in value)
-                problem = RowError("nul-bytes", _HAS_NUL, f"in {column!r}")
+                problem = RowError("nul-bytes", _NUL_BYTES, f"in {column!r}")
             else:
                 yield RawRow(where, dict(zip(header, values, strict=True)), None, "", Position(number))
                 continue
@@ -316,7 +315,7 @@ def read_separated(path: Path, delimiter: str) -> Iterator[RawRow]:
 
 
 def _check_header(where: str, header: list[str]) -> None:
-    """Refuse a header whose names are missing, repeated, or separated by something else."""
+    """Reject a header with missing or duplicate names, or with another separator."""
     other = next((sign for sign in (";", "\t", "|") if len(header) == 1 and sign in header[0]), None)
     if other is not None:
         what = f"the header has one column, {header[0]!r:.60}"
@@ -324,21 +323,21 @@ def _check_header(where: str, header: list[str]) -> None:
         raise unreadable(where, what, f"columns seem to be separated by {other!r}", fix)
     for number, name in enumerate(header, start=1):
         if not name.strip():
-            fix = "name it, or leave it out (pandas: to_csv(index=False))"
+            fix = "name it, or remove the column (pandas: to_csv(index=False))"
             raise unreadable(where, f"column {number} of the header has no name", fix=fix)
         if name in header[: number - 1]:
-            raise unreadable(where, f"the header has {name!r} twice", fix="give each column its own name")
+            raise unreadable(where, f"the header has {name!r} twice", fix="give each column a unique name")
 
 
 def _decoded_lines(path: Path, taken: list[str]) -> Iterator[str]:
-    """Decode lines with their ends; each is added to `taken` too."""
+    """Decode lines with their line ends; each is also appended to `taken`."""
     with open_bytes(path) as stream:
-        for number, line in enumerate(_without_mark(lines_of(stream, path)), start=1):
+        for number, line in enumerate(_without_bom(lines_of(stream, path)), start=1):
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
                 raise file_not_utf8(path, error, number) from error
-            # CR alone ends a line too.
+            # A single CR ends a line, too.
             for part in io.StringIO(text, newline="") if "\r" in text.removesuffix("\r\n") else (text,):
                 taken.append(part)
                 yield part

@@ -1,7 +1,7 @@
 """Where rows come from: dataset_info.json, paths and hubs.
 
-`resolve_datasets` turns the names of a user's settings into `DatasetSource`s, each the files of a data set and the form
-of its rows; `DatasetSource.rows_from` reads them from any position.
+`resolve_datasets` turns the data set names in the settings into `DatasetSource`s, each with the files of a data set and
+the form of its rows; `DatasetSource.rows_from` reads them from any position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.groups.data import DataSettings
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
-from megatune.data.sources.detection import DatasetSource, Detection, SourcePosition, check_stage, source_of
+from megatune.data.sources.detection import DatasetSource, FormatDetector, SourcePosition, check_stage, source_of
 from megatune.data.sources.registry import DATASET_INFO, DatasetEntry, parse_entry, parse_reference, read_registry
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
@@ -37,7 +37,7 @@ REMOTE = "REMOTE:"
 
 
 def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = True) -> list[DatasetSource]:
-    """Resolve the data sets that a run trains on, or evaluates on: see `resolve_datasets`."""
+    """Resolve the data sets for training or evaluation: see `resolve_datasets`."""
     data = settings.data
     return resolve_datasets(
         data.eval_dataset if evaluation else data.dataset,
@@ -52,7 +52,7 @@ def datasets_of(settings: Settings, *, evaluation: bool = False, hubs: bool = Tr
 
 
 def prompt_sources(settings: Settings, name: str, *, hubs: bool = True) -> list[DatasetSource]:
-    """Resolve what eval_generate_prompts names: see `resolve_datasets`."""
+    """Resolve the data set in eval_generate_prompts: see `resolve_datasets`."""
     data = settings.data
     return resolve_datasets(
         [name], data.dataset_dir, "sft", data.columns, key="eval_generate_prompts", all_columns=False, hubs=hubs
@@ -72,37 +72,37 @@ def resolve_datasets(
 ) -> list[DatasetSource]:
     """Resolve the data sets that a setting names, in order; those on a hub are fetched.
 
-    Each is looked up in DATASET_DIR/dataset_info.json; else it is a path, from here or from dataset_dir; else a hub's
-    id. `parse_reference` has the syntax.
+    Each name is looked up in DATASET_DIR/dataset_info.json; otherwise it is a path, relative to the working directory
+    or to dataset_dir; otherwise an id on a hub. `parse_reference` documents the syntax.
 
     Args:
-        stage: "dpo" and "rm" take preference pairs and nothing else, "kto" judged answers; "sft" and "pt" take anything
-            else.
-        columns: own name -> usual name of columns of the data sets that have no entry.
+        stage: "dpo" and "rm" accept only preference pairs, "kto" only desirable and undesirable answers; the other
+            stages accept neither.
+        columns: own name -> standard name of columns, for data sets without an entry.
         key: the setting, for messages.
-        swift_version: of ms-swift, if its rules read the rows of data sets that have no entry.
-        all_columns: refuse a column that none of them has.
-        hubs: False leaves out those that are on a hub, and asks none.
+        swift_version: the version of ms-swift, if its rules read the rows of data sets without an entry.
+        all_columns: reject a column that none of them has.
+        hubs: False skips data sets on hubs, without contacting any hub.
 
     Raises:
-        MegatuneError: every problem at once. Exit code 64: a name, entry, subset, split or column that is none; 65:
-            rows of no known form; 66: a file or repository that is missing or refused; 69: a hub that cannot be
-            reached; 73: its cache cannot be written. Of several, the least.
+        MegatuneError: with all problems at once. Exit code 64: an unknown name, subset, split or column, or an invalid
+            entry; 65: rows of an unknown form; 66: a file or repository that is missing or not supported; 69: a hub
+            that cannot be reached; 73: its cache cannot be written. If there are several, the lowest code.
     """
     if not names or (not hubs and str(dataset_dir).startswith((ONLINE, REMOTE))):
         return []
     directory = _open_directory(str(dataset_dir))
-    told = Detection(stage, columns or {}, swift_version)
+    detector = FormatDetector(stage, columns or {}, swift_version)
     sources: list[DatasetSource] = []
     errors: list[MegatuneError] = []
     for name in names:
         try:
-            if (source := _resolved(name, directory, told, hubs)) is not None:
+            if (source := _resolve(name, directory, detector, hubs)) is not None:
                 sources.append(source)
         except MegatuneError as error:
             findings = [replace(each, where=key) if each.where == "dataset" else each for each in error.findings]
             errors.append(MegatuneError(findings, error.exit_code))
-    if all_columns and not errors and len(sources) == len(names) and (wrong := told.unknown_columns()):
+    if all_columns and not errors and len(sources) == len(names) and (wrong := detector.unknown_columns()):
         errors.append(MegatuneError(wrong, ExitCode.SETTINGS))
     if errors:
         findings = [finding for error in errors for finding in error.findings]
@@ -111,7 +111,7 @@ def resolve_datasets(
 
 
 def media_dir_of(data: DataSettings) -> str:
-    """Return where relative paths of pictures begin: media_dir, else dataset_dir, "" where that is on a hub."""
+    """Return the base of relative media paths: media_dir, else dataset_dir, or "" if that is on a hub."""
     if data.media_dir is not None:
         return data.media_dir
     return "" if data.dataset_dir == ONLINE or data.dataset_dir.startswith(REMOTE) else data.dataset_dir
@@ -119,13 +119,13 @@ def media_dir_of(data: DataSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _DatasetDir:
-    """What dataset_dir names.
+    """The content of dataset_dir.
 
     Attributes:
-        where: dataset_info.json, as messages name it; ONLINE where every name is a hub's id.
+        where: dataset_info.json, as shown in messages; ONLINE if every name is a hub's id.
         info: the entries of dataset_info.json.
-        folder: None where it is on a hub.
-        repository: None where it is not.
+        folder: None if it is on a hub.
+        repository: None if it is a local folder.
     """
 
     where: str
@@ -134,7 +134,7 @@ class _DatasetDir:
     repository: Repository | None = None
 
     def path(self, name: str) -> Path | None:
-        """Return the path of something that exists, from here or from dataset_dir."""
+        """Return the path of an existing file or folder, relative to the working directory or to dataset_dir."""
         candidates = [Path(name)] if self.folder is None else [Path(name), self.folder / name]
         return next((path for path in candidates if name and path.exists()), None)
 
@@ -148,7 +148,7 @@ class _DatasetDir:
         assert self.repository is not None
         if entry.place in self.repository.sizes:
             if data_suffix(Path(entry.place)) is None:
-                read_rows(Path(self.repository.repo_id, entry.place))  # refuses it, with the reason for its kind
+                read_rows(Path(self.repository.repo_id, entry.place))  # raises the error for its file type
             return fetch_all(self.repository, [entry.place])
         folder = f"{entry.place}/{entry.folder}".rstrip("/")
         return hub_files(self.repository.hub, self.repository.repo_id, entry.where, split=entry.split, folder=folder)
@@ -169,25 +169,25 @@ def _open_directory(dataset_dir: str) -> _DatasetDir:
     return _DatasetDir(where, read_registry(path, where), repository=repository)
 
 
-def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) -> DatasetSource | None:
-    """Resolve one data set; None where it is on a hub that is not to be asked."""
+def _resolve(text: str, directory: _DatasetDir, detector: FormatDetector, hubs: bool) -> DatasetSource | None:
+    """Resolve one data set; return None if it is on a hub and hubs are skipped."""
     reference = parse_reference(text, lambda name: name in directory.info or directory.path(name) is not None)
     if reference.hub is None and directory.where != ONLINE:
         if reference.name in directory.info:
             entry = parse_entry(directory.info[reference.name], f"{directory.where}: {reference.name}")
-            missing = 'add "ranking": true, if its rows have two answers'
-            if told.stage == "kto":
-                missing = 'add "kto_tag" to its columns, if a column says whether an answer is desirable'
-            check_stage(entry.form, told.stage, entry.where, missing)
+            missing = 'add "ranking": true if its rows have two answers'
+            if detector.stage == "kto":
+                missing = 'add "kto_tag" to its columns if a column states whether an answer is desirable'
+            check_stage(entry.form, detector.stage, entry.where, missing)
             if entry.hub is not None and not hubs:
                 return None
             files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
             fetched = entry.hub is not None or directory.repository is not None
             return source_of(text, files, entry.form, reference.num_samples or entry.num_samples, fetched=fetched)
         if (path := directory.path(reference.name)) is not None:
-            return told.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
+            return detector.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):
-            raise _unknown(reference.name, directory, is_swift=bool(told.swift_version))
+            raise _unknown(reference.name, directory, is_swift=bool(detector.swift_version))
         if not hubs:
             return None
         try:
@@ -195,23 +195,23 @@ def _resolved(text: str, directory: _DatasetDir, told: Detection, hubs: bool) ->
         except MegatuneError as error:
             if error.exit_code not in (ExitCode.INPUT, ExitCode.UNAVAILABLE):
                 raise
-            neither = f"no file or folder {reference.name} here, and "
+            neither = f"there is no local file or folder {reference.name}, and "
             findings = [replace(each, what=neither + each.what) for each in error.findings]
             raise MegatuneError(findings, error.exit_code) from error
     if not hubs:
         return None
     files = hub_files(reference.hub or _default_hub(), reference.name, "dataset", subsets=reference.subsets)
-    return told.source(text, reference, files, fetched=True)
+    return detector.source(text, reference, files, fetched=True)
 
 
 def _unknown(name: str, directory: _DatasetDir, *, is_swift: bool) -> MegatuneError:
-    """Say what is wrong with a name; in words of ms-swift, which has no dataset_dir, where nobody wrote one."""
+    """Return the error for an unknown name; it does not mention dataset_dir, which ms-swift lacks, if it is not set."""
     is_default = directory.folder == Path(DataSettings.model_fields["dataset_dir"].default)
     if is_swift and is_default and not directory.info:
-        fix = "name a file or a folder, from the current folder, or a data set on a hub: OWNER/NAME"
+        fix = "name a file or a folder, relative to the working directory, or a data set on a hub: OWNER/NAME"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     if data_suffix(Path(name)) or "/" in name:
-        fix = "correct the path, which begins at the current folder or at dataset_dir"
+        fix = "correct the path, which is relative to the working directory or to dataset_dir"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     if directory.folder is not None and not directory.folder.is_dir():
         what, fix = f"folder {directory.folder} not found", "write dataset_dir: the folder of the data sets"

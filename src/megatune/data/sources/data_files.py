@@ -1,7 +1,7 @@
-"""The data files of a folder or of a data set on a hub, and which subset and split each is of: by card or by name.
+"""The data files of a folder or of a data set on a hub, with their subsets and splits, by the data set card or by name.
 
-The rules are those of the `datasets` library, which users and hubs write their repositories for. No file of the
-repository but its README.md is read, and none is run.
+The rules are those of the `datasets` library, for which repositories are written. Of a repository's other files only
+README.md is read, and no code is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ README = "README.md"
 DEFAULT_SUBSET = "default"
 DEFAULT_SPLIT = "train"
 
-# Words that name a split in the name of a file or folder, between these separators.
+# Words for a split in the name of a file or folder, between these separators.
 _KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -29,23 +29,23 @@ _KEYWORDS = {
 }
 _SEPARATOR = r"[-._ 0-9]"
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-# Beside data, and no data: what hubs and the `datasets` library write about it.
-_ABOUT_DATA = ("readme.md", "readme.txt", "license.txt", "requirements.txt", "config.json", "dataset_info.json",
+# Files that hubs and the `datasets` library write next to the data.
+_METADATA_FILES = ("readme.md", "readme.txt", "license.txt", "requirements.txt", "config.json", "dataset_info.json",
                "dataset_infos.json", "dataset_dict.json", "state.json")  # fmt: skip
-# Options of a subset that change no row; any other one is for a reader that is not ours, and would.
+# Options of a subset that do not change rows; others are for other readers, and could change them.
 _OPTIONS = ("config_name", "data_files", "data_dir", "default", "features", "version", "description", "drop_labels")
 
 
 def local_files(
     path: Path, where: str, *, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = ""
 ) -> tuple[Path, ...]:
-    """Return the data files of a local file or folder, in order of their names.
+    """Return the data files of a local file or folder, sorted by name.
 
-    A folder gives all its data files. Where its README.md is a data set's card, it holds none itself, or a subset,
-    split or folder in it is asked for, it is read as the repository of a data set.
+    A folder gives all its data files. If its README.md is a data set card, if it has no data files itself, or if a
+    subset, split or folder in it is requested, it is read as a data set repository.
 
     Raises:
-        MegatuneError: there is none, or none that is read (exit code 66); no such subset or split (64).
+        MegatuneError: there are no data files or none that is supported (exit code 66); no such subset or split (64).
     """
     chosen = bool(subsets or split != DEFAULT_SPLIT or folder)
     if path.is_file():
@@ -53,10 +53,10 @@ def local_files(
             what = f"{path} is a file, which has no subsets, splits or folders"
             raise MegatuneError(Finding(what, where, fix="remove them"), ExitCode.SETTINGS)
         if data_suffix(path) is None:
-            read_rows(path)  # refuses it, with the reason for its kind
+            read_rows(path)  # raises the error for its file type
         return (path,)
     if not path.exists():
-        fix = "correct its path, which begins at the folder of dataset_info.json"
+        fix = "correct its path, which is relative to the folder of dataset_info.json"
         raise MegatuneError(Finding(f"no such file or folder: {path}", where, fix=fix), ExitCode.INPUT)
     readme = path / README
     card = read_card(readme.read_text(encoding="utf-8", errors="replace"), str(path)) if readme.is_file() else None
@@ -75,22 +75,22 @@ def local_files(
 def hub_files(
     hub: Hub, repo_id: str, where: str, *, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = ""
 ) -> tuple[Path, ...]:
-    """Return the data files of a data set on a hub, fetched where the cache does not have them.
+    """Return the data files of a data set on a hub, after downloading those that the cache does not have.
 
     Raises:
         MegatuneError: no such repository, subset, split or data files, or they are private (exit codes 64 and 66);
-            the hub or its library cannot be reached (69); the cache cannot be written (73).
+            the hub or its library is not available (69); the cache cannot be written (73).
     """
     repository = open_repository(hub, repo_id, where)
     name = f"{repo_id} on {repository.host}"
     card = read_card(read_file(repository, README) or "", name)
-    fix = "download it to a folder, and name the files there"
+    fix = "download it to a folder, and name its files in `dataset`"
     data_files = DataFiles(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
     return fetch_all(repository, data_files.choose(subsets, split, folder))
 
 
 def read_card(text: str, where: str) -> dict[str, Any] | None:
-    """Parse the YAML block at the head of a data set's README.md; None where it has none.
+    """Parse the YAML block at the start of a data set's README.md; return None if there is none.
 
     Raises:
         MegatuneError: it is not YAML (exit code 66).
@@ -115,13 +115,13 @@ class DataFiles:
     """The data files of a repository, by subset and split.
 
     Args:
-        paths: of all its files, relative, with "/".
-        card: what `read_card` returned.
-        name: of the repository, without its owner; NAME.py would be its script.
-        where, fix: the repository, as messages name it, and what to do where its files cannot be chosen by these rules.
+        paths: all its files, relative, with "/".
+        card: the result of `read_card`.
+        name: the repository's name without its owner; NAME.py would be its script.
+        where, fix: the repository, for messages, and the fix if its files cannot be chosen by these rules.
 
     Raises:
-        MegatuneError: the card's `configs` have another form, or the rows are made by a script (exit code 66).
+        MegatuneError: the card's `configs` are invalid, or a script generates the rows (exit code 66).
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class DataFiles:
         self._paths, self._where, self._fix = sorted(paths), where, fix
         self._configs = self._read_configs((card or {}).get("configs"))
         scripts = [path for path in self._paths if path.endswith(".py") and "/" not in path]
-        scripts.sort(key=lambda path: path != f"{name}.py")  # its own first
+        scripts.sort(key=lambda path: path != f"{name}.py")  # the data set's script first
         if not self._configs and scripts and (scripts[0] == f"{name}.py" or not any(map(_is_data, self._paths))):
-            raise self._refused(f"its rows are made by a script, {scripts[0]}", "a data set's code is never run")
+            raise self._unsupported(f"its rows are generated by a script, {scripts[0]}", "data set code is never run")
 
     def choose(self, subsets: Sequence[str] = (), split: str = DEFAULT_SPLIT, folder: str = "") -> list[str]:
-        """Return the paths of the files of subsets, each subset's in order of their names.
+        """Return the paths of the files of the subsets, sorted by name within each.
 
         Args:
-            subsets: () for the default one.
-            folder: only what lies in it; subsets of the card are not looked at then, as with `data_dir`.
+            subsets: () for the default subset.
+            folder: only the files in it, without looking at the card's subsets, as with `data_dir`.
 
         Raises:
-            MegatuneError: no such subset or split (exit code 64); no data files, or of several kinds (66).
+            MegatuneError: no such subset or split (exit code 64); no data files, or several file types (66).
         """
         if folder:
             found = self._by_split(_folder(folder), split, "")
@@ -159,8 +159,8 @@ class DataFiles:
         if not subsets:
             default = [n for n in names if len(names) == 1 or n == DEFAULT_SUBSET or self._configs[n].get("default")]
             if not default:
-                fix = f"write NAME:{names[0]}, or NAME:all for all of them; there are {_listed(names)}"
-                raise self._unknown("it has several subsets, and none was chosen", fix)
+                fix = f"write NAME:{names[0]}, or NAME:all for all of them; its subsets are {_listed(names)}"
+                raise self._unknown("it has several subsets, but none was chosen", fix)
             return default[:1]
         if unknown := [name for name in subsets if name not in names]:
             only = "it has no subsets" if not self._configs else f"its subsets are {_listed(names)}"
@@ -179,7 +179,7 @@ class DataFiles:
         return [path for pattern in patterns[split] for path in self._matched(folder, pattern, name)]
 
     def _by_split(self, folder: str, split: str, subset: str) -> list[str]:
-        """Choose by the names of files and folders, as `datasets` does in a repository without a card."""
+        """Choose by the names of files and folders, as `datasets` does for a repository without a card."""
         prefix = f"{folder}/" if folder else ""
         inside = [path.removeprefix(prefix) for path in self._paths if path.startswith(prefix)]
         data = [path for path in inside if _is_data(path)]
@@ -191,7 +191,7 @@ class DataFiles:
         return [prefix + path for path in splits[split]]
 
     def _patterns(self, data_files: Any, subset: str) -> dict[str, list[str]]:
-        """Return the patterns of each split, from any of the forms that the card's `data_files` may have."""
+        """Return the patterns of each split, from any valid form of the card's `data_files`."""
         items = data_files if isinstance(data_files, list) else [data_files]
         splits: dict[str, list[str]] = {}
         for item in items:
@@ -199,9 +199,9 @@ class DataFiles:
             split, path = one.get("split"), one.get("path")
             paths: list[Any] = path if isinstance(path, list) else [path]
             if not isinstance(split, str) or not all(isinstance(each, str) for each in paths):
-                raise self._refused(f"{README}: data_files of subset {subset} do not have the expected form")
+                raise self._unsupported(f"{README}: data_files of subset {subset} do not have the expected form")
             if elsewhere := [each for each in paths if "://" in each]:
-                raise self._refused(f"subset {subset} reads files from elsewhere: {elsewhere[0]}")
+                raise self._unsupported(f"subset {subset} reads files from another host: {elsewhere[0]}")
             splits.setdefault(split, []).extend(each.removeprefix("./") for each in paths)
         return splits
 
@@ -214,21 +214,21 @@ class DataFiles:
         try:
             expression = re.compile(glob_translate(pattern))
         except ValueError as error:
-            raise self._refused(f"subset {subset}: {pattern} is not a valid file pattern") from error
+            raise self._unsupported(f"subset {subset}: {pattern} is not a valid file pattern") from error
         matched = [path for path in self._paths if expression.match(path) and _is_visible(path)]
         if not matched:
-            raise self._refused(f"subset {subset} names {named}, and there is no such data file")
+            raise self._unsupported(f"subset {subset} names {named}, but there is no such data file")
         return [path for path in matched if _is_data(path)] or matched
 
     def _read_configs(self, configs: Any) -> dict[str, Mapping[str, Any]]:
         if configs is None:
             return {}
         if not isinstance(configs, list) or not all(isinstance(c, Mapping) and c.get("config_name") for c in configs):
-            raise self._refused(f"{README}: configs do not have the expected form: got {json_type(configs)}")
+            raise self._unsupported(f"{README}: configs do not have the expected form: got {json_type(configs)}")
         for config in configs:
             if other := [key for key in config if key not in _OPTIONS]:
                 what = f"subset {config['config_name']} needs the reading options {', '.join(other)}"
-                raise self._refused(what, "such options are not supported")
+                raise self._unsupported(what, "such options are not supported")
         return {str(config["config_name"]): config for config in configs}
 
     def _no_split(self, split: str, splits: Sequence[str], subset: str) -> MegatuneError:
@@ -238,12 +238,12 @@ class DataFiles:
     def _unknown(self, what: str, fix: str) -> MegatuneError:
         return MegatuneError(Finding(what, self._where, fix=fix), ExitCode.SETTINGS)
 
-    def _refused(self, what: str, why: str = "") -> MegatuneError:
+    def _unsupported(self, what: str, why: str = "") -> MegatuneError:
         return MegatuneError(Finding(what, self._where, why, self._fix), ExitCode.INPUT)
 
 
 def splits_by_name(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Group files by split: shards in data/, else by words in folders' names, else in files' names; else all train."""
+    """Group files by split: shards in data/, else words in folder names, else words in file names, else all train."""
     shards: dict[str, list[str]] = {}
     for path in paths:
         if match := _SHARD.fullmatch(path):
@@ -277,22 +277,22 @@ def _is_data(path: str) -> bool:
 
 
 def _check_kinds(paths: Sequence[str], where: str, fix: str = "") -> None:
-    """Refuse files of several kinds, which cannot be one data set, and none at all (exit code 66)."""
+    """Reject files of several types, which cannot be one data set, and an empty list (exit code 66)."""
     visible = [Path(path) for path in paths if _is_visible(path)]
     kinds = sorted({kind for path in visible if (kind := data_suffix(path))})
     if len(kinds) == 1:
         return
-    fix = fix or f"one kind of file in a folder, of {', '.join(DATA_SUFFIXES)}"
+    fix = fix or f"use one file type per folder: {', '.join(DATA_SUFFIXES)}"
     if kinds:
-        what = f"data files of several kinds: {' and '.join(kinds)}"
+        what = f"data files of several types: {' and '.join(kinds)}"
     else:
         others = sorted({path.suffix.lower() for path in visible if path.suffix})
-        what = f"no data files; {', '.join(others)} files are not read" if others else "no data files"
+        what = f"no data files; {', '.join(others)} files are not supported" if others else "no data files"
     raise MegatuneError(Finding(what, where, fix=fix), ExitCode.INPUT)
 
 
 def _is_visible(path: str) -> bool:
-    """Tell whether a path is neither hidden, nor of a cache, nor about the data."""
+    """Return whether a path is not hidden, not in a cache and not metadata."""
     *folders, name = path.split("/")
     hidden = name.startswith(".") or any(folder.startswith((".", "__")) for folder in folders)
-    return not hidden and name.lower() not in _ABOUT_DATA
+    return not hidden and name.lower() not in _METADATA_FILES

@@ -1,5 +1,5 @@
-"""A data set, resolved; the form of those that no entry of dataset_info.json describes, and which forms a stage
-trains."""
+"""Resolved data sets; detection of the form of those without an entry in dataset_info.json; and the check that a stage
+supports a form."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pathlib import Path
 import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.formats.form import RESPONSE_NAMES, USUAL_NAMES, Form, by_own_name, detect_named, own_names
+from megatune.data.formats.form import RESPONSE_NAMES, USUAL_NAMES, Form, columns_by_own_name, detect_named, own_names
 from megatune.data.readers import Position, RawRow, read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
-# Readable rows that are looked at for the form of a data set that no entry describes.
+# Readable rows that are used to detect the form of a data set without an entry.
 ROWS_FOR_DETECTION = 100
-_ANSWERED = ("query", "response")
+_CHAT_PARTS: tuple[str, ...] = ("query", "response")
+_PARTS = dict.fromkeys(PAIR_STAGES, ("query", "chosen", "rejected")) | dict.fromkeys(("pt", "cls"), ("text",))
 _NO_TEXTS = frozenset(("id", "uuid", "source", "category", "lang", "language", "type", "label"))
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A place between two rows of a data set: index in the data set's files, and the place in that file."""
+    """A position between two rows of a data set: the index of the file, and the position in that file."""
 
     file: int
     position: Position
@@ -32,12 +33,12 @@ class SourcePosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSource(Form):
-    """One data set, resolved: the files, and the form of their rows.
+    """A resolved data set: the files, and the form of their rows.
 
     Attributes:
-        files: read in this order; all of one kind. Files of a hub lie in its library's cache.
-        num_samples: rows to draw, None for all; more than there are repeats rows.
-        fetched: from a hub: whoever wrote its rows is not asked what files of this machine they may name.
+        files: read in this order; all of one type. Files from a hub are in the cache of its library.
+        num_samples: rows to draw, None for all; if there are fewer rows, rows are repeated.
+        fetched: the data set is from a hub, so its rows must not read other files of this machine.
     """
 
     name: str
@@ -51,7 +52,7 @@ class DatasetSource(Form):
             yield row
 
     def rows_from(self, position: SourcePosition | None = None) -> Iterator[tuple[RawRow, SourcePosition]]:
-        """Read the rows after a position, all of them where it is None, each with the position after it."""
+        """Read the rows after a position (None: all rows), each with the position after it."""
         first = position.file if position else 0
         for index in range(first, len(self.files)):
             after = position.position if position and index == first else None
@@ -67,13 +68,13 @@ def source_of(
 
 
 @dataclass(slots=True)
-class Detection:
-    """Tells the form of data sets that no entry describes.
+class FormatDetector:
+    """Detects the form of data sets without an entry.
 
     Attributes:
-        columns: own name -> usual name, or LLaMA-Factory's part of a row -> own name (see `by_own_name`).
-        swift_version: of ms-swift, if its rules read all rows.
-        seen: the names of the fields of all of them, in the rows that were looked at.
+        columns: own name -> standard name, or LLaMA-Factory's part of a row -> own name (see `columns_by_own_name`).
+        swift_version: the version of ms-swift, if its rules read all rows.
+        seen: the field names in the inspected rows of all data sets.
     """
 
     stage: str
@@ -84,12 +85,12 @@ class Detection:
     def source(
         self, text: str, reference: DatasetReference, files: tuple[Path, ...], *, fetched: bool = False
     ) -> DatasetSource:
-        """Resolve a data set: its form is that of its first readable row whose fields are known."""
+        """Resolve a data set; its form is that of the first readable row with known fields."""
         readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
         rows = list(islice(readable, ROWS_FOR_DETECTION))
         names = list(dict.fromkeys(name for row in rows for name in row))
         self.seen.update(names)
-        # Without rows an empty form will do: the report on them says what is wrong.
+        # Without rows the form is irrelevant: the check of the rows reports the problem.
         form = self._form(text, rows, names) if rows else Form()
         return source_of(text, files, form, reference.num_samples, fetched=fetched)
 
@@ -97,35 +98,35 @@ class Detection:
         if self.swift_version:
             renames = tuple(self.columns.items())
             return Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
-        if (columns := by_own_name(self.columns, names)) is None:
-            what = f"columns: {as_yaml(self.columns)} can be read both ways: rows have all of these fields"
-            fix = f"describe the data set in {DATASET_INFO}: its columns are a part of a row, then the field"
+        if (columns := columns_by_own_name(self.columns, names)) is None:
+            what = f"columns: {to_yaml(self.columns)} is ambiguous: rows have all of these fields"
+            fix = f"describe the data set in {DATASET_INFO}, whose columns map a part of a row to the field"
             raise MegatuneError(Finding(what, f"dataset: {text}", fix=fix), ExitCode.SETTINGS)
         own = own_names(columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):
             if form := next((form for row in rows if (form := detect_named(row, known))), None):
-                return self._of_stage(form, text)
+                return self._for_stage(form, text)
         what = f"{text}: no known format has the fields {', '.join(rows[0]) or 'of a row without fields'}"
-        fix = f"write columns: {as_yaml(suggested(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
+        fix = f"write columns: {to_yaml(suggest_columns(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
 
-    def _of_stage(self, form: Form, text: str) -> Form:
+    def _for_stage(self, form: Form, text: str) -> Form:
         fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
         if self.stage == "kto":
             fix = f"name the field that says so label, or describe it in {DATASET_INFO}"
-        else:  # a label is no tag there
+        else:  # in other stages a label is not a kto_tag
             form = replace(form, columns=replace(form.columns, kto_tag=None))
         check_stage(form, self.stage, f"dataset: {text}", fix)
         return form
 
     def unknown_columns(self) -> list[Finding]:
-        """Say which columns no data set has, and which names are not those of any form."""
+        """Return findings for columns that no data set has, and for names that no form knows."""
         there, listed = {name.lower() for name in self.seen}, ", ".join(sorted(self.seen))
         usual = ", ".join(sorted(USUAL_NAMES))
-        fix = f"write them into the entries of {DATASET_INFO}, which every data set has"
+        fix = f"move them to the entries of {DATASET_INFO}, which every data set here has"
         fix = f"one of {listed}" if listed else fix
-        columns = by_own_name(self.columns, self.seen) or {}
+        columns = columns_by_own_name(self.columns, self.seen) or {}
         missing = [name for name in columns if name.lower() not in there]
         unknown = [name for name in columns.values() if name not in USUAL_NAMES]
         findings = [Finding(f"columns: no data set has a field {name!r}", fix=fix) for name in missing]
@@ -135,24 +136,22 @@ class Detection:
         return findings
 
 
-def suggested(row: Mapping[str, object], stage: str) -> dict[str, str]:
-    """Guess what the fields of a row are, as `columns` says it: messages, or its texts in their order."""
+def suggest_columns(row: Mapping[str, object], stage: str) -> dict[str, str]:
+    """Guess the `columns` setting for the fields of a row: messages, or its texts in their order."""
     for name, value in row.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return {name: "messages"}
     texts = [name for name, value in row.items() if isinstance(value, str) and name.lower() not in _NO_TEXTS]
-    parts = (
-        ("query", "chosen", "rejected") if stage in PAIR_STAGES else ("text",) if stage in ("pt", "cls") else _ANSWERED
-    )
-    answer = next((name for name in texts if name.lower() in RESPONSE_NAMES), None) if parts is _ANSWERED else None
-    if answer is not None:  # next to the question, which is first
+    parts = _PARTS.get(stage, _CHAT_PARTS)
+    answer = next((name for name in texts if name.lower() in RESPONSE_NAMES), None) if parts is _CHAT_PARTS else None
+    if answer is not None:  # after the question, which is the first text
         texts = [*[name for name in texts if name != answer][:1], answer]
         parts = parts if len(texts) > 1 else ("response",)
     return dict(zip(texts or row or ("FIELD",), parts, strict=False))
 
 
-def as_yaml(columns: Mapping[str, str]) -> str:
-    """{Kunden Frage: query}, quoted where YAML needs it"""
+def to_yaml(columns: Mapping[str, str]) -> str:
+    """Return {Kunden Frage: query}, quoted where YAML requires it."""
     text = yaml.safe_dump(dict(columns), default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
     return text.strip()
 
@@ -162,11 +161,11 @@ def check_stage(form: Form, stage: str, where: str, fix: str) -> None:
         what = f"its rows are preference pairs, which stage {stage} does not train"
         raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)
     if not form.ranking and stage in PAIR_STAGES:
-        what = f"its rows are not preference pairs, and stage {stage} trains on nothing else"
-        raise MegatuneError(Finding(what, where, fix=f"{fix}; else write stage: sft"), ExitCode.SETTINGS)
+        what = f"its rows are not preference pairs, which stage {stage} requires"
+        raise MegatuneError(Finding(what, where, fix=f"{fix}; otherwise write stage: sft"), ExitCode.SETTINGS)
     if form.columns.kto_tag is not None and stage == "sft":
         what = "its rows are desirable and undesirable answers, and stage sft would train on all of them"
         raise MegatuneError(Finding(what, where, fix="write stage: kto, or remove kto_tag"), ExitCode.SETTINGS)
     if form.columns.kto_tag is None and stage == "kto":
-        what = "its rows do not say whether an answer is desirable, which stage kto needs"
+        what = "its rows do not state whether an answer is desirable, which stage kto needs"
         raise MegatuneError(Finding(what, where, fix=fix), ExitCode.SETTINGS)

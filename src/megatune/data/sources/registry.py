@@ -1,7 +1,7 @@
 """How data sets are named: by an item of `dataset`, and in dataset_info.json.
 
-An item is `[hf::|ms::]NAME_OR_PATH_OR_ID[:SUBSET/SUBSET|:all][#N]`, the syntax of SWIFT; dataset_info.json has the form
-LLaMA-Factory's users have.
+An item is `[hf::|ms::]NAME_OR_PATH_OR_ID[:SUBSET/SUBSET|:all][#N]`, ms-swift's syntax; dataset_info.json has
+LLaMA-Factory's format.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatune.hub.repository import Hub, use_modelscope
 DATASET_INFO = "dataset_info.json"
 _JSON_FIX = "correct it there; JSON has no comments and no comma before a closing bracket"
 
-# Where an entry may say its rows are, in the order LLaMA-Factory looks; the last three it reads, and we do not.
+# The keys for the location of rows, in the order of LLaMA-Factory; those in _UNSUPPORTED_PLACES are not supported here.
 _HUB_KEYS: Mapping[str, Hub] = {"hf_hub_url": "hf", "ms_hub_url": "ms"}
-_REFUSED_PLACES = {
+_UNSUPPORTED_PLACES = {
     "om_hub_url": "reading from the Openmind hub is not supported",
     "script_url": "a data set's script is code, which is never run",
     "cloud_file_name": "reading from cloud storage is not supported",
 }
-_STRINGS = (*_HUB_KEYS, *_REFUSED_PLACES, "file_name", "subset", "split", "folder")
+_STRINGS = (*_HUB_KEYS, *_UNSUPPORTED_PLACES, "file_name", "subset", "split", "folder")
 _KEYS = (*_STRINGS, "formatting", "ranking", "num_samples", "columns", "tags")
-# Off unless `columns` lists them, in the formattings that are LLaMA-Factory's; `query` only where there are `columns`.
-_OFF = ("history", "system", "tools", "images", "videos", "audios")
+# Off unless `columns` lists them, in LLaMA-Factory's formattings; `query` only if there are `columns`.
+_OFF_BY_DEFAULT = ("history", "system", "tools", "images", "videos", "audios")
 _PREFIX = re.compile(r"(hf|ms)::(.*)", re.IGNORECASE | re.DOTALL)
-# A number after "#" is never written with these; a path that has a "#" in it often continues so.
+# The number after "#" never has these characters; a path with a "#" in it often continues with one.
 _PATH_CHARACTERS = re.compile(r"[/.\\]")
 
 
@@ -44,8 +44,8 @@ class DatasetReference:
 
     Attributes:
         name: a name of dataset_info.json, a path or a hub's id.
-        hub: where its prefix says so.
-        subsets: () where none is named; ("all",) is every subset there is.
+        hub: the hub in its prefix.
+        subsets: () if none is named; ("all",) selects all subsets.
         num_samples: rows to draw.
     """
 
@@ -59,11 +59,11 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference
     """Parse an item of `dataset`.
 
     Args:
-        known: tells whether a text as a whole is a name of dataset_info.json or a path of something that exists. These
-            win over the syntax, since "#" and ":" may be part of a file's name.
+        known: returns whether a whole text is a name of dataset_info.json or an existing path. These take precedence
+            over the syntax, since "#" and ":" may be part of a file's name.
 
     Raises:
-        MegatuneError: a number of rows that is none, or an empty name or subset (exit code 64).
+        MegatuneError: an invalid number of rows, or an empty name or subset (exit code 64).
     """
     hub: Hub | None = None
     name = text
@@ -81,7 +81,7 @@ def parse_reference(text: str, known: Callable[[str], bool]) -> DatasetReference
             return DatasetReference(name, num_samples=num_samples)
     subsets: tuple[str, ...] = ()
     if ":" in name and (hub or data_suffix(Path(name)) is None):
-        # At the first colon, which a hub's id cannot have; at the last where a folder has colons in its name.
+        # Split at the first colon, which a hub's id cannot have; at the last if a folder has colons in its name.
         folder, _, last = name.rpartition(":")
         head, _, subset = (folder, ":", last) if known(folder) else name.partition(":")
         name, subsets = head, tuple(subset.split("/"))
@@ -102,10 +102,10 @@ class DatasetEntry:
     """One data set of dataset_info.json.
 
     Attributes:
-        where: the file and the name, as messages say it.
-        hub: the hub that has it; None where it is a file or folder beside dataset_info.json.
+        where: the file and the name, for messages.
+        hub: None for a file or folder next to dataset_info.json.
         place: the id on the hub, or the name of the file or folder.
-        subsets: () for the default one.
+        subsets: () for the default subset.
         folder: "" for all folders.
     """
 
@@ -120,10 +120,10 @@ class DatasetEntry:
 
 
 def read_registry(path: Path, where: str) -> dict[str, Any]:
-    """Read the entries of a dataset_info.json, as they are written.
+    """Read the entries of a dataset_info.json, without checking them.
 
     Raises:
-        MegatuneError: it is not JSON, or no object (exit code 66).
+        MegatuneError: it is not JSON, or not an object (exit code 66).
     """
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -138,13 +138,13 @@ def read_registry(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse_entry(entry: Any, where: str) -> DatasetEntry:
-    """Check one entry.
+    """Check and convert one entry.
 
-    As in LLaMA-Factory a part of a row that `columns` does not list is not read, unless no row could be without it;
-    what `tags` does not list keeps its default.
+    As in LLaMA-Factory, a part of a row that `columns` does not list is not read, unless every row needs it; tags that
+    `tags` does not list keep their defaults.
 
     Raises:
-        MegatuneError: every problem of the entry at once (exit code 64).
+        MegatuneError: with all problems of the entry (exit code 64).
     """
     if not isinstance(entry, Mapping):
         raise MegatuneError(Finding(f"expected an object, got {json_type(entry)}", where), ExitCode.SETTINGS)
@@ -157,13 +157,13 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
     default = DEFAULT_FORMS[formatting]
     unlisted = default.columns
     if formatting in ("alpaca", "sharegpt", "openai"):
-        off = (*_OFF, "query") if entry.get("columns") else _OFF
+        off = (*_OFF_BY_DEFAULT, "query") if entry.get("columns") else _OFF_BY_DEFAULT
         unlisted = replace(unlisted, **dict.fromkeys(off))
     columns = _overridden(unlisted, entry.get("columns"), "columns", where, findings)
     tags = _overridden(default.tags, entry.get("tags"), "tags", where, findings)
     hub, place = _place(entry)
     if findings or place is None:
-        raise MegatuneError(findings or [_without_place(entry, where)], ExitCode.SETTINGS)
+        raise MegatuneError(findings or [_missing_place(entry, where)], ExitCode.SETTINGS)
     subsets = (entry["subset"],) if entry.get("subset") else ()
     split, folder = entry.get("split") or DEFAULT_SPLIT, entry.get("folder") or ""
     form = Form(formatting, columns, tags, bool(entry.get("ranking")))
@@ -171,19 +171,19 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[Hub | None, str | None]:
-    """Return where an entry's rows are: a hub before a file; of two hubs Hugging Face's unless ModelScope is chosen."""
+    """Return where an entry's rows are: a hub before a file; of two hubs Hugging Face, unless ModelScope is used."""
     hubs = [key for key in _HUB_KEYS if entry.get(key)]
     if hubs:
         key = "ms_hub_url" if "ms_hub_url" in hubs and use_modelscope() else hubs[0]
         return _HUB_KEYS[key], entry[key]
-    refused = any(entry.get(key) for key in _REFUSED_PLACES)
+    refused = any(entry.get(key) for key in _UNSUPPORTED_PLACES)
     return None, None if refused else entry.get("file_name") or None
 
 
-def _without_place(entry: Mapping[str, Any], where: str) -> Finding:
-    for key, why in _REFUSED_PLACES.items():
+def _missing_place(entry: Mapping[str, Any], where: str) -> Finding:
+    for key, why in _UNSUPPORTED_PLACES.items():
         if entry.get(key):
-            return Finding(f"{key}: {why}", where, fix="download the rows, and write file_name in place of it")
+            return Finding(f"{key}: {why}", where, fix="download the rows, and write file_name instead")
     fix = "add file_name, a file or folder of this data set, or hf_hub_url or ms_hub_url, its id on a hub"
     return Finding("file_name is missing", where, fix=fix)
 
@@ -203,7 +203,7 @@ def _wrong_types(entry: Mapping[str, Any], where: str) -> Iterator[Finding]:
 
 
 def _overridden(default: Any, block: Any, name: str, where: str, findings: list[Finding]) -> Any:
-    """Return a block of dataset_info.json over its defaults; what is wrong with it is added to `findings`."""
+    """Return a block of dataset_info.json merged with its defaults; append its errors to `findings`."""
     if block is None:
         return default
     if not isinstance(block, Mapping):

@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatune.data.cache import built, is_full, room_left
+from megatune.data.cache import free_space, get_or_build, is_full
 from megatune.data.cache.files import owned_folder, remove_abandoned
-from megatune.data.cache.key import kept_as
+from megatune.data.cache.key import versioned
 from megatune.data.pipeline import DatasetState, Pipeline
 from megatune.data.report import DatasetReport, TokenReport, adapter_of, check_bad_rows
 from megatune.data.rows import TokenRows
@@ -204,7 +204,7 @@ class StreamRequest:
         settings = self.pipeline.settings
         if not settings.data.val_size and not self.pipeline.evaluation:
             return None
-        held_out = built(settings, f"{kept_as(self.key)}-evaluation", self._hold_out, HeldOut.load)
+        held_out = get_or_build(settings, f"{versioned(self.key)}-evaluation", self._hold_out, HeldOut.load)
         check_bad_rows(held_out.reports, settings.data)
         return held_out
 
@@ -324,7 +324,7 @@ def _as_finding(error: Exception, folder: Path) -> MegatuneError:
     if isinstance(error, OSError) and is_full(error):
         what = "no room for the rows that are read ahead"
         fix = "name a folder with more room as $MEGATUNE_CACHE, or make buffer_size smaller"
-        return MegatuneError(Finding(what, str(folder), room_left(folder), fix), ExitCode.CANNOT_WRITE)
+        return MegatuneError(Finding(what, str(folder), free_space(folder), fix), ExitCode.CANNOT_WRITE)
     traceback.print_exception(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip()

@@ -1,9 +1,9 @@
-"""template: null - the chat template that comes with the model's tokenizer, and where its answers are.
+"""template: null - the chat template that comes with the model's tokenizer, and the spans of its answers.
 
-A template may mark answers with {% generation %}. In any other, answer k starts where the prompt of the messages before
-it ends, and stops where the rendering of the messages up to it ends; both are prefixes of the whole rendering. In a
-long conversation one more rendering shows where all answers are: see spans.py. That what was said is where it was found
-is checked for every row. A row that fails is refused.
+A template may mark answers with {% generation %}. Otherwise answer k starts where the prompt of the messages before it
+ends, and stops where the rendering of the messages up to it ends; both are prefixes of the whole rendering. In a long
+conversation one more rendering locates all answers: see spans.py. For every row it is checked that the answers are in
+their spans; a row that fails is rejected.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
-from megatune.data.templates.rendering import RenderLimitError, beyond_limits, limited, render_marked, template_errors
+from megatune.data.templates.rendering import RenderLimitError, limit_error, render_marked, run_limited, template_errors
 from megatune.data.templates.spans import spans_at_once
 from megatune.data.templates.tool_texts import call_id
 from megatune.data.templates.tools import LLAMA3_DATE, tool_schema
-from megatune.data.templates.turns import OPENING, PROBE, Thinking, Turn, split_thought, without_thought
+from megatune.data.templates.turns import PROBE, THINK_START, Thinking, Turn, split_think, strip_think
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# What chat templates read beside the messages. Without a date, some would state the day of the run.
+# Variables of chat templates in addition to the messages. Without a fixed date, some would state today's date.
 FIXED_DATE = {"date_string": LLAMA3_DATE, "strftime_now": datetime.strptime(LLAMA3_DATE, "%d %b %Y").strftime}
 
 Chat = list[dict[str, Any]]
 
 
 class CallForm(NamedTuple):
-    """How a chat template takes an assistant's calls; the published ones differ."""
+    """The form in which a chat template expects an assistant's calls; the published templates differ."""
 
     as_json: bool  # the arguments are JSON text, not an object
     no_content: bool  # a message that only calls has the content null, not ""
@@ -45,8 +45,8 @@ class CallForm(NamedTuple):
 CALL_FORMS = tuple(CallForm(as_json, no_content) for as_json in (False, True) for no_content in (False, True))
 
 
-def as_dicts(messages: Sequence[Message], system: str, form: CallForm) -> list[dict[str, Any]]:
-    """Convert messages to the form of OpenAI's API; calls and what tools return get ids by their order."""
+def to_openai(messages: Sequence[Message], system: str, form: CallForm) -> list[dict[str, Any]]:
+    """Convert messages to OpenAI's format; calls and tool results get ids by their order."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     calls = answers = 0
     for message in messages:
@@ -69,28 +69,28 @@ def _call(call: ToolCall, number: int, form: CallForm) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """The tokenizer's own chat template; picklable, since another process renders it within limits.
+    """The tokenizer's chat template; picklable, since another process renders it within limits.
 
     Args:
-        tokenizer: has a chat template.
-        default_system: for conversations without a system message; "" leaves it to the template.
+        tokenizer: must have a chat template.
+        default_system: the system message of conversations without one; "" leaves it to the template.
     """
 
     name = "null"
     answer_end: str | None = None
-    is_apart = False
+    encodes_separately = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, default_system: str = "") -> None:
-        self._templates: Any = tokenizer.chat_template  # a text, or several by their names
+        self._templates: Any = tokenizer.chat_template  # a text, or several by name
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._default_system = default_system
         self._call_forms: dict[str, CallForm | None] = {}  # by template
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """Write the turns of a conversation; see `Template.render`.
+        """Render the turns of a conversation; see `Template.render`.
 
-        What the template writes after the last message belongs to the last answer; where answers are marked, it is
-        left out.
+        Text that the template writes after the last message is part of the last answer, or is dropped if the template
+        marks answers.
         """
         (turns,) = self.render_all([conversation], thinking)
         if isinstance(turns, RowError):
@@ -98,28 +98,28 @@ class ChatTemplate:
         return turns
 
     def render_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
-        """Write conversations at once; of one that cannot be written return why."""
+        """Render conversations in one request; return the error for each that cannot be rendered."""
         conversations = [replace(each, pictures=()) if each.pictures else each for each in conversations]
         try:
-            return limited(self._turns_of_all, conversations, thinking)
+            return run_limited(self._turns_of_all, conversations, thinking)
         except RenderLimitError as error:
             if len(conversations) == 1:
-                return [beyond_limits(error)]
+                return [limit_error(error)]
         return [turns for each in conversations for turns in self.render_all([each], thinking)]
 
     def chat_of(self, conversation: Conversation) -> Chat:
-        """Return the messages of a conversation as this template takes them, calls of tools in the form that it writes.
+        """Return the messages of a conversation in the format of this template, with calls in the form that it writes.
 
         Raises:
-            RowError: it leaves calls out.
+            RowError: the template leaves calls out.
         """
-        return limited(self._chat_of, conversation)
+        return run_limited(self._chat_of, conversation)
 
-    def unasked(self) -> str:
-        """Return what a model would have to write before its answer, if there is no generation prompt; else ""."""
-        return limited(self._unasked)
+    def missing_generation_prompt(self) -> str:
+        """Return what the model would have to write before its answer if there is no generation prompt; else ""."""
+        return run_limited(self._missing_generation_prompt)
 
-    # What follows is run by the process that renders.
+    # The methods below run in the rendering process.
 
     def _turns_of_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
         written: list[list[Turn] | RowError] = []
@@ -129,9 +129,9 @@ class ChatTemplate:
             except RowError as error:
                 written.append(error)
             except RenderLimitError as error:
-                written.append(beyond_limits(error))
+                written.append(limit_error(error))
             except template_errors() as error:
-                why = "the chat template refuses the conversation"
+                why = "the chat template rejects the conversation"
                 written.append(RowError("refused-by-template", why, str(error)))
         return written
 
@@ -141,7 +141,7 @@ class ChatTemplate:
             raise RowError("no-tools-in-template", "the chat template has no place for tools")
         chat = self._chat_of(conversation)
         if thinking.enable is False:
-            chat = _without_thoughts(chat)
+            chat = _strip_think(chat)
         rendering = _Rendering(source, tools, thinking.enable, self._special_tokens)
         text, spans = rendering.marked(chat) if _GENERATION_MARKER.search(source) else rendering.found(chat)
         trained = [message.trained for message in conversation.messages if message.role == "assistant"]
@@ -152,7 +152,7 @@ class ChatTemplate:
         ]
 
     def _tools_and_source(self, conversation: Conversation) -> tuple[list[dict[str, Any]] | None, str]:
-        """Return the schemas of tools, and the template for a conversation with or without them."""
+        """Return the tool schemas, and the template for a conversation with or without tools."""
         tools = [tool_schema(tool) for tool in conversation.tools] or None
         if isinstance(self._templates, str):
             return tools, self._templates
@@ -160,14 +160,14 @@ class ChatTemplate:
 
     def _chat_of(self, conversation: Conversation) -> Chat:
         form = self._call_form(conversation)
-        return as_dicts(conversation.messages, conversation.system or self._default_system, form)
+        return to_openai(conversation.messages, conversation.system or self._default_system, form)
 
-    def _unasked(self) -> str:
+    def _missing_generation_prompt(self) -> str:
         _, source = self._tools_and_source(PROBE)
         if _GENERATION_MARKER.search(source):
             return ""
         rendering = _Rendering(source, None, True, self._special_tokens)
-        chat = as_dicts(PROBE.messages, self._default_system, CALL_FORMS[0])
+        chat = to_openai(PROBE.messages, self._default_system, CALL_FORMS[0])
         prompt = rendering.text(chat[:-1], add_generation_prompt=True)
         if prompt != rendering.text(chat[:-1]):
             return ""
@@ -175,7 +175,7 @@ class ChatTemplate:
         return before if before.strip() else ""
 
     def _call_form(self, conversation: Conversation) -> CallForm:
-        """Return the first form in which this template writes calls, which is found by writing one."""
+        """Return the first form in which this template writes calls, found by rendering one."""
         if not any(message.tool_calls for message in conversation.messages):
             return CALL_FORMS[0]
         tools, source = self._tools_and_source(conversation)
@@ -184,16 +184,16 @@ class ChatTemplate:
             self._call_forms[source] = next((form for form in CALL_FORMS if _is_written(form, text)), None)
         form = self._call_forms[source]
         if form is None:
-            raise RowError("calls-left-out", "the chat template leaves out calls of tools")
+            raise RowError("calls-left-out", "the chat template leaves out tool calls")
         return form
 
 
 def _is_written(form: CallForm, render: Callable[[Chat], str]) -> bool:
-    """Tell whether a template writes a call in this form, with its arguments as an object."""
+    """Return whether a template writes a call of this form, with its arguments as an object."""
     call = Message("assistant", "", (ToolCall("look_up_probe", {"probe_key": "probe value"}),))
     messages = (Message("user", "Look."), call, Message("tool", "found"), Message("assistant", "Done."))
     try:
-        text = render(as_dicts(messages, "", form))
+        text = render(to_openai(messages, "", form))
     except template_errors():
         return False
     parts = ("look_up_probe", "probe_key", "probe value")
@@ -202,7 +202,7 @@ def _is_written(form: CallForm, render: Callable[[Chat], str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rendering:
-    """A chat template with everything but the messages; `enable` is `Thinking.enable`."""
+    """A chat template with all its inputs except the messages; `enable` is `Thinking.enable`."""
 
     source: str
     tools: list[dict[str, Any]] | None
@@ -220,7 +220,7 @@ class _Rendering:
         return render_marked(self.source, chat, self.tools, **given)[0]
 
     def marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """Render a chat, and return the spans of its answers that the template marks, too."""
+        """Render a chat; also return the spans of the answers that the template marks."""
         text, spans = render_marked(self.source, chat, self.tools, **self._given(self.enable))
         answers = sum(message["role"] == "assistant" for message in chat)
         if len(spans) != answers:
@@ -229,23 +229,23 @@ class _Rendering:
         return text, spans
 
     def found(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """Render a chat, and find the spans of its answers from their prompts."""
-        whole, said = self.text(chat), chat
-        # A template that leaves the reasoning of earlier answers out shows it until the next question, so a prompt with
-        # it is no prefix of the whole. The same whole without it has prompts that are.
+        """Render a chat, and locate its answers by their prompts."""
+        whole, original = self.text(chat), chat
+        # A template that drops the reasoning of earlier answers still writes it before the next question, so a prompt
+        # with it is not a prefix of the whole. Prompts of the same chat without that reasoning are.
         plain = _with_plain_history(chat)
         if plain is not chat and self.text(plain) == whole:
             chat = plain
         spans = spans_at_once(whole, chat, self._prompts, self._stop)
         if spans is not None:
             with suppress(RowError):
-                _check(whole, spans, said, self.tools)
+                _check(whole, spans, original, self.tools)
                 return whole, spans
-        spans = self._each_found(whole, chat)
-        _check(whole, spans, said, self.tools)
+        spans = self._located_separately(whole, chat)
+        _check(whole, spans, original, self.tools)
         return whole, spans
 
-    def _each_found(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
+    def _located_separately(self, whole: str, chat: Chat) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(chat):
             if message["role"] != "assistant":
@@ -262,31 +262,31 @@ class _Rendering:
         return spans
 
     def _prompts(self, before: Chat) -> Iterator[str]:
-        """Yield the prompts that an answer may follow, the longest first."""
+        """Yield the possible prompts of an answer, the longest first."""
         choices = (False, True) if not self.enable and "enable_thinking" in self.source else (True,)
         return (self.text(before, add_generation_prompt=True, thinking=thinking) for thinking in choices)
 
     def _start(self, whole: str, before: Chat, is_last: bool) -> int | None:
-        """Find where generation starts after `before`.
+        """Return where generation starts after `before`.
 
-        With thinking off or open, the longest prompt that fits is taken: one that ends with an empty thought makes
-        that thought part of the prompt. A prompt that opens a thought also fits an earlier answer without its
+        If thinking is off or unset, the longest prompt that matches is used, so that an empty reasoning block at its
+        end is part of the prompt. A prompt that opens a reasoning block also matches an earlier answer without its
         reasoning, as the template shows it to the model.
         """
         for prompt in self._prompts(before):
             if whole.startswith(prompt):
                 return len(prompt)
-            opened = prompt.removesuffix(OPENING)
+            opened = prompt.removesuffix(THINK_START)
             if not is_last and opened != prompt and whole.startswith(opened):
                 return len(opened)
         return None
 
     def _stop(self, whole: str, start: int, up_to: Chat) -> int | None:
-        """Find where the answer at `start` stops; a template may leave the reasoning of earlier answers out."""
+        """Return where the answer at `start` stops; a template may drop the reasoning of earlier answers."""
         ended = self.text(up_to)
         if whole.startswith(ended):
             return len(ended)
-        # The last answer may end with a token of its own, where no prompt follows it.
+        # The last answer may end with a special token that is not written when a prompt follows.
         prompts = [self.text(chat, add_generation_prompt=True) for chat in (up_to[:-1], up_to)]
         opening = prompts[0].removeprefix(self.text(up_to[:-1]))
         followed = prompts[1].removesuffix(opening)
@@ -294,25 +294,25 @@ class _Rendering:
             return len(followed)
         if not ended.startswith(whole[:start]):
             return None
-        thought, said = split_thought(ended[start:])
-        gap = thought[len(thought.rstrip("\n")) :]
-        for answer in (f"{gap}{said}", said) if thought else ():
+        reasoning, said = split_think(ended[start:])
+        gap = reasoning[len(reasoning.rstrip("\n")) :]
+        for answer in (f"{gap}{said}", said) if reasoning else ():
             if answer and whole.startswith(answer, start):
                 return start + len(answer)
         return None
 
 
 def _with_plain_history(chat: Chat) -> Chat:
-    """Remove the reasoning before the last question; returns the chat itself where it has none there."""
+    """Remove the reasoning before the last question; return `chat` itself if there is none."""
     question = max((i for i, message in enumerate(chat) if message["role"] == "user"), default=0)
     if not any(m["role"] == "assistant" and "</think>" in (m["content"] or "") for m in chat[:question]):
         return chat
-    return [*_without_thoughts(chat[:question]), *chat[question:]]
+    return [*_strip_think(chat[:question]), *chat[question:]]
 
 
-def _without_thoughts(chat: Chat) -> Chat:
+def _strip_think(chat: Chat) -> Chat:
     return [
-        {**message, "content": without_thought(message["content"])}
+        {**message, "content": strip_think(message["content"])}
         if message["role"] == "assistant" and message["content"]
         else message
         for message in chat
@@ -320,10 +320,10 @@ def _without_thoughts(chat: Chat) -> Chat:
 
 
 def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat, tools: list[dict[str, Any]] | None) -> None:
-    """Refuse a rendering that lost text someone wrote, which would be trained silently.
+    """Reject a rendering that lost part of the row, which would silently not be trained.
 
-    What tools return is not looked for: templates write it as JSON, with quotes escaped. Nor is the reasoning of
-    earlier answers, which many leave out.
+    Tool results are not checked: templates write them as JSON, with escaped quotes. Nor is the reasoning of earlier
+    answers, which many templates drop.
     """
     if any(tool["function"]["name"] not in text for tool in tools or ()):
         raise RowError("no-tools-in-template", "the chat template has no place for tools")
@@ -334,12 +334,12 @@ def _check(text: str, spans: Sequence[tuple[int, int]], chat: Chat, tools: list[
     answers = (message for message in chat if message["role"] == "assistant")
     for message, (start, stop) in zip(answers, spans, strict=True):
         answer = text[start:stop]
-        _, said = split_thought(message["content"] or "")
+        _, said = split_think(message["content"] or "")
         if said.strip() not in answer:
             raise RowError("text-left-out", "the chat template leaves out or changes what the assistant says")
         if any(call["function"]["name"] not in answer for call in message.get("tool_calls", ())):
-            raise RowError("calls-left-out", "the chat template leaves out calls of tools")
-    thought, _ = split_thought(chat[-1]["content"] or "")
+            raise RowError("calls-left-out", "the chat template leaves out tool calls")
+    thought, _ = split_think(chat[-1]["content"] or "")
     reasoning = thought.replace("<think>", "").replace("</think>", "").strip()
     if reasoning not in text[slice(*spans[-1])]:
         raise RowError("thought-left-out", "the chat template leaves out the reasoning of the last answer")

@@ -1,6 +1,6 @@
-"""What a trained model is asked with: the chat template of its tokenizer, which other programs read.
+"""The chat template that a trained model is used with, which other programs read from its tokenizer.
 
-A named template is compared with it; where the tokenizer has none, the named template is written as one.
+A named template is compared with it; if the tokenizer has none, the named template is converted to one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from megatune.data.conversation import Conversation, Message
-from megatune.data.templates.chat_template import CALL_FORMS, FIXED_DATE, as_dicts
+from megatune.data.templates.chat_template import CALL_FORMS, FIXED_DATE, to_openai
 from megatune.data.templates.named import NamedTemplate
 from megatune.data.templates.rendering import render, template_errors
 from megatune.data.templates.turns import PROBE, Template, Thinking, Turn, needs_whole_text
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONG = Conversation((Message("user", "Add 1."), Message("assistant", "One.\n"), *PROBE.messages), "Be brief.")
-# Begins what is written here, which is no part of the tokenizer that a run was given.
+# Marks a chat template that is written here, and so is not part of the tokenizer that the run was given.
 MARK = "{#- Written by megatune from the template that the model was trained with. #}\n"
 _SHOWN = 60  # characters of a difference
 
 
 def prompt_difference(template: Template, tokenizer: PreTrainedTokenizerBase, thinking: Thinking, system: str) -> str:
-    """Say where the tokenizer's chat template writes another prompt than a template; "" where it writes the same.
+    """Describe where the prompt of the tokenizer's chat template differs from a template's prompt; "" if it does not.
 
-    It is asked for what it writes before the only answer, and before the second one after a system message.
+    Two prompts are compared: before the only answer, and before the second answer after a system message.
 
     Args:
-        thinking: of the run; whether earlier answers keep their reasoning makes no difference here.
-        system: the message of the system that the run adds, which whoever asks adds, too; "" where it adds none.
+        thinking: the run's setting; whether earlier answers keep their reasoning makes no difference here.
+        system: the system message that the run adds, and that must be passed at inference, too; "" if it adds none.
     """
     given = {**tokenizer.special_tokens_map, **FIXED_DATE, "add_generation_prompt": True}
     if thinking.enable is not None:
         given["enable_thinking"] = thinking.enable
     for probe in (PROBE, _LONG):
         ours = _prompt(template.render(probe, Thinking(thinking.enable, drop_history=True)))
-        chat = as_dicts(probe.messages[:-1], probe.system or system, CALL_FORMS[0])
+        chat = to_openai(probe.messages[:-1], probe.system or system, CALL_FORMS[0])
         try:
             theirs = render(tokenizer.get_chat_template(), chat, **given)
-        except template_errors():  # such as for a system message: whoever asks so is told
+        except template_errors():  # for example for a system message: such a request fails visibly at inference
             continue
         if ours != theirs:
             same = list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-            # Of lines that differ from their first character on, the one before is shown, too.
+            # If lines differ from their first character on, the line before is shown, too.
             line = ours.rfind("\n", 0, max(0, len(same) - 1)) + 1
             begin = max(line, len(same) - _SHOWN // 2)
             return f"{theirs[begin : begin + _SHOWN]!r} instead of {ours[begin : begin + _SHOWN]!r}"
@@ -54,18 +54,18 @@ def prompt_difference(template: Template, tokenizer: PreTrainedTokenizerBase, th
 
 
 def _prompt(turns: Sequence[Turn]) -> str:
-    """Join what a model is given before the last answer."""
+    """Join the texts before the last answer."""
     return "".join(piece for turn in turns for piece in turn.pieces).removesuffix("".join(turns[-1].completion))
 
 
 def as_jinja(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Write a template as a chat template of Transformers; tools and turns that do not alternate are refused by it.
+    """Convert a template to a chat template of Transformers; it rejects tools and turns that do not alternate.
 
     Args:
         template: loaded with the tokenizer.
 
     Raises:
-        ValueError: it cannot be written as one, or gives other tokens there; the text says which.
+        ValueError: the template cannot be converted, or gives other tokens when converted; the text says why.
     """
     if not isinstance(template, NamedTemplate):
         raise ValueError("it is ms-swift's")
@@ -74,12 +74,12 @@ def as_jinja(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     source = MARK + _source(template)
     for probe in (PROBE, _LONG):
         turns = template.render(probe, Thinking())
-        written = render(source, as_dicts(probe.messages, probe.system or "", CALL_FORMS[0]))
+        written = render(source, to_openai(probe.messages, probe.system or "", CALL_FORMS[0]))
         whole = "".join(piece for turn in turns for piece in turn.pieces)
         parts = [whole] if needs_whole_text(template, tokenizer) else [p for turn in turns for p in turn.pieces]
         trained = [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
         if trained != tokenizer.encode(written, add_special_tokens=False):
-            raise ValueError("texts that are joined become other tokens than those that are trained one by one")
+            raise ValueError("its texts become other tokens when they are joined than in training, one by one")
     return source
 
 
@@ -118,7 +118,7 @@ def _quoted(text: str) -> str:
 
 
 def _around(text: str, content: str) -> str:
-    """Write a text with {content} as an expression."""
+    """Return a text with {content} as a Jinja expression."""
     before, _, after = text.partition("{content}")
     return f"{_quoted(before)} ~ {content} ~ {_quoted(after)}"
 

@@ -1,6 +1,6 @@
-"""Templates as data: the text that a chat format has for each role, and how they write a conversation.
+"""Templates as data: the text around each role's messages, and how a conversation is rendered with it.
 
-Those that have a name are in named.yaml; one of the user's own comes from another YAML file.
+The templates with a name are in named.yaml; the user's templates are read from other YAML files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatune.config.entry import SettingEntry, read_file
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.templates.tool_texts import fill
-from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, entry_of, read_table, tool_format
-from megatune.data.templates.turns import EMPTY_THOUGHT, Thinking, Turn, normal_thought, split_thought, without_thought
+from megatune.data.templates.tools import TOOL_FORMATS, ToolFormat, load_entry, read_table, tool_format
+from megatune.data.templates.turns import EMPTY_THINK, Thinking, Turn, normalize_think, split_think, strip_think
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
-# The fields that are texts to write; {bos} and {eos} in them are the tokenizer's own tokens.
+# The fields that are rendered texts; {bos} and {eos} in them are the tokenizer's special tokens.
 TEXTS = ("prefix", "system", "user", "assistant", "followed", "calls", "observation", "observation_separator")
 
 _SUFFIXES = (".yaml", ".yml")
@@ -37,31 +37,31 @@ _PLACEHOLDER = re.compile(r"\{\{[A-Za-z_]+\}\}|\{[A-Za-z_]+\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTemplate:
-    """A chat format as texts around {content}.
+    """A chat format, as texts around {content}.
 
     Attributes:
-        user: a user's message, up to where the assistant starts.
-        assistant: an answer, with what ends it.
-        followed: an answer that another one follows; "" is like the last.
-        system: the system message, with the tools on offer.
-        calls: an answer that only calls tools; "" is like any other answer.
-        observation: like `user`, for tools' answers; several are joined by `observation_separator`. "" takes none.
-        prefix: at the start of every conversation.
-        default_system: for conversations without a system message.
-        tool_format: None refuses conversations with tools.
-        thinks: the model reasons before it answers.
-        thinks_until_question: as history, calls behind the last question keep the reasoning before them; False keeps
-            the last answer's alone.
-        fills_thoughts: every answer behind the last question has an empty thought where it has none; False, the last
-            answer alone.
-        special_tokens: what must be one token each, or the tokenizer is not for this template.
-        system_in_question: the system message is written into the first or the last message of the user, before its
-            text; "" keeps it apart.
-        trims: roles whose text loses the white space around it.
-        is_apart: texts between the tokenizer's own tokens are tokenised each by itself, as LLaMA-Factory does.
-        eos: the tokenizer's own token, once it is known.
-        has_other_tools: `tool_format` is not the template's own: calls are ended as an answer is, without the white
-            space behind it, and the offer begins with its line breaks, as in LLaMA-Factory.
+        user: a user's message, including the start of the assistant's turn.
+        assistant: an answer, with its end-of-turn token.
+        followed: an answer that is not the last; "" uses `assistant`.
+        system: the system message, including the tool prompt.
+        calls: an answer that only calls tools; "" uses `assistant`.
+        observation: like `user`, for tool results, which are joined by `observation_separator`; "" supports none.
+        prefix: starts every conversation.
+        default_system: the system message of conversations without one.
+        tool_format: None rejects conversations with tools.
+        thinks: whether the model reasons before it answers.
+        thinks_until_question: in the history, tool calls after the last question keep their reasoning; False keeps
+            only the reasoning of the last answer.
+        fills_thoughts: every answer after the last question without reasoning gets an empty reasoning block; False:
+            only the last answer.
+        special_tokens: texts that must be one token each, or the template does not fit the tokenizer.
+        system_in_question: the system message is written into the first or the last user's message, before its text;
+            "" keeps it separate.
+        trims: roles whose texts are stripped of surrounding whitespace.
+        encodes_separately: texts between special tokens are tokenized separately, as in LLaMA-Factory.
+        eos: the tokenizer's eos_token, after `with_special_tokens`.
+        has_other_tools: `tool_format` was replaced: calls end as answers do, but without the whitespace after the end,
+            and the tool prompt keeps its leading line breaks, as in LLaMA-Factory.
     """
 
     name: str
@@ -81,24 +81,24 @@ class NamedTemplate:
     special_tokens: tuple[str, ...] = ()
     system_in_question: Literal["", "first", "last"] = ""
     trims: tuple[str, ...] = ()
-    is_apart: bool = False
+    encodes_separately: bool = False
     eos: str = ""
     has_other_tools: bool = False
 
     answer_end: ClassVar[str | None] = None
 
-    def bound(self, bos_token: str, eos_token: str) -> NamedTemplate:
-        """Put a tokenizer's own tokens in the place of {bos} and {eos}."""
+    def with_special_tokens(self, bos_token: str, eos_token: str) -> NamedTemplate:
+        """Return a copy with {bos} and {eos} replaced by a tokenizer's special tokens."""
         texts = {key: getattr(self, key).replace("{bos}", bos_token).replace("{eos}", eos_token) for key in TEXTS}
         return replace(self, **texts, eos=eos_token)
 
     def with_tools(self, tool_format: ToolFormat) -> NamedTemplate:
-        """Put another format of tools in the place of the template's own, as LLaMA-Factory's `tool_format` does."""
+        """Return a copy with another tool format, as LLaMA-Factory's `tool_format` does."""
         end = self.assistant.partition("{content}")[2].strip()
         return replace(self, tool_format=tool_format, calls=f"{{content}}{end}", has_other_tools=True)
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """Write the turns of a conversation; see `Template.render`."""
+        """Render the turns of a conversation; see `Template.render`."""
         messages = conversation.messages
         head, question = self._head(conversation)
         last_question = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
@@ -109,22 +109,22 @@ class NamedTemplate:
                 continue
             is_here = not turns if self.system_in_question == "first" else start <= last_question < stop
             before = question if is_here else ("", "")
-            asked = (*(head if not turns else ()), *self._asked(messages[start:stop], before, observations))
+            prompt = (*(head if not turns else ()), *self._prompt(messages[start:stop], before, observations))
             is_last = stop == len(messages) - 1
             is_history = stop < last_question if self.thinks_until_question else not is_last
             answer = self._answer(message, thinking, is_history=is_history, number=calls)
             fills = is_last or (self.fills_thoughts and not is_history)
-            turn = self._turn(asked, answer, message, thinking, fills=fills, is_last=is_last)
+            turn = self._turn(prompt, answer, message, thinking, fills=fills, is_last=is_last)
             turns.append(turn)
             calls += len(message.tool_calls)
             observations += sum(message.role == "tool" for message in messages[start:stop])
             start = stop + 1
         if any(question) and last_question < 0:
             raise RowError("no-question", "the template writes the system message and tools into a user's message")
-        return [self._split(turn) for turn in turns] if self.is_apart else turns
+        return [self._split(turn) for turn in turns] if self.encodes_separately else turns
 
     def _split(self, turn: Turn) -> Turn:
-        """Make pieces of their own of the tokenizer's own tokens."""
+        """Split the texts so that the eos_token is a piece of its own."""
         own = re.compile(f"({re.escape(self.eos)})")
         prompt, completion = (
             tuple(part for text in side for part in own.split(text) if part) for side in (turn.prompt, turn.completion)
@@ -132,25 +132,25 @@ class NamedTemplate:
         return replace(turn, prompt=prompt, completion=completion)
 
     def _head(self, conversation: Conversation) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Return what starts the conversation, and what a message of the user has before it and inside it."""
+        """Return the start of the conversation, and the texts before and inside a user's message."""
         given = conversation.system or self.default_system
         system = given.strip() if "system" in self.trims else given
         offer = ""
         if conversation.tools:
             if self.tool_format is None:
                 raise RowError("no-tools-in-template", "the template has no text for tools")
-            offer = self.tool_format.offered(conversation.tools)
+            offer = self.tool_format.tool_prompt(conversation.tools)
             if self.tool_format.offer_before_system:
                 system, offer = f"{offer.lstrip()}\n\n{system}" if system else offer.lstrip(), ""
             elif not self.tool_format.offer_before_question:
                 offer = offer if system or self.has_other_tools else offer.lstrip("\n")
                 system, offer = f"{system}{offer}", ""
-        # Of a text of white space alone an empty turn is left, as in the published chat templates that trim.
+        # A system message of whitespace only leaves an empty turn, as in the published chat templates that trim.
         text = fill(self.system, content=system) if given or system else ""
         return ((self.prefix, ""), (offer, text)) if self.system_in_question else ((self.prefix, text), (offer, ""))
 
-    def _asked(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
-        """Write one user's message, or what the tools return that the last message called."""
+    def _prompt(self, messages: Sequence[Message], before: tuple[str, str], number: int) -> tuple[str, ...]:
+        """Render one user's message, or the results of the tools that the last message called."""
         roles = {message.role for message in messages}
         offer, system = before
         if roles == {"user"} and len(messages) == 1:
@@ -165,43 +165,43 @@ class NamedTemplate:
         return (fill(self.observation, content=self.observation_separator.join(answers)),)
 
     def _answer(self, message: Message, thinking: Thinking, is_history: bool, number: int) -> str:
-        """Write what the assistant says and calls, without what ends it."""
+        """Render the assistant's text and calls, without the end of the turn."""
         content = self._text(message)
         if self.thinks:
             drops = thinking.enable is False or (thinking.drop_history and is_history)
-            content = without_thought(content) if drops else normal_thought(content)
+            content = strip_think(content) if drops else normalize_think(content)
         if not message.tool_calls:
             return content
         if self.tool_format is None:
             raise RowError("no-tools-in-template", "the template has no text for tools")
-        thought, said = split_thought(content)
-        if thought and not said:  # trimming takes the line breaks between a thought and its calls
-            thought = split_thought(message.content.lstrip())[0] if "assistant" in self.trims else thought
-        calls = self.tool_format.written_calls(message.tool_calls, number)
-        return f"{thought}{said}{self.tool_format.joiner}{calls}" if said else f"{thought}{calls}"
+        reasoning, said = split_think(content)
+        if reasoning and not said:  # trimming removes the line breaks between the reasoning and its calls
+            reasoning = split_think(message.content.lstrip())[0] if "assistant" in self.trims else reasoning
+        calls = self.tool_format.format_calls(message.tool_calls, number)
+        return f"{reasoning}{said}{self.tool_format.joiner}{calls}" if said else f"{reasoning}{calls}"
 
     def _turn(
-        self, asked: tuple[str, ...], answer: str, message: Message, thinking: Thinking, *, fills: bool, is_last: bool
+        self, prompt: tuple[str, ...], answer: str, message: Message, thinking: Thinking, *, fills: bool, is_last: bool
     ) -> Turn:
         only_calls = self.calls and message.tool_calls and (self.has_other_tools or not self._text(message))
-        # As history an answer has no empty thought, nor has a call of tools on the way to the last answer.
+        # In the history, answers and the calls before the last answer have no empty reasoning block.
         is_bare = "<think>" not in answer and "</think>" not in answer
         thinks = self.thinks and is_bare and (fills or not thinking.drop_history)
         strips = thinks and not (only_calls and self.has_other_tools)
         text = self.assistant if is_last else self.followed or self.assistant
         written = fill(self.calls if only_calls else text, content=answer.lstrip("\n") if strips else answer)
         if not thinks:
-            return Turn(asked, (written,), message.trained)
+            return Turn(prompt, (written,), message.trained)
         if thinking.enable:
-            return Turn(asked, (EMPTY_THOUGHT, written), message.trained)
-        return Turn((*asked, EMPTY_THOUGHT), (written,), message.trained)
+            return Turn(prompt, (EMPTY_THINK, written), message.trained)
+        return Turn((*prompt, EMPTY_THINK), (written,), message.trained)
 
     def _text(self, message: Message) -> str:
         return message.content.strip() if message.role in self.trims else message.content
 
 
 def _named(name: str) -> NamedTemplate:
-    texts = entry_of("named", name)
+    texts = load_entry("named", name)
     tools = tool_format(texts.pop("tool_format")) if "tool_format" in texts else None
     return NamedTemplate(**texts, tool_format=tools, name=name)
 
@@ -210,18 +210,18 @@ NAMED_TEMPLATES = {name: _named(name) for name in read_table("named")}
 
 
 def is_template_file(name: str) -> bool:
-    """Tell whether a value of `template` is a path, not a name."""
+    """Return whether a value of `template` is a path, not a name."""
     return name.endswith(_SUFFIXES)
 
 
 def read_template(path: str) -> NamedTemplate:
-    """Read the template in a YAML file; the path is taken from the working directory.
+    """Read the template in a YAML file; a relative path is resolved from the working directory.
 
     Raises:
-        MegatuneError: every fault of the file at once (exit code 64), or there is no such file (exit code 66).
+        MegatuneError: the file has errors, all of which are listed (exit code 64), or does not exist (exit code 66).
     """
     if not Path(path).is_file():
-        fix = "check the path; it is taken from the folder that the command runs in"
+        fix = "check the path; it is relative to the folder in which the command runs"
         raise MegatuneError(Finding(f"template: there is no file {path}", fix=fix), ExitCode.INPUT)
     entries, findings = read_file(path)
     fields: dict[str, Any] = {"name": Path(path).stem}
@@ -240,7 +240,7 @@ def read_template(path: str) -> NamedTemplate:
 
 
 def _field(entry: SettingEntry, findings: list[Finding]) -> Any:
-    """Return the value of one key; what is wrong with it is added to `findings`."""
+    """Return the value of one key; append its errors to `findings`."""
     key, value, where = entry.key, entry.value, entry.where
     if key not in _KEYS:
         fix = did_you_mean(key, _KEYS, f"one of {', '.join(_KEYS)}", cutoff=0.5)
@@ -278,7 +278,7 @@ def _faults(key: str, text: str, where: str) -> list[Finding]:
     number = text.count("{content}")
     if key in _WITH_CONTENT and number != 1:
         times = "has no {content}" if number == 0 else "has {content} more than once"
-        return [Finding(f"{key} {times}", where, "the message goes in its place", "write {content} once")]
+        return [Finding(f"{key} {times}", where, "the message replaces it", "write {content} once")]
     if key == "assistant" and not text.partition("{content}")[2].strip():
         fix = "write {eos} or a special token after {content}"
         return [Finding("assistant: nothing ends the answer", where, "the model would not learn to stop", fix)]

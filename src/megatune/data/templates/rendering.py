@@ -1,8 +1,8 @@
-"""Rendering chat templates, which come with models, within limits of time and memory.
+"""Render chat templates, which come with models and are not trusted, within limits of time and memory.
 
-A template can loop without end, or make texts as large as the memory, within one step of C code, too. So templates are
+A template can loop forever or build texts as large as the memory, even within one step of C code. So templates are
 rendered in a process that may be killed: its memory is bounded, and an alarm, set for each request, ends it. Jinja is
-as Transformers' chat templates see it, in the sandbox that keeps a template from Python's objects.
+configured as in Transformers' chat templates, in the sandbox that keeps a template away from Python's objects.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatune.data.bad_rows import RowError
 
-MOST_SECONDS = 10.0  # of the process's own time: one that is stopped, or shares its cores, loses none
-MOST_BYTES = 2**30  # that it takes beside its code
-MOST_SIZE = 2**26  # characters of what is rendered
-MOST_SOURCE = 2**20  # characters of a template; the longest published ones have 20,000
+MAX_SECONDS = 10.0  # of CPU time: a process that is stopped or shares its cores loses none
+MAX_BYTES = 2**30  # of memory in addition to the process's code
+MAX_CHARACTERS = 2**26  # of a rendering
+MAX_SOURCE = 2**20  # characters of a template; the longest published templates have 20,000
 
 Chat = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -41,18 +41,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _Process = subprocess.Popen[bytes]
 
-_idle: list[_Process] = []  # as many as there were requests at the same time
+_idle: list[_Process] = []  # as many as there were concurrent requests
 
 
 class RenderLimitError(TemplateError):
-    """A rendering that would take more time or memory than any conversation needs."""
+    """Raised when a rendering exceeds the limits of time or memory."""
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: notes where an answer is written."""
+    """{% generation %} ... {% endgeneration %}: records the span of an answer."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
-    pieces: list[str]  # that the present rendering has written
+    pieces: list[str]  # written so far by the current rendering
     spans: list[Span]
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -73,13 +73,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or item; at once where it can only be an item, as of messages."""
-        if type(obj) is dict and attribute not in _OF_DICTS:
+        """Return an attribute or item; return an item directly if it cannot be a dict's attribute, as for messages."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
-_OF_DICTS = frozenset(dir(dict))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 def _refuse(message: object) -> None:
@@ -93,7 +93,7 @@ def _now(form: str) -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write JSON without HTML's escapes, which Jinja's own filter has."""
+    """Write JSON without HTML escapes, unlike Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -107,25 +107,25 @@ def _compiled(source: str) -> Template:
 
 
 def render_marked(source: str, chat: Chat, tools: Tools | None = None, **given: Any) -> tuple[str, list[Span]]:
-    """Render a chat template, and return the spans between {% generation %} and its end, too. Not for several threads.
+    """Render a chat template; also return the spans between {% generation %} and its end. Not thread-safe.
 
     Args:
-        given: what else the template may read, such as special tokens and add_generation_prompt.
+        given: other variables of the template, such as special tokens and add_generation_prompt.
 
     Raises:
-        RenderLimitError: it takes too much memory.
+        RenderLimitError: the rendering takes too much memory.
         Exception: what the template raises; see `template_errors`.
     """
-    if len(source) > MOST_SOURCE:
-        raise RenderLimitError(f"it has {len(source):,} characters, and at most {MOST_SOURCE:,} are read")
+    if len(source) > MAX_SOURCE:
+        raise RenderLimitError(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are read")
     options = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": False, **given}
     marks: Any = _environment().extensions[_Generation.identifier]
     marks.pieces, marks.spans = [], []
     try:
         for piece in _compiled(source).generate(options):
             marks.pieces.append(piece)
-        if sum(map(len, marks.pieces)) > MOST_SIZE:
-            raise RenderLimitError(f"it writes more than {MOST_SIZE:,} characters")
+        if sum(map(len, marks.pieces)) > MAX_CHARACTERS:
+            raise RenderLimitError(f"it writes more than {MAX_CHARACTERS:,} characters")
         return "".join(marks.pieces), marks.spans
     except MemoryError:
         marks.pieces.clear()
@@ -133,7 +133,7 @@ def render_marked(source: str, chat: Chat, tools: Tools | None = None, **given: 
 
 
 def template_errors() -> tuple[type[Exception], ...]:
-    """Return what rendering a chat template can raise: its own refusal, or a fault in it."""
+    """Return the exceptions that rendering a chat template can raise: its raise_exception, or an error in it."""
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -141,56 +141,56 @@ def render(source: str, chat: Chat, tools: Tools | None = None, **given: Any) ->
     """Render a chat template as Transformers' apply_chat_template does; see `render_marked`.
 
     Raises:
-        RenderLimitError: it takes too much time or memory.
+        RenderLimitError: the rendering takes too much time or memory.
         Exception: what the template raises; see `template_errors`.
     """
-    return limited(render_marked, source, chat, tools, **given)[0]
+    return run_limited(render_marked, source, chat, tools, **given)[0]
 
 
-def limited(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function of a module in a process that ends if it takes too long.
+def run_limited(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a module-level function in another process, within the limits of time and memory.
 
     Raises:
-        RenderLimitError: it took too long, or more memory than it can ask for in good order.
+        RenderLimitError: it took too long, or too much memory.
         Exception: what the function raises.
     """
-    request = pickle.dumps((MOST_SECONDS, function, args, kwargs))
-    for _ in range(2):  # the first process may have been ended by somebody else
+    request = pickle.dumps((MAX_SECONDS, function, args, kwargs))
+    for _ in range(2):  # another program may have killed the first process
         if (answered := _answer(_idle.pop() if _idle else _start(), request)) is not None:
             is_returned, answer = answered
             if is_returned:
                 return answer  # type: ignore[no-any-return]
             raise answer
-    raise RenderLimitError("the process that renders it has ended, twice")
+    raise RenderLimitError("the process that renders it was killed twice")
 
 
 def _answer(process: _Process, request: bytes) -> tuple[bool, Any] | None:
-    """Return whether the function returned, and what it returned or raised; None where the process has ended."""
+    """Return whether the function returned, and its result or exception; None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(request)
         process.stdin.flush()
         answer: tuple[bool, Any] = pickle.load(process.stdout)
-    except BaseException as error:  # with a KeyboardInterrupt its answer would be taken for that to the next request
+    except BaseException as error:  # after a KeyboardInterrupt the next request would read this request's answer
         process.kill()
         _close(process)
         if not isinstance(error, EOFError | BrokenPipeError | pickle.UnpicklingError):
             raise
         if process.returncode == -signal.SIGPROF:
-            return False, RenderLimitError(f"it takes more than {MOST_SECONDS:g} seconds to render")
+            return False, RenderLimitError(f"it takes more than {MAX_SECONDS:g} seconds to render")
         return None
     _idle.append(process)
     return answer
 
 
 def _start() -> _Process:
-    command = [sys.executable, "-P", "-c", f"from {__name__} import answer_requests; answer_requests({MOST_BYTES})"]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import answer_requests; answer_requests({MAX_BYTES})"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _close(process: _Process) -> None:
-    with suppress(BrokenPipeError), process:  # without its pipes it ends
+    with suppress(BrokenPipeError), process:  # the process exits when its pipes are closed
         pass
 
 
@@ -204,11 +204,11 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def answer_requests(most_bytes: int) -> None:
-    """Do what the process does: call functions until there are no more requests."""
+    """Run the rendering process: call functions until there are no more requests."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the pipe from its parent, which handles them
+        signal.signal(number, signal.SIG_IGN)  # the process ends when its parent, which handles them, closes the pipe
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints
+    os.dup2(2, 1)  # sends what a library prints to stderr
     with open("/proc/self/statm") as file:
         most_bytes += int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
@@ -229,6 +229,6 @@ def answer_requests(most_bytes: int) -> None:
         answers.flush()
 
 
-def beyond_limits(error: RenderLimitError) -> RowError:
-    """Return what to say of the row."""
+def limit_error(error: RenderLimitError) -> RowError:
+    """Return the error of a row that exceeds the limits."""
     return RowError("template-limit", "the chat template cannot be rendered within its limits", str(error))

@@ -1,6 +1,6 @@
-"""ms-swift's chat templates: how its command lines write a conversation, and which part of it they train.
+"""ms-swift's chat templates: how its command lines render a conversation, and which parts of it they train.
 
-They follow the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens of both. swift.yaml has one
+Written after the sources of ms-swift 3.12 and 4.6; tests/swift_golden compares the tokens with both. swift.yaml has one
 entry for each template.
 """
 
@@ -27,16 +27,16 @@ _MASKS: dict[Mask, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SwiftRules:
-    """What a run asks of its template.
+    """The settings of a run that affect its template.
 
     Attributes:
-        version: of ms-swift: 3 or 4.
-        last_round: only the last answer is trained.
-        add_empty_thought: an answer without reasoning begins with an empty thought, in templates that have one.
-        preserve_thinking: keep the reasoning of earlier answers; None is ms-swift's own rule.
-        enable_thinking: counts where preserve_thinking is None.
-        masks: beginnings of answers that are not trained; None is ms-swift's own rule.
-        has_template: False writes texts one after the other: stage pt.
+        version: ms-swift's version, 3 or 4.
+        last_round: train only the last answer.
+        add_empty_thought: start an answer without reasoning with an empty reasoning block, if the template has one.
+        preserve_thinking: keep the reasoning of earlier answers; None follows ms-swift's rule.
+        enable_thinking: has an effect if preserve_thinking is None.
+        masks: beginnings of answers that are not trained; None follows ms-swift's rule.
+        has_template: False concatenates the texts without a template: stage pt.
     """
 
     version: int
@@ -50,7 +50,7 @@ class SwiftRules:
 
 @dataclass(slots=True)
 class _Merged:
-    """Neighbouring messages of one role. An answer has a text for each message; results of tools are one prompt."""
+    """Adjacent messages of one role. An answer has a text for each message; tool results form one prompt."""
 
     role: Role
     texts: list[str]
@@ -62,27 +62,27 @@ class SwiftTemplate:
     """One of ms-swift's templates.
 
     Attributes:
-        prompt: a user's message up to where the answer starts; has {content}.
-        separator: what ends an answer that another message follows; None: only the last round is written.
-        suffix: what ends the last answer.
+        prompt: a user's message up to the start of the answer, with {content}.
+        separator: ends an answer that another message follows; None: only the last round is rendered.
+        suffix: ends the last answer.
         prefix: starts a conversation without a system message.
-        system: starts one with a system message; has {content}. None: there may be none.
+        system: starts a conversation with a system message, with {content}; None: system messages are not supported.
         stop_words: an answer that ends with one of them, or with the suffix, gets no suffix.
-        agent: the name of the agent template that writes tools.
-        thinks: the model thinks before it answers.
-        empty_thought: begins an answer without reasoning.
-        thought_start: begins an answer that is to be generated, by a model that is to think.
-        after_question_only: not behind results of tools.
-        history_prefix: in the place of reasoning that is left out.
-        thought_tags: what reasoning begins and ends with.
-        thinking_system: begins the system message where `enable_thinking` asks for reasoning.
-        system_in_question: the system message begins the first question, and answers lose line breaks around them.
-        system_file: of the model's folder, the default system message, which names the day.
-        trims: texts lose the white space around them, and reasoning is written as the published chat template does.
-        answer_prefix: begins an answer that does not begin with `answer_start`.
-        adds_bos: the tokens that the tokenizer puts before a text come first.
-        marks: texts that the chat template of its models has; () where the chat template does not tell.
-        models: a pattern of the names of its models, in small letters.
+        agent: the name of the agent template that renders tools.
+        thinks: whether the model reasons before it answers.
+        empty_thought: the empty reasoning block that starts an answer without reasoning.
+        thinking_prefix: starts an answer to be generated with reasoning.
+        after_question_only: no empty reasoning block after tool results.
+        history_prefix: replaces reasoning that is dropped from the history.
+        think_tags: the tags around reasoning.
+        thinking_system: starts the system message if `enable_thinking` is set.
+        system_in_question: the system message starts the first question, and answers are stripped of line breaks.
+        system_file: the file in the model's folder with the default system message, which names the day.
+        trims: texts are stripped of surrounding whitespace, and reasoning is formatted as in the published template.
+        answer_prefix: starts an answer that does not start with `answer_start`.
+        adds_bos: start with the tokens that the tokenizer adds before a text.
+        marks: texts in the chat template of its models; () if the chat template does not identify them.
+        models: a pattern of the names of its models, in lower case.
     """
 
     name: str
@@ -96,10 +96,10 @@ class SwiftTemplate:
     agent: str | None = None
     thinks: bool = False
     empty_thought: str = ""
-    thought_start: str = ""
+    thinking_prefix: str = ""
     after_question_only: bool = False
     history_prefix: str = ""
-    thought_tags: tuple[str, str] = ("<think>", "</think>")
+    think_tags: tuple[str, str] = ("<think>", "</think>")
     thinking_system: str = ""
     system_in_question: bool = False
     system_file: str = ""
@@ -113,14 +113,14 @@ class SwiftTemplate:
     rules: SwiftRules = SwiftRules(4)
     agent_template: AgentTemplate | None = None
 
-    is_apart = False
+    encodes_separately = False
 
     @property
     def answer_end(self) -> str:
         return self.suffix
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """Write the turns of a conversation; see `Template.render`. Which answers are trained is in the turns."""
+        """Render the turns of a conversation; see `Template.render`. The turns state which answers are trained."""
         if conversation.switches:
             given: dict[str, Any] = dict(conversation.switches)
             rules = replace(self.rules, **given)
@@ -131,11 +131,11 @@ class SwiftTemplate:
             merged[0].texts[0], system = f"{system}\n\n{merged[0].texts[0]}", None
         if self.rules.has_template:
             if self.empty_thought and self.rules.add_empty_thought:
-                self._add_empty_thoughts(merged)
+                self._add_empty_reasoning(merged)
             if not self._preserves_thinking:
-                self._leave_thoughts_out(merged)
+                self._drop_old_reasoning(merged)
             if conversation.tools:
-                system, merged[0].texts[0] = self._agent().offer(conversation.tools, system, merged[0].texts[0])
+                system, merged[0].texts[0] = self._agent().add_tools(conversation.tools, system, merged[0].texts[0])
         if merged[0].role == "assistant":
             merged.insert(0, _Merged("user", [""]))
         if any((each.role == "assistant") != bool(index % 2) for index, each in enumerate(merged)):
@@ -145,15 +145,15 @@ class SwiftTemplate:
         return list(self._turns(merged, system))
 
     def _prepared(self, message: Message) -> Message:
-        """Return a message with its text as the template takes it."""
+        """Return a message with its text in the format of the template."""
         text, is_answer = message.content, message.role == "assistant"
         if self.trims:
             text = text.strip()
             before, end, after = text.partition("</think>")
             if is_answer and end and "<think>" in text:
-                thought = before.rstrip("\n").rpartition("<think>")[2].strip()
+                reasoning = before.rstrip("\n").rpartition("<think>")[2].strip()
                 rest = after.lstrip("\n")
-                text = f"<think>\n{thought}\n</think>\n\n{rest}"
+                text = f"<think>\n{reasoning}\n</think>\n\n{rest}"
         if self.system_in_question and is_answer:
             text = text.strip("\n")
         if self.answer_prefix and is_answer and self.rules.has_template and not text.startswith(self.answer_start):
@@ -170,13 +170,13 @@ class SwiftTemplate:
             if masked := 0 if self.rules.has_template else self._masked(asked):
                 yield Turn((before,), (asked[:masked],), False)
                 prompt = (asked[masked:],)
-            if index > last:  # nothing answers the last question
-                yield Turn((*prompt, self._begun), ())
+            if index > last:  # the last question has no answer
+                yield Turn((*prompt, self._answer_prompt), ())
                 return
             answer = merged[index + 1]
             for text, message in zip(answer.texts, answer.messages, strict=False):
-                is_meant = not self.rules.last_round or index >= last_round
-                trained = is_meant if message.trained is None else message.trained
+                in_scope = not self.rules.last_round or index >= last_round
+                trained = in_scope if message.trained is None else message.trained
                 masked = self._masked(text) if trained and not message.whole else 0
                 if masked:
                     yield Turn(prompt, (text[:masked],), False)
@@ -189,17 +189,17 @@ class SwiftTemplate:
             yield Turn((), (self.suffix,), True)
 
     @property
-    def _begun(self) -> str:
-        """What an answer that is to be generated begins with."""
+    def _answer_prompt(self) -> str:
+        """The start of an answer to be generated."""
         thinks = self.rules.enable_thinking
         if thinks is None:
             thinks = self.thinks and not (self.rules.version >= 4 and self.empty_thought)
         if not self.rules.has_template:
             return ""
-        return self.thought_start if thinks else self.empty_thought
+        return self.thinking_prefix if thinks else self.empty_thought
 
     def _merged(self, messages: Sequence[Message]) -> list[_Merged]:
-        """Write calls and what tools return, and join messages of one role in a row."""
+        """Render calls and tool results, and join consecutive messages of one role."""
         merged: list[_Merged] = []
         for message in self._with_calls_written(messages):
             previous = merged[-1] if merged else None
@@ -234,7 +234,7 @@ class SwiftTemplate:
             previous.texts[-1] += written
 
     def _with_calls_written(self, messages: Sequence[Message]) -> list[Message]:
-        """Write each run of calls as one message of the assistant."""
+        """Render each run of calls as one message of the assistant."""
         written: list[Message] = []
         run: list[Message] = []
         for message in (*messages, None):
@@ -270,13 +270,13 @@ class SwiftTemplate:
             return self.thinking_system + (system or "")
         return system
 
-    def _add_empty_thoughts(self, merged: Sequence[_Merged]) -> None:
+    def _add_empty_reasoning(self, merged: Sequence[_Merged]) -> None:
         start = self._last_question(merged) if self.rules.last_round else -1
         for index, each in enumerate(merged):
             follows = merged[index - 1].role if index else None
             if index < start or each.role != "assistant" or (self.after_question_only and follows != "user"):
                 continue
-            if not each.texts[0].startswith((self.thought_tags[0], self.empty_thought)):
+            if not each.texts[0].startswith((self.think_tags[0], self.empty_thought)):
                 each.texts[0] = self.empty_thought + each.texts[0]
 
     @property
@@ -285,26 +285,26 @@ class SwiftTemplate:
             return self.rules.preserve_thinking
         return not (self.rules.last_round and (self.thinks or self.rules.enable_thinking))
 
-    def _leave_thoughts_out(self, merged: Sequence[_Merged]) -> None:
-        """Leave the reasoning of answers before the last question, or results of tools, out."""
+    def _drop_old_reasoning(self, merged: Sequence[_Merged]) -> None:
+        """Drop the reasoning of answers before the last question or tool result."""
         for each in merged[: max(self._last_question(merged), 0)]:
             if each.role == "assistant":
-                each.texts[0] = self.history_prefix + each.texts[0].rpartition(self.thought_tags[1])[2].strip()
+                each.texts[0] = self.history_prefix + each.texts[0].rpartition(self.think_tags[1])[2].strip()
 
     def _last_question(self, merged: Sequence[_Merged]) -> int:
-        """Return the index of the last question; in version 4 results of tools are one."""
+        """Return the index of the last question; in version 4 tool results are questions, too."""
         roles = ("user",) if self.rules.version < 4 else ("user", "tool")
         return max((index for index, each in enumerate(merged) if each.role in roles), default=-1)
 
     def _masked(self, text: str) -> int:
-        """Return how many characters at the start of a trained answer are not trained."""
+        """Return the number of characters at the start of a trained answer that are not trained."""
         masks = self.rules.masks
         if masks is None:
             is_hybrid = self.thinks and bool(self.empty_thought)
             masks = ("empty_thought",) if self.rules.version >= 4 and is_hybrid else ()
         masked = 0
         for mask in masks or ():
-            has_own = mask == "empty_thought" and self.thought_tags[0] != "<think>"
+            has_own = mask == "empty_thought" and self.think_tags[0] != "<think>"
             patterns = (re.escape(self.empty_thought),) if has_own else _MASKS[mask]
             found = re.compile("|".join(patterns)).match(text, masked)
             masked = found.end() if found else masked

@@ -1,7 +1,7 @@
-"""ms-swift's templates of the models that this program trains, by ms-swift's names, and how one is chosen.
+"""ms-swift's templates of the supported models, by ms-swift's names, and how a template is chosen.
 
-ms-swift chooses a template by the name of the model's folder, and so does this; where the name is not a published
-model's, the chat template of the tokenizer decides, so that a folder may have any name.
+Like ms-swift, choose a template by the name of the model's folder; if it is not the name of a published model, choose
+by the tokenizer's chat template, so that a folder may have any name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.data.templates.swift import SwiftRules, SwiftTemplate
 from megatune.data.templates.tool_texts import fill
-from megatune.data.templates.tools import agent_template, entry_of, read_table
+from megatune.data.templates.tools import agent_template, load_entry, read_table
 from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
@@ -29,7 +29,7 @@ _SIZE = r"[\d.]+b"
 
 
 def _template(name: str) -> SwiftTemplate:
-    texts = entry_of("swift", name)
+    texts = load_entry("swift", name)
     if "named" in texts:
         named = NAMED_TEMPLATES[texts.pop("named")]
         end = named.assistant.partition("{content}")[2]
@@ -46,7 +46,7 @@ def _template(name: str) -> SwiftTemplate:
 
 SWIFT_TEMPLATES = {name: _template(name) for name in read_table("swift")}
 
-# Stage pt: a question and its answer, if there is a question, between the tokens that the tokenizer puts around a text.
+# Stage pt: a question and its answer, if there is a question, between the tokens that the tokenizer adds to a text.
 _PLAIN = SwiftTemplate(name="plain text", prompt="{content}", separator=None, suffix="{eos}", prefix="{bos}")
 
 
@@ -63,16 +63,17 @@ def swift_template(
     """Return a template of ms-swift for a model.
 
     Args:
-        name: None chooses it by the model.
+        name: None chooses the template by the model.
         model: the model's folder, or its name on a hub.
-        agent: the name of an agent template; None is the template's own.
-        default_system: for conversations without a system message; "" writes none, None keeps the template's own.
-        day: that a template may state as today's; None is today.
+        agent: the name of an agent template; None uses the template's default.
+        default_system: the system message of conversations without one; "" writes none, None uses the template's.
+        day: the date that a template may state; None is today.
 
     Raises:
-        MegatuneError: the name, of template or agent, is not known (exit code 64), or no template is the model's (66).
+        MegatuneError: the name of the template or agent template is unknown (exit code 64), or there is no template
+            for the model (66).
     """
-    template = _of_model(model, tokenizer) if name is None else named_swift_template(name)
+    template = _of_model(model, tokenizer) if name is None else swift_template_named(name)
     if template.system_file and default_system is None:
         template = replace(template, default_system=_system_of(model, template.system_file))
     eos = tokenizer.eos_token or ""
@@ -105,10 +106,10 @@ def swift_template(
 def template_of_swift(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, *, day: date | None = None
 ) -> SwiftTemplate:
-    """Load the template of ms-swift that settings ask for.
+    """Load ms-swift's template for these settings.
 
     Args:
-        day: that it states as today's, whatever the settings say.
+        day: the date that the template may state, which overrides the settings.
     """
     data, is_text = settings.data, settings.run.stage == "pt"
     if is_text:
@@ -131,11 +132,11 @@ def template_of_swift(
     )  # fmt: skip
 
 
-def named_swift_template(name: str) -> SwiftTemplate:
-    """Return the template of one of ms-swift's names.
+def swift_template_named(name: str) -> SwiftTemplate:
+    """Return ms-swift's template of this name.
 
     Raises:
-        MegatuneError: it is not supported (exit code 64), with the nearest names.
+        MegatuneError: it is not supported (exit code 64); the error lists the nearest names.
     """
     if name in SWIFT_TEMPLATES:
         return SWIFT_TEMPLATES[name]
@@ -144,7 +145,7 @@ def named_swift_template(name: str) -> SwiftTemplate:
 
 
 def _of_model(model: str, tokenizer: PreTrainedTokenizerBase) -> SwiftTemplate:
-    """Return the template of a model, by its name as ms-swift does, or by its chat template."""
+    """Return the template of a model, by its name as in ms-swift, or by its chat template."""
     name = _QUANTIZED.sub("", model.rstrip("/").rpartition("/")[2].lower())
     source = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
     for template in SWIFT_TEMPLATES.values():
@@ -160,10 +161,10 @@ def _of_model(model: str, tokenizer: PreTrainedTokenizerBase) -> SwiftTemplate:
 
 
 def _system_of(model: str, name: str) -> str:
-    """Return the default system message that is in a file of the model's folder.
+    """Return the default system message from a file in the model's folder.
 
     Raises:
-        MegatuneError: INPUT, where there is no such file.
+        MegatuneError: the file does not exist (exit code 66).
     """
     try:
         return Path(model, name).read_text(encoding="utf-8").replace("{name}", Path(model).name)
@@ -173,7 +174,7 @@ def _system_of(model: str, name: str) -> str:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return what the tokenizer puts before a text, and after it."""
+    """Return the texts that the tokenizer adds before and after a text."""
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")
     place = whole.index(letter)
@@ -181,7 +182,7 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _bound(template: SwiftTemplate, bos: str, eos: str, day: date | None) -> SwiftTemplate:
-    """Put a tokenizer's own tokens in the place of {bos} and {eos}, and a day, or today, in that of {today}."""
+    """Replace {bos} and {eos} by a tokenizer's special tokens, and {today} by a day, or by today's date."""
     today = day or date.today()
     days = {"{today}": today, "{yesterday}": today - timedelta(days=1)}
 

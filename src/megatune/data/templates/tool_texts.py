@@ -1,4 +1,4 @@
-"""Texts with placeholders in braces that write tools and calls of them, for formats of tools and agent templates."""
+"""Render tools and tool calls with placeholders in braces, for tool formats and agent templates."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ Tool = dict[str, Any]
 _GEMMA4_QUOTE = '<|"|>'
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
-# Keys of a JSON schema: of dicts of other schemas, with null as a value, and of lists that may have null in them.
+# Keys of a JSON schema: those with a dict of schemas, those whose value may be null, and those with lists that may
+# contain null.
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _NULLABLE = ("default", "const")
 _LISTS_WITH_NULL = ("enum", "examples")
 
 
 def compact(value: object, indent: int | None = None) -> str:
-    """Return JSON on one line (or indented), with letters of every script as they are."""
+    """Return JSON on one line (or indented), without escapes for non-ASCII characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def prepared(tool: Mapping[str, Any], version: int) -> Tool:
-    """Return a tool as agent templates get it: wrapped as {"type": "function", "function": ...} and, from version 4
-    of ms-swift on, without the null fields that Arrow gives to tools that share a table with others."""
-    kept = dict(tool) if version < 4 else without_padding(dict(tool))
+def wrapped(tool: Mapping[str, Any], version: int) -> Tool:
+    """Return a tool wrapped as {"type": "function", "function": ...}, as agent templates expect it. From ms-swift 4 on,
+    without the null fields that Arrow adds to tools that share a table with others."""
+    kept = dict(tool) if version < 4 else drop_null_fields(dict(tool))
     return kept if "type" in kept or "function" in kept else {"type": "function", "function": kept}
 
 
-def without_padding(schema: Any) -> Any:
-    """Return a schema without its null fields, except where null means something."""
+def drop_null_fields(schema: Any) -> Any:
+    """Return a schema without its null fields, except where null has a meaning."""
     if isinstance(schema, list):
-        return [without_padding(item) for item in schema]
+        return [drop_null_fields(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: Tool = {}
@@ -48,9 +49,9 @@ def without_padding(schema: Any) -> Any:
         elif key in _LISTS_WITH_NULL:
             kept[key] = value
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[key] = {name: without_padding(item) for name, item in value.items() if item is not None}
+            kept[key] = {name: drop_null_fields(item) for name, item in value.items() if item is not None}
         else:
-            kept[key] = without_padding(value)
+            kept[key] = drop_null_fields(value)
     return kept
 
 
@@ -124,7 +125,7 @@ def _xml_others(schema: Any, known: Iterable[str]) -> Iterable[str]:
 
 
 def _plain(tool: Tool) -> str:
-    """Describe a tool in LLaMA-Factory's own way."""
+    """Describe a tool in LLaMA-Factory's default format."""
     function = _function(tool)
     schema = function.get("parameters") or {}
     lines = []
@@ -173,7 +174,7 @@ def _quoted(text: str) -> str:
 
 
 def _gemma4_value(value: Any) -> str:
-    """Write a value as Gemma 4 does: keys sorted and bare."""
+    """Format a value as Gemma 4 does: keys sorted and without quotes."""
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, Mapping):
@@ -190,7 +191,7 @@ def _gemma4_arguments(arguments: Any) -> str:
     return written[1:-1] if isinstance(arguments, Mapping) else written
 
 
-# The placeholders of a tool.
+# The placeholders of a tool's text.
 TOOL_FIELDS: dict[str, Callable[[Tool], str]] = {
     "tool": compact,
     "tool_indented": lambda tool: compact(tool, indent=4),
@@ -208,7 +209,7 @@ TOOL_FIELDS: dict[str, Callable[[Tool], str]] = {
     "gemma4": _gemma4,
 }
 
-# The placeholders of the call of a number. ms-swift's ReAct writes arguments as Python does: quotes, None and True.
+# The placeholders of a call's text. ms-swift's ReAct formats arguments as Python does: quotes, None and True.
 CALL_FIELDS: dict[str, Callable[[ToolCall, int], str]] = {
     "name": lambda call, number: call.name,
     "name_json": lambda call, number: compact(call.name),
@@ -220,7 +221,7 @@ CALL_FIELDS: dict[str, Callable[[ToolCall, int], str]] = {
     "gemma4": lambda call, number: _gemma4_arguments(call.arguments),
 }
 
-# How the value of an argument is written.
+# The formats of an argument's value.
 _VALUES: dict[str, Callable[[Any], str]] = {
     "json": lambda value: value if isinstance(value, str) else compact(value),
     "python": str,
@@ -230,34 +231,34 @@ _VALUES: dict[str, Callable[[Any], str]] = {
 
 
 def call_id(number: int) -> str:
-    """Return the id of a conversation's call `number` (from 0), and of the answer to it, in formats that write ids.
+    """Return the id of call `number` (from 0) of a conversation, and of its result, in formats that write ids.
 
-    Mistral's takes nine letters or digits. Counted, not random: a random one would be text that nobody can learn.
+    Mistral's ids have nine letters or digits. They are counted: random ids would be text that no model can learn.
     """
     return f"call{number:05d}"
 
 
 def fill(text: str, **values: str) -> str:
-    """Replace {name} by a value; what has none, such as {"name": ...}, stays as it is."""
+    """Replace each {name} that has a value; all others, such as {"name": ...}, stay unchanged."""
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
 
 
 def fill_from(text: str, functions: Mapping[str, Callable[..., str]], *source: Any) -> str:
-    """Replace {name} by what a function makes of `source`; only functions that the text names are called."""
+    """Replace each {name} by the result of its function for `source`; only functions that the text names are called."""
     return _PLACEHOLDER.sub(lambda found: functions[found[1]](*source) if found[1] in functions else found[0], text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolTexts:
-    """How tools and calls of them are written.
+    """How tools and tool calls are formatted.
 
     Attributes:
-        tool, tool_joiner: one of {tools}, with the placeholders of TOOL_FIELDS, and what separates two.
+        tool, tool_joiner: one of {tools}, with the placeholders of TOOL_FIELDS, and the separator of tools.
         call, call_joiner: one of {calls}, with the placeholders of CALL_FIELDS, or with {name} and {values}.
-        value, value_joiner: one argument of {values}, with {key}, {value} and {is_string} (true or false); "": there is
-            no such placeholder.
-        values: how the value of an argument is written, a key of _VALUES.
-        all_calls: a run of {calls}.
+        value, value_joiner: one argument of {values}, with {key}, {value} and {is_string} (true or false); "": `call`
+            has no {values}.
+        values: the format of an argument's value, a key of _VALUES.
+        all_calls: the text around a run of {calls}.
     """
 
     tool: str = "{tool}"
@@ -269,11 +270,11 @@ class ToolTexts:
     values: str = "json"
     all_calls: str = "{calls}"
 
-    def written_tools(self, tools: Iterable[Tool], name: Callable[[Tool], str] | None = None) -> tuple[str, list[str]]:
-        """Return {tools}, and the name of each where `name` tells it.
+    def format_tools(self, tools: Iterable[Tool], name: Callable[[Tool], str] | None = None) -> tuple[str, list[str]]:
+        """Return {tools}, and the result of `name` for each.
 
         Raises:
-            RowError: the texts describe what a tool does not have.
+            RowError: a tool lacks a field that the texts describe.
         """
         try:
             whole = list(tools)
@@ -283,17 +284,17 @@ class ToolTexts:
             detail = f"{type(error).__name__}: {error}"
             raise RowError("bad-tools", "a tool that the template cannot describe", detail) from error
 
-    def written_calls(self, calls: Sequence[ToolCall], number: int = 0) -> str:
-        """Return the text of a run of calls, of which the first is the conversation's call `number`.
+    def format_calls(self, calls: Sequence[ToolCall], number: int = 0) -> str:
+        """Return the text of a run of calls, the first of which is call `number` of the conversation.
 
         Raises:
-            RowError: the arguments of a call are not an object, where they are written one by one.
+            RowError: the arguments of a call are not an object, but the format writes them one by one.
         """
         try:
             written = [self._call(call, number) for number, call in enumerate(calls, start=number)]
         except (AttributeError, TypeError, ValueError) as error:
             detail = f"{type(error).__name__}: {error}"
-            raise RowError("bad-tools", "a call whose arguments are not an object of JSON", detail) from error
+            raise RowError("bad-tools", "a call whose arguments are not a JSON object", detail) from error
         return fill(self.all_calls, calls=self.call_joiner.join(written))
 
     def _call(self, call: ToolCall, number: int) -> str:

@@ -1,10 +1,10 @@
-"""Turns, prompt and completion, which every template writes of a conversation: as text and as tokens.
+"""Turns: the prompt and the completion of each answer in a conversation, as text and as tokens.
 
-Reasoning is <think> ... </think> before what the user reads.
+Reasoning is the block <think> ... </think> before the visible answer.
 
-Most tokenizers give a prompt the same tokens whether or not an answer follows, and an answer the same ones by itself:
-each is tokenised alone, and no token crosses the border. Those that put a space before every text, such as Llama 2's
-and Mixtral's, do not: a conversation is tokenised as a whole, and its tokens are split by their character offsets.
+Most tokenizers give a prompt the same tokens with or without an answer after it, so each piece is tokenized alone and
+no token crosses the border. Tokenizers that add a space before every text (Llama 2, Mixtral) do not: the conversation
+is tokenized as a whole, and its tokens are split by their character offsets.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
     from megatune.data.truncation import Segment
 
-OPENING = "<think>\n"
-EMPTY_THOUGHT = f"{OPENING}\n</think>\n\n"
+THINK_START = "<think>\n"
+EMPTY_THINK = f"{THINK_START}\n</think>\n\n"
 
 _ANYWHERE = re.compile(r"<think>.*?</think>", re.DOTALL)
-# The opening tag may be missing: some data starts inside the thought, as the model's prompt ends with the tag.
+# The opening tag may be missing: some data starts inside the reasoning, since the model's prompt ends with the tag.
 _LEADING = re.compile(r"\s*(?:<think>)?(?P<thought>(?:(?!<think>).)*?)</think>(?P<gap>\n*)", re.DOTALL)
 
-# The tokens of a conversation: prompt and answer of each turn.
+# The tokens of a conversation: the prompt and the completion of each turn.
 TurnTokens = list[tuple[list[int], list[int]]]
 
 PROBE = Conversation((Message("user", "Hello"), Message("assistant", "Hi")))
-# A prompt that opens a thought and an answer that has none meet in the middle of an empty line, which is one token.
+# A prompt that opens a reasoning block and an answer without one meet inside an empty line, which is one token.
 _THINKING_PROBE = Conversation((PROBE.messages[0], Message("assistant", "<think>\nGreet.\n</think>\n\nHi")))
 
 
@@ -45,9 +45,9 @@ class Turn:
     """One answer of the assistant and the text before it.
 
     Attributes:
-        prompt: pieces of text up to where the assistant starts.
-        completion: pieces of text that the assistant writes, with the token that ends its turn.
-        trained: whether the completion is trained; None leaves it to the settings.
+        prompt: pieces of text before the answer.
+        completion: pieces of text that the assistant writes, including the end-of-turn token.
+        trained: whether the completion is trained; None follows the settings.
     """
 
     prompt: tuple[str, ...]
@@ -61,13 +61,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How reasoning is written, for templates of models that think before they answer.
+    """How reasoning is rendered, for templates of reasoning models.
 
     Attributes:
-        enable: True: an answer without reasoning gets an empty thought, trained. False: reasoning is taken out and
-            the empty thought belongs to the prompt. None: reasoning stays where there is some; where there is none,
-            the empty thought belongs to the prompt.
-        drop_history: answers before the last question lose their reasoning, as the model sees them when it is used.
+        enable: True: an answer without reasoning gets an empty reasoning block, which is trained. False: reasoning is
+            removed and the empty block is part of the prompt. None: reasoning is kept; an answer without reasoning
+            gets an empty block as part of the prompt.
+        drop_history: remove the reasoning of answers before the last question, as at inference.
     """
 
     enable: bool | None = True
@@ -75,62 +75,62 @@ class Thinking:
 
 
 class Template(Protocol):
-    """Writes conversations as a model expects them."""
+    """Renders conversations in the format that a model expects."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def answer_end(self) -> str | None:
-        """What ends an answer, for ms-swift's templates; None for all others.
+        """The text that ends an answer, for ms-swift's templates; None for all others.
 
-        There, neighbouring texts that are masked alike are tokenised as one, each document is cut by itself, and what
-        follows a trained answer is trained as far as it is this text.
+        With it, adjacent texts with the same mask are tokenized as one, each document is truncated separately, and
+        the text after a trained answer is trained if it equals this end.
         """
         ...
 
     @property
-    def is_apart(self) -> bool:
-        """Whether each text is tokenised by itself with any tokenizer, as LLaMA-Factory does."""
+    def encodes_separately(self) -> bool:
+        """Whether each piece is tokenized separately with any tokenizer, as in LLaMA-Factory."""
         ...
 
     def render(self, conversation: Conversation, thinking: Thinking) -> list[Turn]:
-        """Write the turns of a conversation, in order, one for each assistant message.
+        """Render the turns of a conversation, in order, one for each assistant message.
 
         Raises:
-            RowError: the template cannot write this conversation.
+            RowError: the template cannot render this conversation.
         """
         ...
 
 
-def split_thought(content: str) -> tuple[str, str]:
-    """Split an answer into its leading reasoning with the newlines after it ("" where there is none), and the rest."""
+def split_think(content: str) -> tuple[str, str]:
+    """Split an answer into its leading reasoning with the newlines after it ("" if there is none), and the rest."""
     match = _LEADING.match(content) if "</think>" in content else None
     end = match.end() if match else 0
     return content[:end], content[end:]
 
 
-def without_thought(content: str) -> str:
+def strip_think(content: str) -> str:
     """Remove the reasoning from an answer."""
     if "</think>" not in content:
         return content
-    return _ANYWHERE.sub("", split_thought(content)[1]).lstrip("\n")
+    return _ANYWHERE.sub("", split_think(content)[1]).lstrip("\n")
 
 
-def normal_thought(content: str) -> str:
-    """Write an answer's leading reasoning as models do: tags on lines of their own, then an empty line.
+def normalize_think(content: str) -> str:
+    """Format an answer's leading reasoning as models do: tags on separate lines, then an empty line.
 
-    Anything else, such as text before the reasoning, stays as it is: no text is lost.
+    Everything else, such as text before the reasoning, stays unchanged.
     """
     match = _LEADING.match(content) if "</think>" in content else None
     if match is None:
         return content
     thought = match["thought"].strip("\n")
-    return f"{OPENING}{thought}\n</think>\n\n{content[match.end() :]}"
+    return f"{THINK_START}{thought}\n</think>\n\n{content[match.end() :]}"
 
 
 def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether prompts and answers tokenised by themselves become other tokens than together."""
+    """Return whether tokenizing prompts and answers separately gives other tokens than tokenizing them together."""
 
     def same_apart(probe: Conversation) -> bool:
         turns = template.render(probe, Thinking())
@@ -138,16 +138,16 @@ def needs_whole_text(template: Template, tokenizer: PreTrainedTokenizerBase) -> 
         apart = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
         return apart == tokenizer.encode("".join(pieces), add_special_tokens=False)
 
-    return not (template.is_apart or same_apart(PROBE) or same_apart(_THINKING_PROBE))
+    return not (template.encodes_separately or same_apart(PROBE) or same_apart(_THINKING_PROBE))
 
 
-def joined_texts(texts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts that are trained, or masked, alike."""
+def join_by_mask(texts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Join adjacent texts that are all trained or all masked."""
     return [("".join(text for text, _ in group), on) for on, group in groupby(texts, key=itemgetter(1))]
 
 
-def with_ends(segments: Sequence[Segment], end: list[int]) -> list[Segment]:
-    """Train what ends an answer where the text behind a trained one begins with it."""
+def train_ends(segments: Sequence[Segment], end: list[int]) -> list[Segment]:
+    """Train the end tokens of an answer if the text after a trained answer begins with them."""
     ended: list[Segment] = []
     for tokens, trained in segments:
         if not trained and ended and ended[-1][1] and tokens[: len(end)] == end:
@@ -158,7 +158,7 @@ def with_ends(segments: Sequence[Segment], end: list[int]) -> list[Segment]:
 
 
 def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list[TurnTokens]:
-    """Tokenise each conversation as a whole; a token belongs to the prompt or answer that it begins in.
+    """Tokenize each conversation as a whole; a token belongs to the prompt or completion in which it begins.
 
     Args:
         backend: a tokenizer of the tokenizers library.
@@ -167,7 +167,7 @@ def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list
     encodings = backend.encode_batch(["".join(texts) for texts in sides], add_special_tokens=False)
     split: list[TurnTokens] = []
     for encoding, texts in zip(encodings, sides, strict=True):
-        begins = [0, *accumulate(map(len, texts))][:-1]  # no text but the first is empty
+        begins = [0, *accumulate(map(len, texts))][:-1]  # only the first text can be empty
         tokens: list[list[int]] = [[] for _ in texts]
         for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True):
             tokens[bisect_right(begins, begin) - 1].append(token)
@@ -176,12 +176,12 @@ def tokens_of_whole_texts(backend: Any, conversations: list[list[Turn]]) -> list
 
 
 def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: str) -> None:
-    """Refuse a template whose answers do not end with one special token, or whose prompts and answers share tokens.
+    """Reject a template whose answers do not end with one special token, or whose prompts and answers share tokens.
 
-    A model learns to stop only where its answers end with one token that says so.
+    A model learns to stop only if its answers end with a special end token.
 
     Args:
-        fix: what to change where nothing ends an answer.
+        fix: the suggested fix if no special token ends an answer.
 
     Raises:
         MegatuneError: exit code 66, with the ids and the text of the tokens.
@@ -197,20 +197,20 @@ def check_tokens(template: Template, tokenizer: PreTrainedTokenizerBase, fix: st
     (turn,) = template.render(PROBE, Thinking())
     texts = ("".join(turn.prompt), "".join((*turn.prompt, *turn.completion)))
     prompt, whole = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    # A model is asked with the prompt alone, whose tokens an answer must not change; without a backend that gives the
-    # offsets of tokens the whole cannot be split either.
+    # At inference the model gets the prompt alone, so an answer must not change the prompt's tokens. Without a backend
+    # that reports token offsets, the tokens of the whole text cannot be split.
     if getattr(tokenizer, "backend_tokenizer", None) is None or prompt != whole[: len(prompt)]:
         what = f"template: {template.name} cannot be used with this model's tokenizer"
         alone, followed = (_shown(tokens[-4:], tokenizer) for tokens in (prompt, whole[: len(prompt)]))
         why = f"the tokens of a prompt change when an answer follows: {alone}, not {followed}"
-        fix = "use a template whose prompts end with a special token, such as a YAML file of your own"
+        fix = "use a template whose prompts end with a special token, for example from a YAML file"
         raise MegatuneError(Finding(what, tokenizer.name_or_path, why, fix), ExitCode.INPUT)
 
 
 def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Note that answers end with another token than the tokenizer's eos_token; "" where they end with it.
+    """Return a note if answers end with another token than the tokenizer's eos_token; otherwise "".
 
-    A model that is trained so stops there only where its generation_config.json names the token.
+    After such training the model stops only if its generation_config.json lists the token.
     """
     end = _end(template, tokenizer)[-1]
     if end == tokenizer.eos_token_id:
@@ -222,7 +222,7 @@ def stop_note(template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _end(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise an answer, without white space after it."""
+    """Tokenize an answer without the whitespace after it."""
     pieces = template.render(PROBE, Thinking())[-1].completion
     tokens = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
     while tokens and not _is_special(tokens[-1], tokenizer) and not tokenizer.decode(tokens[-1:]).strip():

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from megatune.data.bad_rows import RowError
-from megatune.data.media import picture_source
+from megatune.data.media import media_source
 from megatune.errors import MegatuneError
 from megatune.generation.endpoint.responses import ApiError
 from megatune.generation.generator import Generator, TooLongError
@@ -283,7 +283,7 @@ def _image(url: str, role: str, param: str, generator: Generator) -> Any:
     if not url.startswith("data:image/"):
         raise ApiError(400, f"{param}: images are sent as data: URLs; nothing is fetched", param, "invalid_image_url")
     try:
-        return generator.pictures.read(picture_source(url, "image", ""))
+        return generator.pictures.read(media_source(url, "image", ""))
     except RowError as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_image") from error
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from megatune.config.values import counted, shown
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources import DatasetSource, resolve_datasets
-from megatune.data.sources.detection import suggested
+from megatune.data.sources.detection import suggest_columns
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch import layout_settings, planned_lines
@@ -101,7 +101,7 @@ def _resolved(data: str, stage: str, row: Mapping[str, Any] | None) -> tuple[lis
     except MegatuneError as error:
         if error.exit_code != ExitCode.DATA or row is None:
             raise
-        columns = suggested(row, stage)
+        columns = suggest_columns(row, stage)
         if stage == "sft" and not {"response", "messages"} & set(columns.values()):
             raise
         return resolve_datasets([data], "data", stage, columns, hubs=False), columns
