@@ -1,4 +1,4 @@
-"""What a user gets when something is wrong: findings, and exit codes that scripts can act on."""
+"""Findings, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
-# Behind the name of a file; what a user wrote may end in more digits, or in those of another writing.
+# The line after a file name; text of a user may end in more digits, or in digits of another script.
 _LINE = re.compile(r":([0-9]{1,9})\Z")
 NO_LINE = 10**9
-# Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD.
+# Environment variables with secrets: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD.
 _SECRET = re.compile(r"(_|^)(KEY|APIKEY|TOKEN|PASSWORD|PASSWD|SECRET)S?(_|$)")
-_LEAST_SECRET = 8  # characters; what is shorter is a switch or a word
+_LEAST_SECRET = 8  # characters; shorter values are switches or words
 _CREDENTIALS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # https://user:password@host
 
 
@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     DIFFERENT = 1  # `verify` found a difference
     SETTINGS = 64
     DATA = 65
-    INPUT = 66  # an input is missing or refused
+    INPUT = 66  # an input is missing or invalid
     UNAVAILABLE = 69  # a service or a peer is missing
     INTERNAL = 70
     OUT_OF_MEMORY = 71
@@ -39,12 +39,12 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, in the four parts a user needs to fix it.
+    """A problem, in the four parts that a user needs to fix it.
 
     Attributes:
-        what: what is wrong, naming the key, file or value.
-        where: file and line ("run.yaml:7"), flag, or "" where it has no place.
-        why: the reason, "" where `what` says it all.
+        what: what is wrong, with the key, file or value.
+        where: file and line ("run.yaml:7"), flag, or "" without a place.
+        why: the reason, or "" if `what` is enough.
         fix: the change that fixes it.
     """
 
@@ -60,44 +60,44 @@ class Finding:
 
 
 def line_of(where: str) -> int:
-    """Return the line of a place, "run.yaml:7"; NO_LINE of one without a line, and more where there is no place."""
+    """Return the line of a place, "run.yaml:7"; NO_LINE without a line, and more without a place."""
     found = _LINE.search(where)
     return int(found[1]) if found else NO_LINE if where else 2 * NO_LINE
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by the lines of their file; those of a command line come after them, and those of no place last."""
+    """Sort findings by the lines of their file, then those of a command line, then those without a place."""
     return sorted(findings, key=lambda finding: line_of(finding.where))
 
 
 def nearest_names(word: str, names: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return the names that a misspelt word may mean, the most likely first."""
+    """Return the names most similar to a misspelt word, the best first."""
     return difflib.get_close_matches(word, list(names), n=count, cutoff=cutoff)
 
 
 def names_with(word: str, names: Iterable[str]) -> list[str]:
-    """Return the longer names that have all the words of a name: num_train_epochs of epochs."""
+    """Return the longer names with all parts of a name: num_train_epochs for epochs."""
     words = {*word.lstrip("-").replace("-", "_").split("_")}
     return [name for name in names if words < {*name.lstrip("-").split("_")}]
 
 
 def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that a misspelt word most likely means; None where no name is near."""
+    """Return the name most similar to a misspelt word; None if none is similar."""
     return next(iter(nearest_names(word, names, 1, cutoff)), None)
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "", count: int = 1, cutoff: float = 0.6) -> str:
-    """Return the fix of a misspelt word: the names that it may mean; `otherwise` where no name is near."""
+    """Return the fix of a misspelt word: similar names, or `otherwise` if there are none."""
     near = nearest_names(word, names, count, cutoff)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 class MegatuneError(Exception):
-    """Ends a verb with a report and an exit code, never with a traceback.
+    """An error that ends a command with a report and an exit code, without a traceback.
 
     Args:
-        findings: every problem found, not only the first; a string stands for one finding.
-        exit_code: how the process ends.
+        findings: all problems, not only the first; a string is one finding.
+        exit_code: of the process.
     """
 
     def __init__(self, findings: str | Finding | Iterable[Finding], exit_code: ExitCode = ExitCode.INTERNAL) -> None:
@@ -114,22 +114,22 @@ class MegatuneError(Exception):
 
 
 def without_secrets(text: str) -> str:
-    """Return a text of a library's without the values of variables that hold secrets, the token of the hub's own file,
-    and what stands before the host of a URL."""
+    """Remove secrets from a text: values of secret environment variables, the hub's stored token, and credentials in
+    URLs."""
     for secret in _secrets():
         text = text.replace(secret, "***")
     return _CREDENTIALS.sub("://***@", text) if "@" in text else text
 
 
 def _secrets() -> list[str]:
-    """Return what must not be shown, longer ones first: one may be the start of another."""
+    """Return all secrets, longer ones first, as one may be a prefix of another."""
     found = {value.strip() for name, value in os.environ.items() if _SECRET.search(name)} | {_hub_token()}
     return sorted((value for value in found if len(value) >= _LEAST_SECRET), key=len, reverse=True)
 
 
 @cache
 def _hub_token() -> str:
-    """Return the token that `hf auth login` keeps; "" where there is none."""
+    """Return the token that `hf auth login` stored; "" without one."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     try:
         with open(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token"))) as file:

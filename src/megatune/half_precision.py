@@ -1,6 +1,6 @@
-"""Products of matrices in bf16 and fp16 on a CPU that has no instructions for them.
+"""Matrix products in bf16 and fp16 on CPUs without instructions for them.
 
-There torch's kernels take five to a hundred times as long as those for fp32. Where there is a GPU nothing changes.
+There torch's kernels are five to a hundred times slower than those for fp32. Nothing changes if there is a GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 8
-_REGISTERED: list[torch.library.Library] = []  # what a library has registered goes with it
+_REGISTERED: list[torch.library.Library] = []  # kernels are unregistered when their library is deleted
 
 
 @functools.cache
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """From here on compute this process's products of matrices in bf16 and fp16 in fp32, and round them, where `dtype`
-    is one of both and the CPU has no instructions for it.
+    """Compute this process's bf16 and fp16 matrix products in fp32 and round them, if the CPU has no instructions for
+    `dtype`, which is one of the two.
 
-    Products of a few rows stay torch's: they take no longer than reading the weights does.
+    Products with a few rows still use torch's kernels: they take no longer than reading the weights.
     """
     if dtype not in _HALF or _has_instructions(dtype) or torch.accelerator.is_available() or _REGISTERED:
         return
@@ -36,7 +36,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has kernels for it here; True where torch has no oneDNN, but kernels of its own."""
+    """Return whether oneDNN has kernels for a dtype on this CPU; True if torch is built without oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return True
     onednn = torch.ops.mkldnn
@@ -45,18 +45,18 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 
 def _product(operator: Any, *tensors: Tensor, **scales: Any) -> Tensor:
-    """Multiply the last two of the tensors, [..., n, k] and [..., k, m], and add what comes before them."""
+    """Multiply the last two tensors, [..., n, k] and [..., k, m], and add the one before them, if any."""
     rows, columns = tensors[-2:]
     if rows.dtype in _HALF and rows.shape[-2] >= _FEW_ROWS and {each.dtype for each in tensors} == {rows.dtype}:
         wide: Tensor = operator(*(each.float() for each in tensors), **scales)
         return wide.to(rows.dtype)
-    # torch's own kernel, which is also that of an overload that nothing replaces.
+    # The out overload is not replaced, so this is torch's own kernel.
     out = rows.new_empty(*rows.shape[:-1], columns.shape[-1])
     return operator.out(*tensors, **scales, out=out)  # type: ignore[no-any-return]
 
 
 def _grouped_product(rows: Tensor, columns: Tensor, *runs: Tensor) -> Tensor:
-    """Multiply runs of rows by a matrix each, see `torch.nn.functional.grouped_mm`."""
+    """Multiply groups of rows by one matrix each, see `torch.nn.functional.grouped_mm`."""
     call = torch.ops.aten._grouped_mm.default._op_dk
     torch_kernel = functools.partial(call, torch.DispatchKey.CompositeExplicitAutograd)
     if rows.dtype in _HALF and columns.dtype == rows.dtype:

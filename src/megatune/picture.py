@@ -1,4 +1,4 @@
-"""An empty picture that needs no display, and writing it."""
+"""Figures that need no display, and writing them as PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DPI = 110
 
 def new_figure(width: float, height: float) -> Figure:
     """Return a figure of this size in inches."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would tell the user about building a font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it reports that it builds a font cache
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,14 +27,14 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def as_png(figure: Figure) -> bytes:
-    """Return the content of a PNG."""
+    """Return a figure as the bytes of a PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
     return content.getvalue()
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a PNG, and the folders that it lies in.
+    """Write a figure as a PNG, and create its folder.
 
     Raises:
         MegatuneError: CANNOT_WRITE.

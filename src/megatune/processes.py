@@ -1,8 +1,4 @@
-"""Processes: how many a machine has cores and memory for, how they end with the one that started them, and what they
-leave out of their start.
-
-Files are written on one machine and run on others. A process that is killed cannot end those that it started.
-"""
+"""Helpers for processes: how many a machine has room for, ending with their parent, and fast imports."""
 
 from __future__ import annotations
 
@@ -14,21 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PARENT_LOOK_SECONDS = 1.0  # between looks whether the parent is there
+PARENT_LOOK_SECONDS = 1.0  # between checks whether the parent is alive
 
 _PROCESS_BYTES = 2**28  # of Python, its libraries and a tokenizer
-# Transformers and peft import these where they are installed, for parts that hardly a process here uses. Each takes
-# a second or more, and bitsandbytes initialises CUDA, after which a process cannot be forked.
+# Transformers and peft import these if they are installed, for parts that are rarely used here. Each takes a second or
+# more, and bitsandbytes initializes CUDA, after which a process cannot be forked.
 _UNUSED = ("bitsandbytes", "peft", "scipy", "sklearn")
 
 
 def usable_processes(asked: int, side_by_side: int = 1) -> tuple[int, str]:
-    """Return how many of the processes that are asked for to start, and what bounds them; "" where nothing does.
-
-    Their number changes no result.
+    """Return how many of the requested processes to start, and what limits them; "" if nothing does.
 
     Args:
-        side_by_side: how often as many are started on this machine.
+        side_by_side: how many callers start as many on this machine.
     """
     import psutil
 
@@ -41,7 +35,7 @@ def usable_processes(asked: int, side_by_side: int = 1) -> tuple[int, str]:
 
 
 def when_parent_ends(parent: int, act: Callable[[], object]) -> None:
-    """Have a thread call `act` once the process `parent`, which started this one, has ended in whatever way."""
+    """Start a thread that calls `act` when the parent process `parent` has ended, even if it was killed."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -53,9 +47,8 @@ def when_parent_ends(parent: int, act: Callable[[], object]) -> None:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Leave the garbage collector off inside: where many objects are made, hardly a cycle among them, it takes a tenth
-    of the time. What is there in the end is left out of later collections, the one when the process ends among them:
-    another fifth."""
+    """Turn the garbage collector off in the block: it takes a tenth of the time if many objects without cycles are
+    created. The objects are also excluded from later collections, including the one at exit: another fifth."""
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -68,8 +61,8 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import inside what ranks, actors, infer and serve need: libraries that few use look as if they were not
-    installed (whoever does imports them later), and the garbage collector is off."""
+    """Speed up imports in the block: rarely used libraries look as if they were not installed, so that they are
+    imported when needed, and the garbage collector is off."""
     hidden = [name for name in _UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: `import` and find_spec do not find it
     try:

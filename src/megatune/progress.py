@@ -1,6 +1,6 @@
-"""How far long work has come: one live set of bars on a terminal, a line now and then elsewhere.
+"""Progress of long work: live bars on a terminal, otherwise a line every few seconds.
 
-`--quiet`, or MEGATUNE_QUIET=1, shows neither. NO_COLOR, COLUMNS and TERM mean what rich takes them for.
+`--quiet`, or MEGATUNE_QUIET=1, shows neither. NO_COLOR, COLUMNS and TERM have the meaning that rich gives them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_VARIABLE = "MEGATUNE_QUIET"
-_LINE_SECONDS = 10.0  # between two lines of one piece of work
+_LINE_SECONDS = 10.0  # between lines of one task
 _REFRESH_SECONDS = 0.1
 
 
@@ -26,18 +26,18 @@ def is_quiet() -> bool:
 
 
 def say(text: str) -> None:
-    """Print what is neither a warning nor a result."""
+    """Print information that is neither a warning nor a result, unless quiet."""
     if not is_quiet():
         print(text, flush=True)
 
 
 class Bars:
-    """The live bars of one console, which stay below what is printed.
+    """The live bars of one console, below other output.
 
-    They are drawn by whoever counts: a thread of their own might hold a lock in the moment in which a process forks.
+    The threads that report progress draw them: a separate thread might hold a lock when a process forks.
 
     Args:
-        console: standard error unless given.
+        console: standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -46,14 +46,14 @@ class Bars:
         self._lock = RLock()
 
     def open(self, verb: str, total: float | None, said: str) -> Any:
-        """Add a bar and return its number; None where there is no terminal, or nobody wants one."""
+        """Add a bar and return its number; None without a terminal, or if quiet."""
         with self._lock:
             if is_quiet() or not (sys.stderr.isatty() if self._console is None else self._console.is_terminal):
                 return None
             if self._live is None:
                 self._live = _live(self._console)
                 self._live.start()
-                atexit.register(self._stop)  # else the terminal keeps no cursor
+                atexit.register(self._stop)  # restores the terminal's cursor
             return self._live.add_task(verb, total=total, said=said)
 
     def update(self, number: Any, done: float, said: str) -> None:
@@ -65,7 +65,7 @@ class Bars:
                     self._live.refresh()
 
     def close(self, number: Any) -> None:
-        """Remove a bar; with the last one the terminal is as before."""
+        """Remove a bar; the last one restores the terminal."""
         with self._lock:
             if self._live is not None and number in self._live.task_ids:
                 self._live.refresh()
@@ -74,7 +74,7 @@ class Bars:
                     self._stop()
 
     def print(self, text: str) -> bool:
-        """Print above the bars; False where there are none."""
+        """Print above the bars; return False if there are none."""
         with self._lock:
             if self._live is None:
                 return False
@@ -92,16 +92,16 @@ BARS = Bars()
 
 
 class Progress:
-    """One piece of work, from its beginning to `close`, or for a `with`. Several threads may count.
+    """Progress of one task, until `close` or as a context manager. Several threads may report.
 
     Args:
         verb: "loading".
-        total: what there is to do; None where it is not known.
-        unit: what is counted, "rows"; of bytes "".
-        name: of what, for lines.
-        done: that was done before.
-        shows: whether there is a bar; no line is printed without, either.
-        lines: whether lines are printed where there is no bar.
+        total: total amount; None if not known.
+        unit: what is counted, "rows"; "" for bytes.
+        name: the object of the task.
+        done: the amount that was done before.
+        shows: whether a bar or lines are shown.
+        lines: whether lines are printed if there is no bar.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class Progress:
         self.close()
 
     def add(self, count: int) -> None:
-        """Count what was done; of what has to begin anew, less than 0."""
+        """Add to the amount done; a negative count for what has to be repeated."""
         with self._lock:
             self.to(self._done + count)
 
     def to(self, done: int, also: str | None = None) -> None:
-        """Say how much is done in all.
+        """Set the amount done.
 
         Args:
-            also: what a bar shows next to it from now on.
+            also: further text to show from now on.
         """
         with self._lock:
-            self._done = done if self._total is None else min(done, self._total)  # headers of files are not counted
+            self._done = done if self._total is None else min(done, self._total)  # file headers are not in the total
             self._also = self._also if also is None else f"  {also}"
             if self._bar is not None:
                 self._bars.update(self._bar, done, self._said())
@@ -143,7 +143,7 @@ class Progress:
                 print(f"{self._verb:<10} {self._said()}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End; a bar disappears."""
+        """End the task, and remove its bar."""
         if self._bar is not None:
             self._bars.close(self._bar)
             self._bar = None
@@ -168,7 +168,7 @@ class Progress:
 
 
 def amount(num_bytes: int) -> str:
-    """1234567 -> "1.2 MB", in the decimal units that disks are sold in."""
+    """Format a number of bytes in decimal units: 1234567 -> "1.2 MB"."""
     amount = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""What rotary embedding turns by: scalings of its angles, and several positions."""
+"""Scalings and multimodal positions of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's frequency-dependent stretch of rotary embeddings (Transformers' rope_type "llama3")."""
+    """Llama 3.1's frequency-dependent scaling of rotary embeddings (Transformers' rope_type "llama3")."""
 
     factor: float
     low_freq_factor: float
@@ -21,7 +21,7 @@ class YarnRopeScaling:
 
     Attributes:
         attention_factor: multiplies cosine and sine.
-        truncate: whether the corrected dimensions are rounded to whole ones.
+        truncate: whether the correction range is rounded to whole dimensions.
     """
 
     factor: float
@@ -41,19 +41,19 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalRopeScaling:
-    """The first `share` of a head's pairs of channels turn, by the frequencies that they have among all of the head's
-    pairs; the others do not turn (Transformers' rope_type "proportional")."""
+    """Only the first `share` of a head's channel pairs are rotated, by the frequencies that they have among all pairs
+    of the head (Transformers' rope_type "proportional")."""
 
     share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753), as Transformers' rope_type "longrope": a divisor for the angle of each pair of
-    channels, and another one in documents that are longer than the original context.
+    """LongRoPE (arXiv:2402.13753), as Transformers' rope_type "longrope": a divisor for the angle of each channel pair,
+    and another one in sequences that are longer than the original context.
 
     Attributes:
-        short_factors, long_factors: one for each pair of channels that is turned.
+        short_factors, long_factors: one for each rotated channel pair.
         attention_factor: multiplies cosine and sine.
     """
 
@@ -76,8 +76,9 @@ class MultimodalRope:
     """Rotary embedding by three positions, of time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     Attributes:
-        section: how many of a head's frequencies turn by each of the three.
-        interleaved: they take turns (t, h, w, t, h, w, ..., and t alone at the end), otherwise each has a run of them.
+        section: how many of a head's frequencies use each of the three.
+        interleaved: they alternate (t, h, w, t, h, w, ..., and only t at the end); otherwise each has a contiguous
+            range.
     """
 
     section: tuple[int, int, int]

@@ -310,7 +310,7 @@ def test_a_stage_is_an_override_of_train(run_file: Path, monkeypatch: pytest.Mon
         (["plan", "--gpus", "8", "--yaml=run.yaml"], "fix: megatune plan run.yaml --gpus 8\n"),
         (
             ["train", "run.yaml", "--config", "zero3.yaml"],
-            "'zero3.yaml' is one word too many: 'run.yaml' is the settings file already",
+            "unexpected word 'zero3.yaml': the settings file is already 'run.yaml'",
         ),
         (["sft", "--config", "recipe"], "fix: megatune sft recipe\n"),
     ],

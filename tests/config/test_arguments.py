@@ -30,6 +30,8 @@ def test_split(words, expected):
 
 
 def test_two_files_are_one_too_many():
-    with pytest.raises(MegatuneError, match=r"'b.yaml' is one word too many: 'a.yaml' is the settings file") as caught:
+    with pytest.raises(
+        MegatuneError, match=r"unexpected word 'b.yaml': the settings file is already 'a.yaml'"
+    ) as caught:
         split_arguments(["a.yaml", "b.yaml"])
     assert caught.value.exit_code == ExitCode.SETTINGS

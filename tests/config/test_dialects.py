@@ -212,7 +212,7 @@ def test_a_file_may_not_say_two_things(tmp_path):
     path.write_text("no_rope_fusion: true\napply_rope_fusion: true\nlr: 1e-5\nlearning_rate: 1e-5\n")
     loaded = load(path, dialect=SWIFT)
     assert [finding.what for finding in loaded.findings] == [
-        f"apply_rope_fusion sets what no_rope_fusion sets at {path}:1"
+        f"apply_rope_fusion sets the same setting as no_rope_fusion at {path}:1"
     ]
 
 

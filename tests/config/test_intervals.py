@@ -35,7 +35,7 @@ def test_shares_become_steps():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("save_steps=1.5",), "save_steps 1.5 is neither a share below 1 nor a number of steps"),
+        (("save_steps=1.5",), "save_steps 1.5 is neither a fraction below 1 nor a number of steps"),
         (("logging_steps=0",), "logging_steps is 0"),
         ((*BEST, "save_steps=0.2", "eval_steps=0.1"), f"{BOTH} 0.2 and eval_steps 0.1"),
         ((*BEST, "save_steps=500", "eval_steps=0.1"), f"{BOTH} 500 and eval_steps 0.1"),

@@ -245,17 +245,17 @@ WRONG = [
     ),
     (
         "eval_strategy: no\nevaluation_strategy: epoch",
-        "run.yaml:2: evaluation_strategy sets what eval_strategy sets at run.yaml:1\n"
-        "    fix: keep one of the two lines, eval_strategy by preference",
+        "run.yaml:2: evaluation_strategy sets the same setting as eval_strategy at run.yaml:1\n"
+        "    fix: keep one of the two lines, preferably eval_strategy",
     ),
-    ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML takes only spaces\n    fix: indent with spaces"),
+    ("seed: 1\n\tbf16: true", "run.yaml:2: a tab where YAML allows only spaces\n    fix: indent with spaces"),
     (
         "default_system: *x",
         "run.yaml:1: not readable as YAML\n    why: found undefined alias 'x'\n"
-        "    fix: quote text that begins with *, or write its anchor, &NAME, in a line before",
+        "    fix: quote text that starts with *, or write its anchor, &NAME, in an earlier line",
     ),
-    ("- seed\n- bf16", "run.yaml:1: the file holds a list, not settings\n    fix: write one `key: value` a line"),
-    ("seed", "run.yaml:1: the file holds one value, not settings\n    fix: write one `key: value` a line"),
+    ("- seed\n- bf16", "run.yaml:1: the file contains a list, not settings\n    fix: write one `key: value` per line"),
+    ("seed", "run.yaml:1: the file contains one value, not settings\n    fix: write one `key: value` per line"),
     (
         "seed: 1\n---\nseed: 2",
         "run.yaml:2: a second document starts here\n    fix: remove the line `---`, or split the file",
@@ -264,13 +264,13 @@ WRONG = [
     (
         "output_dir: " + "a" * 300,
         f"run.yaml:1: output_dir is '{'a' * 100}...'\n"
-        "    why: no file system has such names: 255 bytes between two /, 4095 in all\n"
+        "    why: file systems allow at most 255 bytes per name and 4095 per path\n"
         "    fix: write a shorter one",
     ),
     (
         'default_system: "\\0"',
         "run.yaml:1: not readable as YAML\n    why: '\\x00' is in a text\n"
-        "    fix: write one `key: value` a line; quote text that holds `: `",
+        "    fix: write one `key: value` per line; quote text that contains `: `",
     ),
     (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    fix: save the file as UTF-8"),
 ]
@@ -367,8 +367,7 @@ def test_a_missing_file_ends_with_its_own_exit_code(tmp_path, monkeypatch):
         load("no.yaml")
     assert caught.value.exit_code == ExitCode.INPUT
     assert str(caught.value) == (
-        "there is no settings file no.yaml\n"
-        "    fix: check the path; it is taken from the folder that the command runs in"
+        "there is no settings file no.yaml\n    fix: check the path; it is relative to the working directory"
     )
     with pytest.raises(MegatuneError, match="is a folder") as caught:
         load(tmp_path)

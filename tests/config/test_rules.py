@@ -101,27 +101,27 @@ WRONG = [
     ),
     (
         ["push_to_hub=true", "hub_model_id=me/mine/too"],
-        "hub_model_id 'me/mine/too' is not a valid id of a repository\n    fix: write hub_model_id: OWNER/NAME",
+        "hub_model_id 'me/mine/too' is not a valid repository id\n    fix: write hub_model_id: OWNER/NAME",
     ),
     # layout
     (
         ["tensor_model_parallel_size=5"],
         "tensor_model_parallel_size 5 does not split the model's 12 attention heads, "
         "4 key/value heads, 192 MLP channels\n"
-        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 4, the nearest that this model allows",
+        "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
+        "    fix: write tensor_model_parallel_size: 4, the nearest valid size",
     ),
     (
         ["tensor_model_parallel_size=3"],
         "tensor_model_parallel_size 3 does not split the model's 4 key/value heads\n"
-        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 2, the nearest that this model allows",
+        "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
+        "    fix: write tensor_model_parallel_size: 2, the nearest valid size",
     ),
     (
         ["tensor_model_parallel_size=24"],
         "tensor_model_parallel_size 24 does not split the model's 12 attention heads\n"
-        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 12, the nearest that this model allows",
+        "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
+        "    fix: write tensor_model_parallel_size: 12, the nearest valid size",
     ),
     (
         ["virtual_pipeline_model_parallel_size=2"],
@@ -144,7 +144,7 @@ WRONG = [
     (
         ["output_dir=./m/"],
         "output_dir is model_name_or_path, './m/'\n"
-        "    why: the final model is written into output_dir, over the weights that the run starts from\n"
+        "    why: the final model would overwrite the weights that the run starts from\n"
         "    fix: write another output_dir",
     ),
     (
@@ -161,7 +161,7 @@ WRONG = [
     ),
     (
         ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "num_processes=6"],
-        "6 processes are not a multiple of the 4 that one copy of the model takes\n"
+        "6 processes are not a multiple of the 4 that one replica of the model takes\n"
         "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 2 is 4\n"
         "    fix: write pipeline_model_parallel_size: 1, or write num_processes: 4 or 8",
     ),
@@ -180,13 +180,13 @@ WRONG = [
     (
         ["attention_backend=fused", "packing=true"],
         "attention_backend: fused and packing: true\n"
-        "    why: cuDNN's attention is used for rows of one document only; packed rows need flash attention\n"
+        "    why: cuDNN's attention supports rows of one sequence only; packed rows need flash attention\n"
         "    fix: write attention_backend: auto, or flash",
     ),
     (
         ["attention_backend=fused", "context_parallel_size=2", "cp_comm_type=all_gather"],
         "attention_backend: fused and cp_comm_type all_gather\n"
-        "    why: cuDNN's attention is used for whole rows only, and each process has a part of the row's queries\n"
+        "    why: cuDNN's attention supports whole rows only, and each process has a part of the row's queries\n"
         "    fix: write attention_backend: auto, or flash; or cp_comm_type: a2a, which attends to whole rows",
     ),
     # precision and length
@@ -199,8 +199,8 @@ WRONG = [
     (
         ["cutoff_len=4097"],
         "cutoff_len 4097 is more than the 4096 positions of the model\n"
-        "    why: the rotary embeddings of its config.json were made for no more\n"
-        "    fix: write cutoff_len: 4096, the longest it allows, or rope_scaling: yarn",
+        "    why: the rotary embeddings of its config.json do not support more\n"
+        "    fix: write cutoff_len: 4096, the longest possible, or rope_scaling: yarn",
     ),
     # learning rate
     (
@@ -211,7 +211,7 @@ WRONG = [
     ),
     (
         ["warmup_steps=5.5"],
-        "warmup_steps 5.5 is neither a share below 1 nor a number of steps\n    fix: write warmup_steps: 6",
+        "warmup_steps 5.5 is neither a fraction below 1 nor a number of steps\n    fix: write warmup_steps: 6",
     ),
     (
         ["lr_scheduler_type=constant", "warmup_ratio=0.1"],
@@ -228,12 +228,12 @@ WRONG = [
     (
         ["lr_scheduler_type=cosine_with_min_lr"],
         "lr_scheduler_type cosine_with_min_lr without min_lr or min_lr_rate\n"
-        "    why: the lowest rate is not derived from anything else\n"
-        "    fix: write lr_scheduler_kwargs: {min_lr: 5e-06}, a tenth of the highest",
+        "    why: the minimum rate has no default\n"
+        "    fix: write lr_scheduler_kwargs: {min_lr: 5e-06}, a tenth of the peak",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1e-6, min_lr_rate: 0.1}"],
-        "lr_scheduler_kwargs has min_lr and min_lr_rate\n    why: both set the lowest rate\n    fix: keep one",
+        "lr_scheduler_kwargs has min_lr and min_lr_rate\n    why: both set the minimum rate\n    fix: keep one",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 1}"],
@@ -242,7 +242,7 @@ WRONG = [
     (
         ["lr_scheduler_type=polynomial", "learning_rate=1e-7"],
         "lr_end 1e-07 is not below learning_rate 1e-07\n"
-        "    fix: write lr_scheduler_kwargs: {lr_end: 1e-08}, a tenth of the highest",
+        "    fix: write lr_scheduler_kwargs: {lr_end: 1e-08}, a tenth of the peak",
     ),
     (
         ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: low}"],
@@ -253,7 +253,7 @@ WRONG = [
     (
         ["lr_scheduler_type=warmup_stable_decay"],
         "lr_scheduler_type warmup_stable_decay without num_decay_steps\n"
-        "    why: the steps of the decay are not derived from anything else\n"
+        "    why: the length of the decay has no default\n"
         "    fix: write lr_scheduler_kwargs: {num_decay_steps: 100}, "
         "with the steps in which the rate falls at the end",
     ),
@@ -266,7 +266,7 @@ WRONG = [
     (
         ["lr_scheduler_kwargs={min_lr: 1e-6}"],
         "lr_scheduler_kwargs: linear does not take 'min_lr'\n"
-        "    why: it takes nothing beyond its type\n"
+        "    why: it takes no arguments\n"
         "    fix: remove min_lr, or choose another lr_scheduler_type",
     ),
     # data and evaluation
@@ -321,7 +321,7 @@ WRONG = [
     ),
     (
         ["eval_strategy=epoch", "val_size=10.4"],
-        "val_size 10.4 is neither a share below 1 nor a number of rows\n    fix: write val_size: 10 for 10 rows",
+        "val_size 10.4 is neither a fraction below 1 nor a number of rows\n    fix: write val_size: 10 for 10 rows",
     ),
     (
         ["eval_strategy=steps"],
@@ -345,29 +345,29 @@ WRONG = [
     (
         ["load_best_model_at_end=true"],
         "load_best_model_at_end: true with eval_strategy no\n"
-        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    why: the best checkpoint must be saved and evaluated at the same step\n"
         "    fix: write eval_strategy: steps, or load_best_model_at_end: false",
     ),
     (
         ["load_best_model_at_end=true", "eval_strategy=epoch", "val_size=2"],
         "load_best_model_at_end: true with save_strategy steps and eval_strategy epoch\n"
-        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    why: the best checkpoint must be saved and evaluated at the same step\n"
         "    fix: write save_strategy: epoch",
     ),
     (
         ["load_best_model_at_end=true", "eval_strategy=steps", "val_size=2", "save_steps=50", "eval_steps=20"],
         "load_best_model_at_end: true with save_steps 50, which is not a multiple of eval_steps 20\n"
-        "    why: the best checkpoint is one that was saved and evaluated at the same step\n"
+        "    why: the best checkpoint must be saved and evaluated at the same step\n"
         "    fix: write save_steps: 40 or 60",
     ),
     (
         ["profile=true", "max_steps=100", "profile_step_end=10"],
-        "profile_step_end 10 is not beyond profile_step_start 10\n    why: no step would be profiled\n"
+        "profile_step_end 10 is not after profile_step_start 10\n    why: no step would be profiled\n"
         "    fix: write profile_step_end: 12",
     ),
     (
         ["profile=true", "max_steps=8"],
-        "profile_step_end 12 is beyond max_steps 8\n    why: the run ends before\n"
+        "profile_step_end 12 is after max_steps 8\n    why: the run ends earlier\n"
         "    fix: write profile_step_end: 8 and profile_step_start: 6",
     ),
     (
@@ -390,7 +390,7 @@ def test_the_world_that_was_started_goes_before_num_processes():
     layout = ("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2")
     assert messages(*layout, world_size=16) == []
     assert messages(*layout, world_size=4) == [
-        "4 processes are not a multiple of the 8 that one copy of the model takes\n"
+        "4 processes are not a multiple of the 8 that one replica of the model takes\n"
         "    why: tensor_model_parallel_size 4 times pipeline_model_parallel_size 2 is 8\n"
         "    fix: write pipeline_model_parallel_size: 1, or start 8 processes"
     ]
@@ -451,26 +451,26 @@ WRONG_ANSWERS = [
     (
         ["predict_with_generate=true", "eval_generate_prompts=q.txt"],
         "predict_with_generate: true with eval_strategy no\n"
-        "    why: answers are written at evaluations\n"
+        "    why: answers are generated at evaluations\n"
         "    fix: write eval_generate_steps: 100, or an eval_strategy",
     ),
     (
         ["eval_generate_steps=10"],
         "eval_generate_steps without prompts\n"
-        "    why: there are no held-out rows, whose prompts it would answer\n"
-        "    fix: name questions: eval_generate_prompts: FILE, or write val_size: 0.1",
+        "    why: there are no held-out rows with prompts\n"
+        "    fix: write eval_generate_prompts: FILE, or write val_size: 0.1",
     ),
     (
         ["eval_generate_steps=10", "eval_dataset=e", "stage=pt"],
         "eval_generate_steps with stage pt\n"
         "    why: held-out texts of stage pt have no prompts\n"
-        "    fix: name questions: eval_generate_prompts: FILE",
+        "    fix: write eval_generate_prompts: FILE",
     ),
     (
         ["predict_with_generate=true", "eval_strategy=epoch", "val_size=5", "train_on_prompt=true"],
         "predict_with_generate with train_on_prompt: true\n"
-        "    why: rows do not say where their answers begin\n"
-        "    fix: name questions: eval_generate_prompts: FILE",
+        "    why: rows do not mark where their answers begin\n"
+        "    fix: write eval_generate_prompts: FILE",
     ),
     (
         ["eval_generate_steps=10", "val_size=5", "stage=rm"],
@@ -481,7 +481,7 @@ WRONG_ANSWERS = [
     (
         ["eval_generate_steps=10", "val_size=5", "eval_generate_tokens=5000"],
         "eval_generate_tokens 5000 of 4096 positions\n"
-        "    why: prompts have no room in the model\n"
+        "    why: there is no room for prompts\n"
         "    fix: write eval_generate_tokens: 2048",
     ),
     (

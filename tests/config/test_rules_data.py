@@ -58,19 +58,19 @@ WRONG = [
     (
         ["tool_format=qwen"],
         "tool_format: qwen with template: null\n"
-        "    why: the tokenizer's chat template writes tools in its own way\n"
+        "    why: the tokenizer's chat template has its own tool format\n"
         "    fix: write a template by name, or remove tool_format",
     ),
     (
         ["tool_format=qwen", "template=mistral"],
         "tool_format: qwen with template: mistral\n"
-        "    why: it writes tools into the last question, and ids to calls and what tools return\n"
+        "    why: it writes tools into the last question, and ids to calls and results\n"
         "    fix: remove tool_format, or write template: FILE.yaml",
     ),
     (
         ["tool_format=qwen", "conversation_rules=ms_swift_4", "truncation_strategy=drop"],
         "tool_format: qwen with conversation_rules: ms_swift_4\n"
-        "    why: agent_template says it there\n"
+        "    why: ms-swift's rules use agent_template\n"
         "    fix: write agent_template",
     ),
     (
@@ -98,12 +98,12 @@ WRONG = [
     ),
     (
         ["conversation_rules=ms_swift_4", "truncation_strategy=drop", "template_date=27.11.2026"],
-        "template_date: 27.11.2026 is not a day\n    fix: write it as year, month and day: 2026-11-27",
+        "template_date: 27.11.2026 is not a date\n    fix: write it as year, month and day: 2026-11-27",
     ),
     (
         ["image_max_pixels=1000"],
         "image_min_pixels 1024 is above image_max_pixels 1000\n"
-        "    why: no size is within both\n"
+        "    why: no size is between them\n"
         "    fix: raise image_max_pixels, or lower image_min_pixels",
     ),
     (
@@ -131,13 +131,13 @@ WRONG = [
         [TWO, "mix_strategy=interleave_under", "interleave_probs=0,1"],
         "interleave_probs has 0\n"
         "    why: every number must be above 0\n"
-        "    fix: leave out of dataset what is never to be drawn from",
+        "    fix: remove the data sets that should not be used from dataset",
     ),
     (
         [TWO, "dataset_weights=1,-2"],
         "dataset_weights has -2\n"
         "    why: every number must be above 0\n"
-        "    fix: leave out of dataset what is never to be drawn from",
+        "    fix: remove the data sets that should not be used from dataset",
     ),
     (
         [TWO, "interleave_probs=0.5,0.5"],
@@ -161,7 +161,7 @@ WRONG = [
         (
             ["group_by_length=true", packs],
             "group_by_length: true with packing\n"
-            "    why: packed rows are of one length\n"
+            "    why: packed rows have the same length\n"
             "    fix: write group_by_length: false",
         )
         for packs in ("packing=true", "neat_packing=true", "stage=pt")
@@ -234,7 +234,7 @@ def test_verbs_that_only_read_the_data_ask_for_no_more_than_that():
         "cutoff_len is 0",
         "dataset is missing",
         "model_name_or_path is missing",
-        "val_size 10.5 is neither a share below 1 nor a number of rows",
+        "val_size 10.5 is neither a fraction below 1 nor a number of rows",
     ]
 
 

@@ -61,7 +61,7 @@ WRONG = [
         QWEN,
         [FREEZE, "freeze_trainable_layers=0"],
         "freeze_trainable_layers is 0\n"
-        "    why: no layer would be trained, and nothing outside of layers\n"
+        "    why: nothing would be trained, inside or outside of layers\n"
         "    fix: write freeze_trainable_layers: 1 for the last layer, or freeze_trainable_layers: -1 for the first",
     ),
     (
@@ -80,14 +80,14 @@ WRONG = [
         QWEN,
         [FREEZE, "freeze_trainable_layers=5", "use_llama_pro=true"],
         "use_llama_pro with freeze_trainable_layers 5: the model has 12 layers\n"
-        "    why: the last layer of each of as many equal groups is trained\n"
+        "    why: the last layer of each of this many equal groups is trained\n"
         "    fix: write freeze_trainable_layers: 4",
     ),
     (
         QWEN,
         [FREEZE, "freeze_trainable_layers=-3", "use_llama_pro=true"],
         "use_llama_pro with freeze_trainable_layers -3: the model has 12 layers\n"
-        "    why: the last layer of each of as many equal groups is trained\n"
+        "    why: the last layer of each of this many equal groups is trained\n"
         "    fix: write freeze_trainable_layers: 3",
     ),
     (
@@ -124,22 +124,22 @@ WRONG = [
         QWEN_VL,
         ["vision_lr=1e-6"],
         "vision_lr 1e-06 with freeze_vision_tower: true\n"
-        "    why: what is frozen learns at no rate\n"
+        "    why: frozen parameters have no learning rate\n"
         "    fix: write freeze_vision_tower: false, or remove vision_lr",
     ),
     (
         QWEN_VL,
         ["merger_lr=1e-5", "freeze_vision_tower=false"],
         "merger_lr 1e-05 with freeze_multi_modal_projector: true\n"
-        "    why: what is frozen learns at no rate\n"
+        "    why: frozen parameters have no learning rate\n"
         "    fix: write freeze_multi_modal_projector: false, or remove merger_lr",
     ),
     (
         QWEN_VL,
         ["vision_lr=1e-6", "freeze_vision_tower=false", "learning_rate=0"],
         "vision_lr 1e-06 with learning_rate 0\n"
-        "    why: it rises and falls with it, at a fixed ratio\n"
-        "    fix: write freeze_language_model: true and another learning_rate, to train nothing else",
+        "    why: it follows learning_rate at a fixed ratio\n"
+        "    fix: write freeze_language_model: true and a learning_rate above 0, to train nothing else",
     ),
     (
         QWEN,
@@ -165,7 +165,7 @@ WRONG = [
     (
         None,
         [LORA, "lora_target=[]"],
-        "lora_target names nothing\n    why: there would be no adapters\n    fix: remove lora_target",
+        "lora_target is empty\n    why: there would be no adapters\n    fix: remove lora_target",
     ),
     (
         None,
@@ -212,7 +212,7 @@ WRONG = [
         QWEN_VL,
         [LORA, "vision_lr=1e-6"],
         "vision_lr 1e-06 with freeze_vision_tower: true\n"
-        "    why: what is frozen learns at no rate\n"
+        "    why: frozen parameters have no learning rate\n"
         "    fix: write freeze_vision_tower: false, or remove vision_lr",
     ),
 ]  # fmt: skip

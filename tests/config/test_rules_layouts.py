@@ -116,14 +116,14 @@ WRONG = [
         dataclasses.replace(QWEN, ffn_hidden_size=9720),
         ["bf16=true", "fp8=rowwise", "tensor_model_parallel_size=2"],
         "fp8 with linear_fc1 of 9720 × 96 on each process\n"
-        "    why: products of 8-bit floats take sides that are multiples of 16\n"
+        "    why: 8-bit matrix products need sizes that are multiples of 16\n"
         "    fix: remove fp8, or write a smaller tensor_model_parallel_size",
     ),
     (
         DELTA,
         ["transformer_impl=transformer_engine"],
         "transformer_impl: transformer_engine with a qwen3_next\n"
-        "    why: gated delta nets have weights of their own beside their projections\n"
+        "    why: gated delta nets have further weights next to their projections\n"
         "    fix: write transformer_impl: native, or auto",
     ),
     (
@@ -136,13 +136,13 @@ WRONG = [
     (
         QWEN,
         ["crop_to_patches=true"],
-        "crop_to_patches: true with a qwen2\n    why: only InternVL reads tiles\n    fix: remove crop_to_patches",
+        "crop_to_patches: true with a qwen2\n    why: only InternVL supports tiles\n    fix: remove crop_to_patches",
     ),
     (
         DELTA,
         ["context_parallel_size=4"],
         "context_parallel_size 4 does not divide the 6 key heads of a process\n"
-        "    why: a gated delta net gives each context-parallel process whole rows of an equal share of its heads\n"
+        "    why: a gated delta net gives each context-parallel process whole rows of an equal number of heads\n"
         "    fix: write context_parallel_size: 3, the nearest that divides them",
     ),
     (
@@ -154,23 +154,23 @@ WRONG = [
     (
         QWEN,
         ["pipeline_model_parallel_size=13"],
-        "pipeline_model_parallel_size 13: 12 layers leave some of 13 parts without one\n"
-        "    why: every stage holds a layer at least\n"
-        "    fix: write pipeline_model_parallel_size: 12, the most that there are layers for",
+        "pipeline_model_parallel_size 13: with 12 layers some of 13 parts have none\n"
+        "    why: every stage has at least one layer\n"
+        "    fix: write pipeline_model_parallel_size: 12, the largest possible",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=7", "gradient_accumulation_steps=2"],
-        "2 stages of 7 virtual stages: 12 layers leave some of 14 parts without one\n"
-        "    why: every virtual stage holds a layer at least\n"
-        "    fix: write virtual_pipeline_model_parallel_size: 6, the most that there are layers for",
+        "2 stages of 7 virtual stages: with 12 layers some of 14 parts have none\n"
+        "    why: every virtual stage has at least one layer\n"
+        "    fix: write virtual_pipeline_model_parallel_size: 6, the largest possible",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=12", "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=12"],
-        "12 stages of 2 virtual stages: 12 layers leave some of 24 parts without one\n"
-        "    why: every virtual stage holds a layer at least\n"
-        "    fix: remove virtual_pipeline_model_parallel_size: each stage holds one layer",
+        "12 stages of 2 virtual stages: with 12 layers some of 24 parts have none\n"
+        "    why: every virtual stage has at least one layer\n"
+        "    fix: remove virtual_pipeline_model_parallel_size: each stage has one layer",
     ),
     (
         QWEN,
@@ -187,7 +187,7 @@ WRONG = [
             "account_for_loss_in_pipeline_split=true",
         ],
         "decoder_first_pipeline_num_layers and account_for_loss_in_pipeline_split\n"
-        "    why: each says which stage holds how many layers\n"
+        "    why: each sets the number of layers per stage\n"
         "    fix: keep decoder_first_pipeline_num_layers",
     ),
     (
@@ -198,7 +198,7 @@ WRONG = [
             "account_for_loss_in_pipeline_split=true",
         ],
         "account_for_loss_in_pipeline_split and pipeline_model_parallel_layout\n"
-        "    why: each says which stage holds how many layers\n"
+        "    why: each sets the number of layers per stage\n"
         "    fix: keep pipeline_model_parallel_layout",
     ),
     (
@@ -206,44 +206,44 @@ WRONG = [
         ["pipeline_model_parallel_size=2", "decoder_first_pipeline_num_layers=5", "decoder_last_pipeline_num_layers=5"],
         "decoder_first_pipeline_num_layers 5 and decoder_last_pipeline_num_layers 5: 10 layers are "
         "asked for, the model has 12\n"
-        "    why: the parts together hold the model's 12 layers\n"
+        "    why: the parts together must have the model's 12 layers\n"
         "    fix: write decoder_last_pipeline_num_layers: 7",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5L"],
         "pipeline_model_parallel_layout Et*6|t*5L: it has 11 layers, the model 12\n"
-        "    why: the parts together hold the model's 12 layers\n"
+        "    why: the parts together must have the model's 12 layers\n"
         "    fix: write pipeline_model_parallel_layout: Et*6|t*6L",
     ),
     (
         DEEPSTACK,
         ["pipeline_model_parallel_size=6"],
         "the first of 6 pipeline parts has 2 of the first 3 layers\n"
-        "    why: 3 layers of the vision encoder, which is in the first part, feed one of these each (deepstack)\n"
+        "    why: each of these 3 gets features of the vision encoder, which is in the first part (deepstack)\n"
         "    fix: write decoder_first_pipeline_num_layers: 3",
     ),
     (
         DEEPSTACK,
         ["pipeline_model_parallel_size=4", "virtual_pipeline_model_parallel_size=3", "gradient_accumulation_steps=4"],
         "the first of 12 pipeline parts has 1 of the first 3 layers\n"
-        "    why: 3 layers of the vision encoder, which is in the first part, feed one of these each (deepstack)\n"
+        "    why: each of these 3 gets features of the vision encoder, which is in the first part (deepstack)\n"
         "    fix: write virtual_pipeline_model_parallel_size: 2 and pipeline_model_parallel_layout: "
         "Et*3|t*2|t*2|t|t|t|t|tL",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*5mL"],
-        "pipeline_model_parallel_layout 'Et*6|t*5mL' cannot be read: m means nothing in it: layers that "
-        "predict further tokens (m) are in the last part, and not written\n"
-        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "pipeline_model_parallel_layout 'Et*6|t*5mL' cannot be read: unknown m: multi-token "
+        "prediction layers (m) are always in the last part, and not written\n"
+        "    fix: write E first, t for each layer, L last, and | between stages: Et*3|t*3L",
     ),
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*6"],
         "pipeline_model_parallel_layout 'Et*6|t*6' cannot be read: E comes first, once, then layers, "
         "and L last, once\n"
-        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "    fix: write E first, t for each layer, L last, and | between stages: Et*3|t*3L",
     ),
     (
         QWEN,
@@ -256,20 +256,20 @@ WRONG = [
         QWEN,
         ["context_parallel_size=8", "cp_comm_type=a2a"],
         "context_parallel_size 8 with cp_comm_type a2a does not divide the 12 attention heads of a process\n"
-        "    why: a2a gives each context-parallel process an equal share of the heads\n"
+        "    why: a2a gives each context-parallel process an equal number of heads\n"
         "    fix: write cp_comm_type: p2p, or context_parallel_size: 6, the nearest that divides them",
     ),
     (
         WHOLE_PICTURES,
         ["context_parallel_size=2"],
-        "context_parallel_size 2 with cp_comm_type p2p cuts pictures whose tokens see each other\n"
-        "    why: in this model a token of a picture also attends to those behind it, which takes whole rows\n"
+        "context_parallel_size 2 with cp_comm_type p2p splits images that attend to themselves\n"
+        "    why: in this model image tokens also attend to later tokens of the image, which needs whole rows\n"
         "    fix: write cp_comm_type: a2a",
     ),
     (
         QWEN,
         ["context_parallel_size=2", "tensor_model_parallel_size=2", "num_processes=6"],
-        "6 processes are not a multiple of the 4 that one copy of the model takes\n"
+        "6 processes are not a multiple of the 4 that one replica of the model takes\n"
         "    why: tensor_model_parallel_size 2 times pipeline_model_parallel_size 1 times "
         "context_parallel_size 2 is 4\n"
         "    fix: write context_parallel_size: 1, or write num_processes: 4 or 8",
@@ -277,7 +277,7 @@ WRONG = [
     (
         EXPERTS,
         ["expert_model_parallel_size=4", "pipeline_model_parallel_size=2", "num_processes=4"],
-        "4 processes are not a multiple of the 8 that one copy of the experts takes\n"
+        "4 processes are not a multiple of the 8 that one replica of the experts takes\n"
         "    why: expert_tensor_parallel_size 1 times expert_model_parallel_size 4 times "
         "pipeline_model_parallel_size 2 is 8\n"
         "    fix: write expert_model_parallel_size: 2, or write num_processes: 8",
@@ -285,7 +285,7 @@ WRONG = [
     (
         EXPERTS,
         ["expert_model_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=true", "num_processes=2"],
-        "2 processes are not a multiple of the 4 that one copy of the experts takes\n"
+        "2 processes are not a multiple of the 4 that one replica of the experts takes\n"
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 2 times "
         "pipeline_model_parallel_size 1 is 4; expert_tensor_parallel_size is tensor_model_parallel_size "
         "where it is not set\n"
@@ -302,7 +302,7 @@ WRONG = [
         EXPERTS,
         ["expert_tensor_parallel_size=5"],
         "expert_tensor_parallel_size 5 does not divide an expert's 48 channels\n"
-        "    why: each process takes an equal, whole share of every expert\n"
+        "    why: each process takes an equal number of channels of every expert\n"
         "    fix: write expert_tensor_parallel_size: 4",
     ),
     (
@@ -335,7 +335,7 @@ WRONG = [
         EXPERTS,
         ["moe_router_bias_update_rate=0.001"],
         "moe_router_bias_update_rate with a model that has no bias on its experts\n"
-        "    why: a qwen3_moe balances by a loss: moe_aux_loss_coeff\n"
+        "    why: a qwen3_moe balances with a loss: moe_aux_loss_coeff\n"
         "    fix: remove moe_router_bias_update_rate",
     ),
     (
@@ -349,7 +349,7 @@ WRONG = [
         SIGMOID,
         ["moe_router_load_balancing_type=sinkhorn"],
         "moe_router_load_balancing_type sinkhorn with a deepseek_v3\n"
-        "    why: sinkhorn balances the softmax of the router's logits; this model takes their sigmoid\n"
+        "    why: sinkhorn balances the softmax of the router's logits; this model uses their sigmoid\n"
         "    fix: write moe_router_load_balancing_type: seq_aux_loss",
     ),
     (
@@ -390,7 +390,7 @@ WRONG = [
     (
         ONE_EXPERT,
         [],
-        "the model sends each token to one expert and normalizes its share, which is then always 1\n"
+        "the model sends each token to one expert and normalizes its weight, which is then always 1\n"
         "    why: its router would never learn\n"
         "    fix: train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false",
     ),
@@ -418,7 +418,7 @@ WRONG = [
     (
         QWEN,
         ["recompute_granularity=selective", "recompute_modules=[mla_up_proj]"],
-        "recompute_modules has mla_up_proj, and a qwen2 has no multi-latent attention\n    fix: remove mla_up_proj",
+        "recompute_modules has mla_up_proj, and a qwen2 has no latent attention\n    fix: remove mla_up_proj",
     ),
     (
         QWEN,

@@ -93,11 +93,11 @@ WRONG = [
     ),
     (
         [DPO, "pref_loss=[]"],
-        "pref_loss names nothing\n    why: there would be nothing to train\n    fix: write pref_loss: sigmoid",
+        "pref_loss is empty\n    why: there would be nothing to train\n    fix: write pref_loss: sigmoid",
     ),
     (
         [DPO, "pref_loss=ipo,sigmoid,ipo"],
-        "pref_loss has ipo 2 times\n    fix: name it once, and weigh it by pref_loss_weights",
+        "pref_loss has ipo 2 times\n    fix: name it once, and weight it with pref_loss_weights",
     ),
     (
         [DPO, "pref_loss=ipo,sigmoid", "pref_loss_weights=1"],
@@ -107,7 +107,7 @@ WRONG = [
         [DPO, "pref_loss=ipo,sigmoid", "pref_loss_weights=1,0"],
         "pref_loss_weights has 0\n"
         "    why: every number must be above 0\n"
-        "    fix: leave out of pref_loss what is not to count",
+        "    fix: remove the losses that should not be used from pref_loss",
     ),
     (
         [DPO, "pref_loss=ipo,hinge", "dpo_label_smoothing=0.1"],
@@ -118,7 +118,7 @@ WRONG = [
     (
         [DPO, "pref_loss=exo_pair"],
         "pref_loss exo_pair with dpo_label_smoothing 0\n"
-        "    why: it compares with smoothed labels, and without smoothing it is not finite\n"
+        "    why: it compares with smoothed labels, and is not finite without smoothing\n"
         "    fix: write dpo_label_smoothing: 0.001",
     ),
     (
@@ -155,13 +155,13 @@ WRONG = [
     (
         [DPO, *STREAMED],
         "stage dpo with streaming: true and finetuning_type: full\n"
-        "    why: the reference is computed before the first step, when the rows are not known, or with adapters off\n"
+        "    why: the reference is computed before the first step, when rows are not known, or with adapters off\n"
         "    fix: remove streaming, or write finetuning_type: lora, or pref_loss: simpo, orpo or cpo",
     ),
     (
         [DPO, LORA, *STREAMED, "ref_model=r"],
         "ref_model r with streaming: true\n"
-        "    why: what it gives the rows is computed before the first step, and then they are not known\n"
+        "    why: its log-probabilities are computed before the first step, when the rows are not known\n"
         "    fix: remove streaming, or write pref_loss: simpo, orpo or cpo",
     ),
     *(
@@ -201,13 +201,13 @@ WRONG = [
     (
         ["stage=cls"],
         "num_labels is missing, which stage: cls needs\n"
-        "    why: it says how many scores the classifier has\n"
-        "    fix: write num_labels: N, one more than the largest label, or 1 where labels are numbers to predict",
+        "    why: it is the number of scores of the classifier\n"
+        "    fix: write num_labels: N, one more than the largest label, or 1 if labels are numbers to predict",
     ),
     (
         ["stage=cls", "num_labels=1", "problem_type=single_label_classification"],
         "problem_type: single_label_classification with num_labels: 1\n"
-        "    why: one class alone is always right\n"
+        "    why: a single class is always right\n"
         "    fix: write num_labels: 2, or problem_type: regression",
     ),
     (
@@ -239,5 +239,5 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
 def test_a_learning_rate_of_supervised_fine_tuning_is_warned_of(overrides, usual):
     settings = load(overrides=[*BASE, *overrides]).settings
     rate = settings.optimizer.learning_rate
-    text = f"`learning_rate {rate:g}` is one of supervised fine-tuning: preference training usually takes {usual}"
+    text = f"`learning_rate {rate:g}` is usual for supervised fine-tuning, but preference training needs {usual}"
     assert list(warnings(settings)) == ([text] if usual else [])

@@ -19,8 +19,8 @@ _BOMB = "\n".join(
 _WIDE = f"a: &a [{', '.join(['x'] * 2000)}]\nb: [{', '.join(['*a'] * 2000)}]\n"
 _BLOCK = "\n".join(f"{' ' * depth}a:" for depth in range(1500)) + " 1"
 HOSTILE = {
-    "a bomb of aliases": (_BOMB, "values, its aliases written out"),
-    "a wide anchor": (_WIDE, "4,004,005 values, its aliases written out"),
+    "a bomb of aliases": (_BOMB, "values after its aliases are expanded"),
+    "a wide anchor": (_WIDE, "4,004,005 values after its aliases are expanded"),
     "nested lists": ("a: " + "[" * 50_000, "nested deeper than 64"),
     "nested mappings": ("{a: " * 5_000 + "1" + "}" * 5_000, "nested deeper than 64"),
     "nested blocks": (_BLOCK, "longer than 1 MiB"),

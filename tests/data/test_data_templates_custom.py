@@ -118,7 +118,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
             "mine.yaml:4: colour is not a key of a template\n    fix: one of name, user, assistant,",
         ),
         (SHORT + 'user: "{content}"\n', "mine.yaml:4: user is written twice, first at mine.yaml:1"),
-        (SHORT + "\tprefix: x\n", "mine.yaml:4: a tab where YAML takes only spaces"),
+        (SHORT + "\tprefix: x\n", "mine.yaml:4: a tab where YAML allows only spaces"),
         ("", "mine.yaml: user is missing"),
     ],
 )

@@ -96,7 +96,11 @@ def test_a_machine_without_it_is_refused_by_name(monkeypatch, has_gpu, has_packa
         ("qwen3_next", {}, "gated delta nets"),
         ("olmo3", {}, "the norm before it"),
         ("qwen3", {"finetuning": FinetuningSettings(finetuning_type="lora")}, "adapters"),
-        ("qwen3", {"precision": PrecisionSettings(bf16=True, fp8="rowwise")}, "fp8 is of the engine's own layers"),
+        (
+            "qwen3",
+            {"precision": PrecisionSettings(bf16=True, fp8="rowwise")},
+            "fp8 is supported by the engine's own layers only",
+        ),
     ],
 )
 def test_what_its_layers_do_not_compute_is_left_to_the_engine(monkeypatch, family, groups, reason):

@@ -80,6 +80,6 @@ def test_lines_that_nobody_can_mean(tmp_path: Path, told: Tell) -> None:
     assert "cutoff_len is written twice" in said[f"{path}:9"]
     assert len(said) == 3  # "1e-1" is a number
     tabbed, _ = told_of("stage: sft\ndataset:\n\t- a\n", tmp_path)
-    assert [(each.where, each.what) for each in tabbed] == [(f"{path}:3", "a tab where YAML takes only spaces")]
+    assert [(each.where, each.what) for each in tabbed] == [(f"{path}:3", "a tab where YAML allows only spaces")]
     got = f"run.yaml:5: {said[f'{path}:5']}"
     told(case="T48", fault="a misspelt key, text for a number, a key twice, a tab", got=got, seconds=seconds)

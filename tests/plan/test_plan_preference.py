@@ -136,8 +136,7 @@ def test_a_run_is_told_of_pairs_reference_and_learning_rate(tmp_path: Path) -> N
     assert found.planned is not None
     warning, first, _, reference = found.lines
     assert warning == (
-        "warning    learning_rate 5e-05 is one of supervised fine-tuning: preference training usually takes 5e-7 to"
-        " 5e-6"
+        "warning    learning_rate 5e-05 is usual for supervised fine-tuning, but preference training needs 5e-7 to 5e-6"
     )
     assert first == "plan       tp2 dp4 on 8 × a100-80g; 1 × 8 × dp 4 = 32 rows a step, of up to 2 × 2,048 tokens"
     assert reference == (

@@ -97,28 +97,28 @@ WRONG = [
         SPARSE,
         ["tensor_model_parallel_size=12", "sequence_parallel=true"],
         "tensor_model_parallel_size 12 does not split the model's 56 channels of the shared experts\n"
-        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 4, the nearest that this model allows",
+        "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
+        "    fix: write tensor_model_parallel_size: 4, the nearest valid size",
     ),
     (
         LATENT,
         ["tensor_model_parallel_size=8", "sequence_parallel=true"],
         "tensor_model_parallel_size 8 does not split the model's 12 attention heads\n"
-        "    why: each process takes an equal, whole share; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 6, the nearest that this model allows",
+        "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
+        "    fix: write tensor_model_parallel_size: 6, the nearest valid size",
     ),
     (
         DENSE,
         ["tensor_model_parallel_size=2", "context_parallel_size=4", "cp_comm_type=a2a"],
         "context_parallel_size 4 with cp_comm_type a2a does not divide the 6 attention heads of a process\n"
-        "    why: a2a gives each context-parallel process an equal share of the heads\n"
+        "    why: a2a gives each context-parallel process an equal number of heads\n"
         "    fix: write cp_comm_type: p2p, or context_parallel_size: 3, the nearest that divides them",
     ),
     (
         SPARSE,
         ["tensor_model_parallel_size=2", "sequence_parallel=true", "expert_tensor_parallel_size=5"],
         "expert_tensor_parallel_size 5 does not divide an expert's 48 channels\n"
-        "    why: each process takes an equal, whole share of every expert\n"
+        "    why: each process takes an equal number of channels of every expert\n"
         "    fix: write expert_tensor_parallel_size: 4",
     ),
     (
@@ -134,13 +134,13 @@ WRONG = [
         ["tensor_model_parallel_size=20", "sequence_parallel=true"],
         "expert_tensor_parallel_size 20 (tensor_model_parallel_size, as it is not set) does not divide an expert's "
         "48 channels\n"
-        "    why: each process takes an equal, whole share of every expert\n"
+        "    why: each process takes an equal number of channels of every expert\n"
         "    fix: write expert_tensor_parallel_size: 16",
     ),
     (
         SPARSE,
         ["expert_model_parallel_size=4", "expert_tensor_parallel_size=2", "num_processes=12"],
-        "12 processes are not a multiple of the 8 that one copy of the experts takes\n"
+        "12 processes are not a multiple of the 8 that one replica of the experts takes\n"
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 4 times "
         "pipeline_model_parallel_size 1 is 8\n"
         "    fix: write expert_tensor_parallel_size: 1, or write num_processes: 8 or 16",
@@ -149,38 +149,38 @@ WRONG = [
         DENSE,
         ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2", "gradient_accumulation_steps=2",
          "decoder_first_pipeline_num_layers=5"],
-        "decoder_first_pipeline_num_layers 5: 5 layers are not cut into 2 virtual stages\n"
-        "    why: the parts together hold the model's 12 layers\n"
+        "decoder_first_pipeline_num_layers 5: 5 layers cannot be divided into 2 virtual stages\n"
+        "    why: the parts together must have the model's 12 layers\n"
         "    fix: write decoder_first_pipeline_num_layers: 4",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "decoder_first_pipeline_num_layers=12"],
-        "decoder_first_pipeline_num_layers 12: 12 layers leave some of 2 parts without one\n"
-        "    why: the parts together hold the model's 12 layers\n"
+        "decoder_first_pipeline_num_layers 12: with 12 layers some of 2 parts have none\n"
+        "    why: the parts together must have the model's 12 layers\n"
         "    fix: write decoder_first_pipeline_num_layers: 11",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*9|t*5L"],
         "pipeline_model_parallel_layout Et*9|t*5L: it has 14 layers, the model 12\n"
-        "    why: the parts together hold the model's 12 layers\n"
+        "    why: the parts together must have the model's 12 layers\n"
         "    fix: write pipeline_model_parallel_layout: Et*7|t*5L",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=15", "account_for_loss_in_pipeline_split=true"],
-        "pipeline_model_parallel_size 15: 12 layers leave some of 15 parts without one\n"
-        "    why: every stage holds a layer at least\n"
-        "    fix: write pipeline_model_parallel_size: 13, the most that there are layers for",
+        "pipeline_model_parallel_size 15: with 12 layers some of 15 parts have none\n"
+        "    why: every stage has at least one layer\n"
+        "    fix: write pipeline_model_parallel_size: 13, the largest possible",
     ),
     (
         DENSE,
         ["pipeline_model_parallel_size=14", "virtual_pipeline_model_parallel_size=2",
          "gradient_accumulation_steps=14"],
-        "pipeline_model_parallel_size 14: 12 layers leave some of 28 parts without one\n"
-        "    why: every stage holds a layer at least\n"
-        "    fix: write pipeline_model_parallel_size: 12, the most that there are layers for, and remove "
+        "pipeline_model_parallel_size 14: with 12 layers some of 28 parts have none\n"
+        "    why: every stage has at least one layer\n"
+        "    fix: write pipeline_model_parallel_size: 12, the largest possible, and remove "
         "virtual_pipeline_model_parallel_size",
     ),
     (
@@ -219,7 +219,7 @@ WRONG = [
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|(t*6L"],
         "pipeline_model_parallel_layout 'Et*6|(t*6L' cannot be read: a parenthesis is not followed by *, a number, or "
         "not closed\n"
-        "    fix: E first, t for each layer, L last, | between stages: Et*3|t*3L",
+        "    fix: write E first, t for each layer, L last, and | between stages: Et*3|t*3L",
     ),
     (
         DENSE,

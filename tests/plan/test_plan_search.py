@@ -351,12 +351,12 @@ REFUSED = {
     "tensor parallelism does not split the model evenly": (
         DENSE, 8, 24,
         "tensor_model_parallel_size 8 does not split the model's 12 attention heads",
-        "write tensor_model_parallel_size: 4, the nearest that this model allows",
+        "write tensor_model_parallel_size: 4, the nearest valid size",
     ),
     "more pipeline stages than layers": (
         DENSE, 8, 24,
-        "pipeline_model_parallel_size 8: 6 layers leave some of 8 parts without one",
-        "write pipeline_model_parallel_size: 6, the most that there are layers for",
+        "pipeline_model_parallel_size 8: with 6 layers some of 8 parts have none",
+        "write pipeline_model_parallel_size: 6, the largest possible",
     ),
     "the global batch is not split evenly over the data-parallel processes": (
         DENSE, 8, 20,
@@ -370,7 +370,7 @@ REFUSED = {
     ),
     "the processes do not hold whole copies of the experts": (
         SPARSE, 6, 24,
-        "6 processes are not a multiple of the 4 that one copy of the experts takes",
+        "6 processes are not a multiple of the 4 that one replica of the experts takes",
         "write expert_tensor_parallel_size: 1, or start 4 or 8 processes",
     ),
     "expert tensor parallelism does not split the experts evenly": (

@@ -87,7 +87,7 @@ WRONG = [
     (
         "qwen3",
         [FREEZE, "freeze_trainable_modules=[]"],
-        "freeze_trainable_modules names nothing\n"
+        "freeze_trainable_modules is empty\n"
         "    why: nothing would be trained\n"
         "    fix: write freeze_trainable_modules: all",
     ),
@@ -115,63 +115,63 @@ WRONG = [
         "qwen3",
         [LORA, "lora_target=lm_head"],
         "lora_target has lm_head\n"
-        "    why: the output layer and word embeddings have no adapters here\n"
-        "    fix: write additional_target: lm_head, which trains it whole",
+        "    why: adapters of the output layer and of word embeddings are not supported\n"
+        "    fix: write additional_target: lm_head, which trains it fully",
     ),
     (
         "qwen3_moe",
         [LORA, "lora_target=mlp.gate"],
         "lora_target has mlp.gate\n"
-        "    why: the router is not a linear layer in Transformers, and has no adapter\n"
+        "    why: the router is not a linear layer in Transformers, so it has no adapter\n"
         "    fix: remove mlp.gate",
     ),
     (
         "qwen2_moe",
         [LORA, "lora_target=shared_expert_gate"],
         "lora_target has shared_expert_gate\n"
-        "    why: shared_expert_gate weighs what shared experts make with one number a token, and has no adapter here\n"
+        "    why: shared_expert_gate, the gate of shared experts, are not supported\n"
         "    fix: remove shared_expert_gate",
     ),
     (
         "qwen3",
         [LORA, "lora_target=norm"],
         "lora_target has norm\n"
-        "    why: norm is not a matrix, and has no adapter\n"
-        "    fix: write additional_target: norm, which trains it whole",
+        "    why: norm is not a matrix, so it has no adapter\n"
+        "    fix: write additional_target: norm, which trains it fully",
     ),
     (
         "qwen3",
         [LORA, r"lora_target=.*\.[12]\..*q_proj"],
         "lora_target has .*\\.[12]\\..*q_proj\n"
-        "    why: it holds for layers 1, 2 only; an adapter is in every layer that has the matrix, or in none\n"
+        "    why: it matches layers 1, 2 only; an adapter must be in all layers that have the matrix\n"
         "    fix: write \\d+ in place of the layers' numbers",
     ),
     (
         "qwen3_vl",
         [LORA, "lora_target=qkv"],
         "lora_target has qkv, which is in the vision encoder, and freeze_vision_tower: true\n"
-        "    why: what is frozen has no adapters\n"
+        "    why: frozen parts have no adapters\n"
         "    fix: write freeze_vision_tower: false, or remove qkv",
     ),
     (
         "qwen3_vl",
         [LORA, "freeze_language_model=true", "freeze_vision_tower=false", "lora_target=q_proj,qkv"],
         "lora_target has q_proj, which is in the language model, and freeze_language_model: true\n"
-        "    why: what is frozen has no adapters\n"
+        "    why: frozen parts have no adapters\n"
         "    fix: write freeze_language_model: false, or remove q_proj",
     ),
     (
         "qwen3_vl",
         [LORA, "freeze_vision_tower=false", "lora_target=q_proj", "vision_lr=1e-6"],
         "freeze_vision_tower: false, and no adapter is in the vision encoder\n"
-        "    why: with lora a part is trained where lora_target names its linear layers, such as qkv\n"
+        "    why: with lora a part is trained only if lora_target names its linear layers, such as qkv\n"
         "    fix: write lora_target: q_proj,qkv, or remove freeze_vision_tower",
     ),
     (
         "qwen3_vl",
         [LORA, "freeze_multi_modal_projector=false"],
         "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
-        "    why: with lora a part is trained where lora_target names its linear layers, such as merger.linear_fc1; "
+        "    why: with lora a part is trained only if lora_target names its linear layers, such as merger.linear_fc1; "
         "all leaves it out\n"
         "    fix: write lora_target: all,merger.linear_fc1, or remove freeze_multi_modal_projector",
     ),
@@ -179,15 +179,15 @@ WRONG = [
         "internvl",
         [LORA, "freeze_multi_modal_projector=false"],
         "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
-        "    why: with lora a part is trained where lora_target names its linear layers, such as "
-        "multi_modal_projector.linear_1; all leaves it out\n"
+        "    why: with lora a part is trained only if lora_target names its linear layers, such as "
+        "multi_modal_projector.linear_1; all does not include it\n"
         "    fix: write lora_target: all,multi_modal_projector.linear_1, or remove freeze_multi_modal_projector",
     ),
     (
         "gemma4",
         [LORA, "freeze_multi_modal_projector=false"],
         "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
-        "    why: that of a gemma4 has no linear layer that may have one\n"
+        "    why: that of a gemma4 has no linear layer that can have one\n"
         "    fix: remove freeze_multi_modal_projector, or write finetuning_type: full",
     ),
     (
@@ -215,14 +215,14 @@ WRONG = [
         "qwen3_moe",
         [LORA, "lora_dropout=0.1"],
         "lora_dropout 0.1 with adapters of routed experts\n"
-        "    why: peft's adapters of experts drop nothing\n"
+        "    why: peft supports no dropout for experts\n"
         "    fix: write lora_dropout: 0, or write lora_target: q_proj,k_proj,v_proj,o_proj",
     ),
     (
         "mixtral",
         [LORA, "lora_target=w1", "use_dora=true"],
         "use_dora: true with adapters of routed experts\n"
-        "    why: peft has no decomposed adapters of experts\n"
+        "    why: peft does not support DoRA for experts\n"
         "    fix: write use_dora: false, or write lora_target: q_proj,k_proj,v_proj,o_proj",
     ),
     (
@@ -239,8 +239,8 @@ def test_tied_embeddings_go_by_the_name_of_the_first(tmp_path):
     found = refused(tmp_path, "qwen3", [LORA, "additional_target=norm,lm_head"], tie_word_embeddings=True)
     assert found.partition(": ")[2] == (
         "additional_target has lm_head, and the model ties embed_tokens and lm_head\n"
-        "    why: one matrix is both, and goes by the name of the first\n"
-        "    fix: write embed_tokens in its place, which trains the one matrix"
+        "    why: they share one matrix, which has the name of the first\n"
+        "    fix: write embed_tokens instead, which trains the shared matrix"
     )
 
 
@@ -252,7 +252,7 @@ def test_adapters_have_the_rows_of_new_tokens(tmp_path):
     found = refused(tmp_path, "qwen3", [*NEW_ROWS, "additional_target=norm,embed_tokens"])
     assert found.partition(": ")[2] == (
         "tokens are added, and additional_target has no lm_head\n"
-        "    why: new rows would be neither in the adapter nor in the model that it is loaded on\n"
+        "    why: new rows would be neither in the adapter nor in its base model\n"
         "    fix: write additional_target: norm,embed_tokens,lm_head, or merge_lora: true"
     )
 

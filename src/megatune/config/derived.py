@@ -1,7 +1,7 @@
-"""Settings that follow from something else where they are not written, as if a user had written them.
+"""Defaults of settings that are derived from the device, the model or an adapter.
 
-A GPU decides precision, fusions and overlaps, as the declared defaults are those of a CPU; the model's config.json the
-weight of the balancing loss; and adapters that a run begins with say how they were trained.
+A GPU decides precision, fusions and overlaps, since the declared defaults are those of a CPU; the model's config.json
+decides the weight of the balancing loss; and an adapter that is trained further decides how it is trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatune.families.peft_reading import read_adapter, settings_of
 from megatune.families.weights import Weight, layers_of
 
 CONFIG = "config.json"
-_ROUTED = ("aux_loss", "seq_aux_loss")  # the kinds of balancing that have a loss
+_ROUTED = ("aux_loss", "seq_aux_loss")  # the balancing types with a loss
 _KEY = "adapter_name_or_path"
 _BF16, _FP16 = "precision.bf16", "precision.fp16"
 _FUSIONS = (
@@ -35,10 +35,10 @@ _REDUCE, _GATHER = "parallel.overlap_grad_reduce", "parallel.overlap_param_gathe
 
 
 def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[str]]:
-    """Return the settings with the weight of the balancing loss, as if a user had written it, and lines that say so.
+    """Return the settings with the weight of the balancing loss, and log lines on it.
 
-    As in mcore_adapter and Megatron-SWIFT 3 it is config.json's router_aux_loss_coef where none is written. A written
-    weight of Transformers' formula is converted to Megatron-Core's.
+    As in mcore_adapter and Megatron-SWIFT 3 the default is config.json's router_aux_loss_coef. A weight for
+    Transformers' formula is converted to Megatron-Core's.
     """
     entry, moe = loaded.entries.get(AUX_LOSS), architecture.moe
     written = loaded.settings.experts.moe_aux_loss_coeff
@@ -58,11 +58,11 @@ def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[s
 
 
 def pooled_factor(moe: MixtureOfExperts) -> float:
-    """Return what a weight of Transformers' balancing loss is multiplied by to be one of Megatron-Core's.
+    """Return the factor that converts a weight of Transformers' balancing loss to Megatron-Core's.
 
     With f(l, e) the mean number of times that a token chooses expert e in layer l, and P(l, e) its mean probability,
-    Transformers' loss is E sum_e mean_l f mean_l P, and Megatron-Core's sum_l E/k sum_e f P. Where all layers route
-    alike the second is L/k times the first, and so are its gradients.
+    Transformers' loss is E sum_e mean_l f mean_l P, and Megatron-Core's sum_l E/k sum_e f P. If all layers route alike,
+    the second is L/k times the first, and so are its gradients.
     """
     return moe.router_topk / sum(moe.layers)
 
@@ -74,12 +74,12 @@ def _published(loaded: Loaded, moe: MixtureOfExperts) -> tuple[Loaded, list[str]
 
 
 def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
-    """Take the settings that the last of `adapter_name_or_path` was trained with, where it is trained further.
+    """Return the settings with those of the last of `adapter_name_or_path`, if it is trained further.
 
-    What a user wrote otherwise is a finding. The others are read, so that a run does not fail on them later.
+    A different value of a user is a finding. The other adapters are checked, so that a run does not fail on them later.
 
     Raises:
-        MegatuneError: INPUT, with everything that is wrong with any of the adapters.
+        MegatuneError: INPUT, with all problems of the adapters.
     """
     finetuning = loaded.settings.finetuning
     if finetuning.finetuning_type != "lora" or not finetuning.adapter_name_or_path:
@@ -101,9 +101,9 @@ def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
 
 
 def as_adapter(finetuning: FinetuningSettings, architecture: Architecture) -> FinetuningSettings:
-    """Return what is trained, with the settings of the adapter that is trained further, where there is one.
+    """Return the settings of fine-tuning with those of the adapter that is trained further, if there is one.
 
-    For processes that could not read the model's config.json before they were started: it changes nothing in others.
+    For processes that could not read the model's config.json before they were started; it has no effect in others.
 
     Raises:
         MegatuneError: INPUT, see `settings_of`.
@@ -116,7 +116,7 @@ def as_adapter(finetuning: FinetuningSettings, architecture: Architecture) -> Fi
 
 
 def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapping[str, Any]) -> Loaded:
-    """Return the settings with those of the adapter, as if a user had written them."""
+    """Return the settings with those of the adapter."""
     finetuning, written = loaded.settings.finetuning, loaded.written
     trained = finetuning.model_copy(update=dict(taken))
     kept = {name for name in taken if f"finetuning.{name}" in written}
@@ -127,7 +127,7 @@ def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapp
 
 
 def _in_layers(architecture: Architecture, finetuning: FinetuningSettings) -> list[Weight]:
-    """List the entries of adapters that a layer has: a model with experts everywhere has no dense feed-forward."""
+    """List the weights with adapters that some layer has: if all layers have experts, none has a dense feed-forward."""
     return [weight for weight in adapter_weights(architecture, finetuning) if layers_of(weight, architecture)]
 
 
@@ -139,7 +139,7 @@ def _otherwise(
     loaded: Loaded,
     folder: Path,
 ) -> Iterator[Finding]:
-    """Compare what a user wrote with the adapter's."""
+    """Yield findings for user settings that differ from those of the adapter."""
     for name in sorted(kept):
         mine, its = getattr(asked, name), getattr(trained, name)
         match name:
@@ -147,7 +147,7 @@ def _otherwise(
                 wanted = trained.model_copy(update={"lora_target": mine})
                 is_same = _in_layers(architecture, wanted) == _in_layers(architecture, trained)
             case "additional_target":
-                is_same = set(its) <= set(mine)  # what the adapter has not is the base's
+                is_same = set(its) <= set(mine)  # further modules come from the base
             case _:
                 is_same = mine == its
         if not is_same:
@@ -158,7 +158,7 @@ def _otherwise(
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list):  # paths of modules: what is inside of a layer
+    if isinstance(value, list):  # module paths, without those of their layers
         value = [each.rpartition("{layer}.")[2].replace("{expert}.", "") for each in value]
     if isinstance(value, list) and len(value) > 3:
         return f"{', '.join(value[:3])} and {len(value) - 3} more"
@@ -167,11 +167,11 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the defaults follow from.
+    """The properties of a GPU that defaults depend on.
 
     Attributes:
-        has_bf16: its tensor cores compute in bf16: those since Ampere do. None where that is not known.
-        speedup: how many times as fast as in fp32 it computes products in 16 bits; None where that is not known.
+        has_bf16: its tensor cores support bf16, as those since Ampere do; None if not known.
+        speedup: how much faster it computes matrix products in 16 bits than in fp32; None if not known.
     """
 
     name: str
@@ -180,11 +180,11 @@ class Gpu:
 
 
 def of_device(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded, list[str]]:
-    """Return the settings with the defaults of a GPU, as if a user had written them, and lines that say why.
+    """Return the settings with the defaults of a GPU, and log lines with the reasons.
 
-    What a user or a dialect has written stays: Megatron-SWIFT's reader writes the precision of the model's config.json.
-    Only the precision changes what is learned. LLaMA-Factory, too, computes a bf16 checkpoint in bf16 on such a GPU
-    where neither bf16 nor fp16 is written.
+    Values of a user or a dialect do not change: Megatron-SWIFT's reader sets the precision of the model's config.json.
+    Only the precision affects what is learned. LLaMA-Factory also computes a bf16 checkpoint in bf16 on such a GPU
+    if neither bf16 nor fp16 is set.
     """
     reasons = {path: why for path, why in _defaults(loaded, gpu, world_size) if path not in loaded.entries}
     changed = loaded.taking(dict.fromkeys(reasons, True), gpu.name, gpu.name)
@@ -196,7 +196,7 @@ def of_device(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded,
 
 
 def _defaults(loaded: Loaded, gpu: Gpu, world_size: int | None) -> Iterator[tuple[str, str]]:
-    """Yield what to turn on where it is not written, and why."""
+    """Yield the settings to turn on if they are not written, with the reasons."""
     settings, parallel = loaded.settings, loaded.settings.parallel
     if gpu.has_bf16 and _FP16 not in loaded.entries:
         faster = f"which computes it {gpu.speedup:.3g} times as fast as fp32" if gpu.speedup else "which computes in it"
@@ -214,7 +214,7 @@ def _defaults(loaded: Loaded, gpu: Gpu, world_size: int | None) -> Iterator[tupl
 
 
 def _cost_of_fp32(settings: Settings, gpu: Gpu) -> Iterator[str]:
-    """Say what fp32 costs, where it was chosen or 16 bits were not."""
+    """Yield a note on the cost of fp32, if it is used."""
     if setting_value(settings, _BF16) or setting_value(settings, _FP16):
         return
     key = "fp16" if gpu.has_bf16 is False else "bf16"

@@ -1,4 +1,4 @@
-"""Settings as a user wrote them, each with its place, in a YAML file; and groups made of them."""
+"""Settings as a user wrote them, with their places in a YAML file, and groups that are built from them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from megatune.config.dialects.dialect import Row
 
 SETTINGS_FILES = (".yaml", ".yml", ".json")
-RL_ROLES = ("actor_train", "student_train", "actor_infer")  # of which every file of reinforcement learning has one
-_OF_ROLL = (*RL_ROLES, "defaults", "sft_train", "student_pretrain")  # and other files of ROLL's
-# In a run.yaml of a program before template: default meant LLaMA-Factory's template: nobody wrote it.
+RL_ROLES = ("actor_train", "student_train", "actor_infer")  # every reinforcement-learning file has one of them
+_ROLL_KEYS = (*RL_ROLES, "defaults", "sft_train", "student_pretrain")  # with those of ROLL's other files
+# A default that old versions wrote to run.yaml, where it did not mean LLaMA-Factory's template.
 _OLD_TEMPLATE = re.compile(r"^template: default(?= +# default$)", re.MULTILINE)
 
 
@@ -39,8 +39,8 @@ class SettingEntry:
     """One key and its value.
 
     Attributes:
-        where: what an error message points at: "run.yaml:7", "learning_rate=abc" or "--learning_rate".
-        origin: what run.yaml records: "run.yaml:7", "override" or "flag".
+        where: its place in error messages: "run.yaml:7", "learning_rate=abc" or "--learning_rate".
+        origin: its place in run.yaml: "run.yaml:7", "override" or "flag".
     """
 
     key: str
@@ -50,16 +50,16 @@ class SettingEntry:
 
     @property
     def is_given(self) -> bool:
-        """Whether a user wrote it; it is a default of another system otherwise."""
+        """Whether a user wrote it; otherwise it is a default of another system."""
         return self.origin in ("flag", "override", self.where)
 
     @property
     def name(self) -> str:
-        """The key as its user wrote it: a flag may set a setting of another name."""
+        """The key as the user wrote it: a flag may set a setting with another name."""
         return self.where[2:].replace("-", "_") if self.origin == "flag" else self.key
 
     def written(self, value: Any = ...) -> str:
-        """Write the key as its user does, with a value behind it; one that is below another key as in a file."""
+        """Format the key as the user wrote it, with a value if given; a nested key as in a file."""
         is_nested = "." in self.where.partition("=")[0]
         prefix, joint = {"flag": ("--", " "), "override": ("", ": " if is_nested else "=")}.get(self.origin, ("", ": "))
         name = prefix + re.split(r"\.|: ", self.name)[-1]
@@ -70,7 +70,7 @@ class SettingEntry:
 
 
 def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
-    """Read a YAML file; one that is not YAML gives its first fault as the one finding, and no entries.
+    """Read a YAML file; invalid YAML gives no entries and one finding, its first error.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
@@ -80,7 +80,7 @@ def read_file(source: str | Path) -> tuple[list[SettingEntry], list[Finding]]:
 
 
 def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[Finding]]:
-    """Return the YAML mapping that a file is; None where it is empty, and with a finding where it is none.
+    """Return the YAML mapping of a file; None if it is empty, and with a finding if it is not a mapping.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
@@ -90,7 +90,7 @@ def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[F
     except TooLarge as error:
         return None, [yaml_finding(error, name)]
     except FileNotFoundError:
-        fix = "check the path; it is taken from the folder that the command runs in"
+        fix = "check the path; it is relative to the working directory"
         raise MegatuneError(Finding(f"there is no settings file {name}", fix=fix), ExitCode.INPUT) from None
     except IsADirectoryError:
         finding = Finding(f"{name} is a folder, not a settings file", fix="name the YAML file in it")
@@ -108,19 +108,19 @@ def read_mapping(path: Path, name: str) -> tuple[yaml.MappingNode | None, list[F
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "one value"
         where = f"{name}:{node.start_mark.line + 1}"
-        return None, [Finding(f"the file holds {kind}, not settings", where, fix="write one `key: value` a line")]
+        return None, [Finding(f"the file contains {kind}, not settings", where, fix="write one `key: value` per line")]
     return node, []
 
 
 def is_rl_file(source: str | Path) -> bool:
-    """Tell whether a YAML file is of ROLL's form, which reinforcement learning has: it has roles, or names a file
-    that may have them. False for what cannot be read."""
+    """Return whether a YAML file is a reinforcement-learning file in ROLL's format: it has roles, or names a file that
+    may have them. False if it cannot be read."""
     try:
         node = compose(read_text(Path(source)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False
     keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []  # some may be lists
-    return any(key in keys for key in _OF_ROLL)
+    return any(key in keys for key in _ROLL_KEYS)
 
 
 def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], list[Finding]]:
@@ -144,10 +144,12 @@ def _mapping(node: yaml.MappingNode, name: str) -> tuple[list[SettingEntry], lis
 
 
 def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
-    """Turn a parser's complaint into a finding with its line and what to change."""
+    """Convert a parser error to a finding with its line and fix."""
     if isinstance(error, TooLarge):
         where = name if error.problem_mark is None else f"{name}:{error.problem_mark.line + 1}"
-        return Finding(f"no settings file is {error.problem}", where, fix="write settings alone, a `key: value` a line")
+        return Finding(
+            f"not a settings file: {error.problem}", where, fix="write only settings, a `key: value` per line"
+        )
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         reason = getattr(error, "reason", None) or str(error)
         return Finding("not readable as YAML", name, why=str(reason), fix="remove the characters that are not text")
@@ -155,7 +157,7 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
     where = f"{name}:{mark.line + 1}"
     problem = error.problem or "not readable as YAML"
     if "\\t" in problem:
-        return Finding("a tab where YAML takes only spaces", where, fix="indent with spaces")
+        return Finding("a tab where YAML allows only spaces", where, fix="indent with spaces")
     if "expected a single document" in (error.context or ""):
         return Finding("a second document starts here", where, fix="remove the line `---`, or split the file")
     if "could not find expected ':'" in problem and error.context_mark is not None:
@@ -163,29 +165,29 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
         fix = "write `key: value`, and put a space after the colon: `max_steps: 2`"
         return Finding("this line is not a key and its value", where, "no colon with a space after it was found", fix)
     why = f"{error.context}, {problem}" if error.context else problem
-    fix = "write one `key: value` a line; quote text that holds `: `"
+    fix = "write one `key: value` per line; quote text that contains `: `"
     if "undefined alias" in problem:
-        fix = "quote text that begins with *, or write its anchor, &NAME, in a line before"
+        fix = "quote text that starts with *, or write its anchor, &NAME, in an earlier line"
     return Finding("not readable as YAML", where, why, fix)
 
 
 class Written(NamedTuple):
-    """What was written for one field of a group, and what is expected: None of a value that was built, and fits."""
+    """The value of one field of a group, and the setting that it should fit; None for a value that is already valid."""
 
     entry: SettingEntry
     value: Any
     info: SettingInfo | None
     name: str  # in `Builder.refused`
-    expected: str = ""  # where `info` does not say it
+    expected: str = ""  # if `info` does not describe it
 
 
 @dataclass(slots=True)
 class Builder:
-    """Keeps what was found while groups are made.
+    """Collects findings while groups are built.
 
     Attributes:
-        ignored: reason -> keys that change nothing.
-        refused: names of what has no valid value, so that nothing should follow from its default.
+        ignored: reason -> keys without effect.
+        refused: names of settings without a valid value, whose defaults should not be checked.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -193,16 +195,16 @@ class Builder:
     refused: set[str] = field(default_factory=set)
 
     def add(self, finding: Finding, refused: str = "") -> None:
-        """Note a finding once: a key may set several settings."""
+        """Add a finding once: a key may set several settings."""
         self.refused.add(refused)
         if finding not in self.findings:
             self.findings.append(finding)
 
     def passes(self, entry: SettingEntry, row: Row | None, value: Any, name: str) -> bool:
-        """Tell whether an entry may set something; note one that is refused, or that changes nothing.
+        """Return whether an entry may set something; record one that is refused or has no effect.
 
         Args:
-            value: converted as far as there is one right way.
+            value: of the entry, converted by `coerce`.
         """
         if row is None:
             return True
@@ -218,14 +220,14 @@ class Builder:
         return not row.ignored
 
     def group(self, model: type[G], written: Mapping[str, Written]) -> G:
-        """Build a group of the values that fit."""
+        """Build a group from the valid values."""
         built, wrong = fitted(model, {name: each.value for name, each in written.items()})
         for name, items in wrong.items():
             self.wrong(written[name], items)
         return built
 
     def wrong(self, written: Written, items: Sequence[Any] = ()) -> None:
-        """Note a value that does not fit, of a list `items` that do not, and say which one would do."""
+        """Add a finding for an invalid value, or for the invalid items of a list, with a valid one as the fix."""
         entry, info = written.entry, written.info
         assert info is not None
         value, expected = coerce(entry.value, info), info.expected

@@ -1,6 +1,6 @@
-"""Reads settings from a file, overrides and flags, through a dialect, and reports everything that is wrong at once.
+"""Load settings from a file, overrides and flags, through a dialect, and report all problems at once.
 
-Those of a run are written as run.yaml: all of them, each with where it came from, to be read again.
+The settings of a run are written as run.yaml, each with its origin, so that they can be loaded again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ _ORIGIN_COLUMN = 52  # of run.yaml
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings as far as they could be read, and what was wrong.
+    """Loaded settings, and what is wrong with them.
 
     Attributes:
-        settings: settings that were refused have their defaults here, and so have secrets: nothing that writes settings
-            can write them.
-        findings: what was wrong with single settings; `check` adds what is wrong between them.
-        invalid: "group.name" of settings that were refused, or that wait for the world. Rules do not judge them.
+        settings: refused settings have their defaults here, and so have secrets, which therefore are never written.
+        findings: problems of single settings; `check` adds those between settings.
+        invalid: "group.name" of settings that were refused, or that depend on the world size. Rules skip them.
         entries: what a user wrote, by the "group.name" that it sets.
-        rows: of a micro-batch on all replicas; None where the world is not known.
+        rows: rows of a micro-batch on all replicas; None if the world size is not known.
         secrets: "group.name" -> what a user wrote.
-        accepted: why some of the keys that a user wrote change nothing -> these keys.
+        accepted: reason -> the keys of a user that have no effect.
     """
 
     settings: Settings
@@ -55,36 +54,36 @@ class Loaded:
 
     @property
     def places(self) -> dict[str, str]:
-        """ "group.name" of what a user wrote -> what a message points at: "run.yaml:7", "--learning_rate"."""
+        """ "group.name" of what a user wrote -> its place in messages: "run.yaml:7", "--learning_rate"."""
         return {path: entry.where for path, entry in self.entries.items()}
 
     @property
     def written(self) -> dict[str, SettingEntry]:
-        """What a user gave a value, by "group.name"; null, which is the default, is no value."""
+        """Entries of a user by "group.name", without those that are null, which is the default."""
         return {path: entry for path, entry in self.entries.items() if entry.value.data is not None}
 
     @property
     def without_secrets(self) -> Loaded:
-        """The same, fit to be written to a file."""
+        """A copy without secrets, which may be written to a file."""
         entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
         return replace(self, entries=entries, secrets={})
 
     def taking(self, changes: Mapping[str, Any], where: str, origin: str) -> Loaded:
-        """Return the same with settings, by "group.name", as if a user had written them at a place."""
+        """Return a copy with other values, by "group.name", as if a user had written them at a place."""
         entries = {
             path: SettingEntry(all_settings()[path].name, Value(v), where, origin) for path, v in changes.items()
         }
         return replace(self, settings=with_settings(self.settings, changes), entries={**self.entries, **entries})
 
     def accepted_notes(self) -> list[str]:
-        """Return what a user is told of keys that change nothing, one for each reason."""
+        """Return a note for each reason why keys have no effect."""
         return [f"{', '.join(keys)}: {why}" for why, keys in self.accepted.items()]
 
     def for_world(self, world_size: int | None) -> Loaded:
-        """Resolve what needs the number of processes: gradient_accumulation_steps of a global batch.
+        """Resolve what depends on the world size: gradient_accumulation_steps of a global batch.
 
         Args:
-            world_size: processes over all machines; None takes num_processes if that is set.
+            world_size: processes over all machines; None takes num_processes, if set.
         """
         settings, entry = self.settings, self.entries.get(ACCUMULATION)
         world_size = settings.run.num_processes if world_size is None else world_size
@@ -94,7 +93,7 @@ class Loaded:
         if entry is None or not _is_global_batch(entry, self.dialect):
             return replace(self, rows=rows)
         asked = coerce(entry.value, all_settings()[ACCUMULATION])
-        if not isinstance(asked, int) or asked < 1:  # found already
+        if not isinstance(asked, int) or asked < 1:  # reported already
             return self
         if asked % rows:
             what = f"{entry.key} {asked} is not a multiple of {rows}"
@@ -110,7 +109,7 @@ class Loaded:
     def check(
         self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
     ) -> list[Finding]:
-        """Return all that is wrong, `findings` and what rules find, in the order of the file's lines."""
+        """Return all findings, with those of the rules, in the order of the file's lines."""
         loaded = self.for_world(world_size)
         return in_order([*loaded.findings, *loaded.check_rules(architecture, world_size, rules=rules)])
 
@@ -122,10 +121,10 @@ class Loaded:
         rules: Iterable[Rule] = RULES,
         leave_out: Collection[str] = (),
     ) -> list[Finding]:
-        """Check the rules that span settings; findings are in the dialect's words.
+        """Check the rules between settings; findings use the dialect's names.
 
         Args:
-            leave_out: "group.name" of settings that are not to be judged.
+            leave_out: "group.name" of settings that are not checked.
         """
         invalid = self.invalid.union(leave_out)
         return check(
@@ -138,12 +137,12 @@ class Loaded:
         )
 
     def phrased(self, finding: Finding) -> Finding:
-        """Rewrite a finding in the words of the dialect; what the user wrote by our names keeps them."""
+        """Rewrite a finding with the dialect's names; settings that the user wrote by our names keep them."""
         what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
         return Finding(what, finding.where, why, self.advice(finding.fix))
 
     def placed(self, finding: Finding) -> Finding:
-        """Return a finding that only names a setting with the place where a user wrote it."""
+        """Return a finding that names a setting with the place where a user wrote it."""
         name = finding.where or finding.what.partition(":")[0]
         entry = next((each for path, each in self.entries.items() if all_settings()[path].name == name), None)
         if entry is None:
@@ -152,7 +151,7 @@ class Loaded:
         return replace(finding, where=entry.where, what=what if name in entry.where else f"{name}: {what}")
 
     def advice(self, text: str) -> str:
-        """Rewrite what is to be written in the words of the dialect."""
+        """Rewrite a fix with the dialect's names."""
         return self.dialect.phrased(text, self._own, self.rows, is_fix=True)
 
     @property
@@ -162,7 +161,7 @@ class Loaded:
     def require_valid(
         self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES
     ) -> Settings:
-        """Return the settings if nothing is wrong with them.
+        """Return the settings if they are valid.
 
         Raises:
             MegatuneError: with all findings (exit 64).
@@ -178,22 +177,22 @@ def load(
     flags: Sequence[str] = (),
     dialect: Dialect = LLAMAFACTORY,
 ) -> Loaded:
-    """Read settings. Flags win over overrides, overrides over the file; on a command line the last of several wins.
+    """Load settings. Flags override overrides, these the file; on a command line the last value counts.
 
     Args:
-        source: path of a YAML file, as the user typed it: findings and origins name it so. None reads no file.
+        source: path of a YAML file as the user typed it, which findings and origins show. None reads no file.
         overrides: `key=value` words, the value in YAML.
         flags: `--key value`, `--key=value`, or `--key` for true.
-        dialect: whose keys these are, beside our own.
+        dialect: whose keys are valid in addition to our own.
 
     Raises:
-        MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
+        MegatuneError: the file is missing or unreadable (exit 66). All other problems are findings.
     """
     reading = _Reading(dialect=dialect)
     if source is not None:
         entries, findings = read_file(source)
         reading.findings += findings
-        if findings and not entries:  # nothing of the file is known: rules would only guess
+        if findings and not entries:  # nothing of the file is known, so rules have nothing to check
             reading.refused.update(all_settings())
         reading.take(entries, last_wins=False)
     for entries, findings in (read_overrides(overrides), read_flags(flags)):
@@ -205,11 +204,11 @@ def load(
 def load_entries(
     places: Iterable[Iterable[SettingEntry]], dialect: Dialect, findings: Iterable[Finding] = ()
 ) -> Loaded:
-    """Make settings of entries that were read already.
+    """Build settings from entries that were already read.
 
     Args:
-        places: entries of each place; those of a later one win, and the last of one place.
-        findings: what was wrong with reading them.
+        places: entries of each place; later places override earlier ones, and later entries of the same place.
+        findings: problems of reading them.
     """
     reading = _Reading([*findings], dialect=dialect)
     for entries in places:
@@ -218,12 +217,12 @@ def load_entries(
 
 
 def dump(settings: Settings, origins: Mapping[str, str]) -> str:
-    """Write every setting as a line of YAML under its own name, with a comment that says where it came from.
+    """Write every setting as a line of YAML under our own name, with its origin as a comment.
 
     Secrets are left out.
 
     Args:
-        origins: "group.name" -> "run.yaml:7", "override", "flag" or "default"; what is missing counts as default.
+        origins: "group.name" -> "run.yaml:7", "override", "flag" or "default", which is that of missing ones.
     """
     lines: list[str] = []
     for path, info in all_settings().items():
@@ -238,21 +237,21 @@ def dump(settings: Settings, origins: Mapping[str, str]) -> str:
 
 @dataclass(slots=True)
 class _Reading(Builder):
-    """Entries gathered by what they set, then made into settings; `refused` has "group.name"."""
+    """Collects entries by what they set, and builds settings from them; `refused` has "group.name"."""
 
     dialect: Dialect = LLAMAFACTORY
-    # By "group.name", or by the key of what sets nothing: who sets it, and to what.
+    # "group.name", or the key of an entry that sets none -> the entry and the value.
     chosen: dict[str, tuple[SettingEntry, Any]] = field(default_factory=dict)
     yielding: dict[str, SettingEntry] = field(default_factory=dict)  # keys that set what no other key sets
 
     def take(self, entries: Iterable[SettingEntry], *, last_wins: bool) -> None:
-        """Take the entries of one place; they win over those of the places taken earlier."""
+        """Add the entries of one place; they override those of earlier places."""
         here: dict[str, tuple[SettingEntry, Any]] = {}
         for entry in entries:
             if not self.dialect.knows(entry.key):
                 finding, meant = _unknown_key(entry, self.dialect)
                 self.findings.append(finding)
-                self.refused.update(meant)  # that they are missing follows from it
+                self.refused.update(meant)  # so that they are not also reported as missing
                 continue
             row = self.dialect.row_of(entry.key)
             if row is not None and row.yields:
@@ -264,15 +263,15 @@ class _Reading(Builder):
                 if first is None:
                     here[target] = (entry, value)
                 elif first[0].key == entry.key or first[1] != value:
-                    # Two names of one setting that say the same are in many files: packing and neat_packing.
-                    what = f"{entry.key} sets what {first[0].key} sets at {first[0].where}"
-                    fix = f"keep one of the two lines, {first[0].key} by preference"
+                    # Many files have two keys with the same meaning: packing and neat_packing.
+                    what = f"{entry.key} sets the same setting as {first[0].key} at {first[0].where}"
+                    fix = f"keep one of the two lines, preferably {first[0].key}"
                     self.findings.append(Finding(what, entry.where, fix=fix))
                     break
         self.chosen.update(here)
 
     def _yield(self) -> None:
-        """Let keys set what no other key sets, and say so."""
+        """Apply keys that only set what no other key sets, and report those."""
         for key, entry in self.yielding.items():
             row = self.dialect.rows[key]
             for target, value in (row.read(entry.value) or {key: entry.value.data}).items():
@@ -288,12 +287,12 @@ class _Reading(Builder):
         secrets: dict[str, str] = {}
         for target, (entry, value) in self.chosen.items():
             row = self.dialect.row_of(entry.key)
-            assert row is not None, "what nobody knows was found"
+            assert row is not None, "unknown keys were reported"
             read = entry.value.data if target not in infos else coerce(entry.value, infos[target])
             if not self.passes(entry, row, read, target):
                 continue
             if target in marked(Mark.NAME) and is_long_name(value):
-                why, fix = "no file system has such names: 255 bytes between two /, 4095 in all", "write a shorter one"
+                why, fix = "file systems allow at most 255 bytes per name and 4095 per path", "write a shorter one"
                 self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), target)
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
@@ -306,7 +305,7 @@ class _Reading(Builder):
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)
         if settings.model.model_name_or_path is None and settings.model.mcore_model is not None:
-            # Weights that are named alone say themselves what the model is.
+            # mcore_model alone also names the model.
             settings = with_settings(settings, {"model.model_name_or_path": settings.model.mcore_model})
         settings = _training_new_rows(settings)
         if steps is not None and _is_global_batch(steps, self.dialect):
@@ -317,7 +316,7 @@ class _Reading(Builder):
 
 
 def _training_new_rows(settings: Settings) -> Settings:
-    """Return settings that train the embeddings beside adapters where tokens are added, as LLaMA-Factory does."""
+    """Return settings with trained embeddings if adapters are trained and tokens are added, as LLaMA-Factory does."""
     finetuning = settings.finetuning
     is_open = finetuning.finetuning_type == "lora" and not finetuning.additional_target
     if not (is_open and settings.model.adds_tokens) or finetuning.freeze_language_model:
@@ -332,15 +331,15 @@ def _is_global_batch(entry: SettingEntry, dialect: Dialect) -> bool:
 
 
 def _unknown_key(entry: SettingEntry, dialect: Dialect) -> tuple[Finding, Collection[str]]:
-    """Say what an unknown key could be: another program's name of a setting, or a misspelt one of any dialect.
+    """Suggest the setting of an unknown key: another program's name of it, or a misspelt one of any dialect.
 
     Returns:
-        The finding, and "group.name" of the settings that are most likely meant.
+        The finding, and "group.name" of the most likely settings.
     """
     foreign, key = foreign_keys(), entry.key.lower().replace("-", "_")
     names = dict.fromkeys((*dialect.names, *foreign))
     close = nearest_names(key, names, cutoff=0.85) or [*nearest_names(key, names), *names_with(key, dialect.names)]
-    # Of keys that are about as near, one that is taken comes first, and one of training.
+    # Among similar keys supported ones come first, and those of training.
     close.sort(key=lambda name: (dialect.refuses(name), "eval" in name and "eval" not in key))
     near = [key] if key in names else close[:1]
     sets: Collection[str] = ()

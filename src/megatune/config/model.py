@@ -1,4 +1,4 @@
-"""The model of a run as its settings change it: with rotary scaling, and with further tokens."""
+"""The model of a run with the changes of its settings: rotary scaling and added tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatune.hub.vocabulary import TOKENIZER, GrownModel, NewTokens, padded_row
 
 
 def as_scaled(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return what config.json says of the model that a run trains.
+    """Return config.json with the rotary scaling of a run.
 
     Raises:
-        MegatuneError: SETTINGS, see `with_rope_scaling`; or the family is not computed with it.
+        MegatuneError: SETTINGS, see `with_rope_scaling`; or the family does not support it.
     """
     asked, family = settings.model.rope_scaling, FAMILIES.get(str(config.get("model_type")))
     if asked is None:
@@ -34,10 +34,10 @@ def as_scaled(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def new_tokens(settings: Settings) -> NewTokens | None:
-    """Return the tokens that a run adds to its model; None where it adds none.
+    """Return the tokens that a run adds to its model; None if it adds none.
 
     Raises:
-        MegatuneError: SETTINGS, where new_special_tokens_config is not a mapping of tokens to texts.
+        MegatuneError: SETTINGS, if new_special_tokens_config is not a mapping of tokens to texts.
     """
     model = settings.model
     described = _descriptions(model.new_special_tokens_config) if model.new_special_tokens_config else {}
@@ -67,12 +67,12 @@ def _no_descriptions(name: str, why: str) -> MegatuneError:
 
 
 def is_changed(settings: Settings) -> bool:
-    """Return whether a run trains another model than that of its files."""
+    """Return whether the settings change the model."""
     return settings.model.rope_scaling is not None or new_tokens(settings) is not None
 
 
 def changed(model: Model, settings: Settings) -> Model:
-    """Return a model as a run trains it: with tokens that it adds, and a config.json of its own where it is scaled."""
+    """Return a model with the changes of a run: added tokens, and a config.json with rotary scaling."""
     if (tokens := new_tokens(settings)) is not None:
         model = GrownModel(model, tokens)
     if settings.model.rope_scaling is None:
@@ -80,22 +80,22 @@ def changed(model: Model, settings: Settings) -> Model:
 
     def scaled(folder: Path) -> dict[str, Any]:
         config = as_scaled(read_config(folder), settings)
-        read_architecture(config, str(folder / "config.json"))  # what is wrong with it is said of the user's own file
+        read_architecture(config, str(folder / "config.json"))  # so that errors name the user's own file
         return config
 
     return ChangedModel(model, scaled)
 
 
 def open_changed(settings: Settings, name: str, revision: str = MAIN, weights: str | None = None) -> Model:
-    """Open a model of a run; see `open_model`."""
+    """Open a model with the changes of a run; see `open_model`."""
     return changed(open_model(name, revision, settings.model.cache_dir, weights), settings)
 
 
 def as_changed(config: Mapping[str, Any], settings: Settings, folder: Path | None = None) -> dict[str, Any]:
-    """Return what config.json says of the model that a run trains.
+    """Return config.json with the changes of a run.
 
     Args:
-        folder: the model's, whose tokenizer tells which rows new tokens take; without one each takes a new row.
+        folder: of the model, whose tokenizer decides which rows new tokens get; without it each gets a new row.
 
     Raises:
         MegatuneError: see `as_scaled`, `new_tokens` and `GrownModel`.
@@ -109,7 +109,7 @@ def as_changed(config: Mapping[str, Any], settings: Settings, folder: Path | Non
 
 
 def lines_of(model: Model, settings: Settings) -> list[str]:
-    """Say what settings change of a model."""
+    """Return log lines on the changes of a model by its settings."""
     tokens, lines = new_tokens(settings), list[str]()
     if tokens is not None:
         lines.append(GrownModel(model, tokens).line())
@@ -119,7 +119,7 @@ def lines_of(model: Model, settings: Settings) -> list[str]:
 
 
 def scaling_line(config: Mapping[str, Any], settings: Settings) -> str:
-    """Say what rope_scaling makes of a config.json."""
+    """Return the log line on the effect of rope_scaling."""
     changed = as_scaled(config, settings)
     if changed == config:
         original = rope_parameters(config)["original_max_position_embeddings"]

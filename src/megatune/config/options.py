@@ -1,5 +1,5 @@
-"""The options of a verb: a group of fields, as settings are, read from flags, `key=value` and files through one table
-of what other systems call them."""
+"""The options of a verb: a group of fields like settings, read from flags, `key=value` and files, also under the names
+of other systems."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class NoOptions(Group):
-    """The options of a verb that has none of its own."""
+    """The options of a verb without options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How an option is typed, as far as its type does not say it. It stands in the Annotated of a field.
+    """How an option is written as a flag, in the Annotated of its field.
 
     Attributes:
         metavar: the placeholder of its value in --help.
-        name: how it is typed, where that is not the name of its field.
-        bare: the value of the flag by itself; None where a value has to follow.
-        repeats: each flag adds one item to a list; otherwise all words up to the next flag are the list.
-        commas: each text of a list is split at its commas. Other systems' names take one such text.
-        read: makes a value of a text, or None where the text is not valid.
-        expected: what `read` takes.
+        name: the flag, if it is not the name of the field.
+        bare: the value of the flag without a value; None if it requires one.
+        repeats: each flag adds one item to a list; otherwise the list is all words up to the next flag.
+        commas: each text of a list is split at commas. Other systems' names take one such text.
+        read: converts a text to a value, or to None if it is not valid.
+        expected: what `read` accepts, as text.
     """
 
     metavar: str = ""
@@ -47,7 +47,7 @@ class Flag:
 
 
 class Option(NamedTuple):
-    """What a key sets."""
+    """A setting with its flag."""
 
     info: SettingInfo
     flag: Flag
@@ -55,13 +55,13 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(Generic[G]):
-    """The table of the keys that a verb understands.
+    """The keys that a verb understands.
 
     Attributes:
         program: "megatune infer", for messages.
-        system: the part of options.yaml that has other systems' keys; "" where there are none.
-        ignores_training: keys of training change nothing.
-        unknown_fix: how to write what is like no name; "" names the page of help.
+        system: the section of options.yaml with other systems' keys; "" if there are none.
+        ignores_training: training keys have no effect.
+        unknown_fix: the fix of a key without similar names; "" refers to --help.
     """
 
     program: str
@@ -72,7 +72,7 @@ class Options(Generic[G]):
 
     @cached_property
     def own(self) -> dict[str, Option]:
-        """The options by the name that users write: a field `json_` is --json."""
+        """The options by the names that users write: a field `json_` is --json."""
         found = {}
         for info in describe("options", self.group):
             metadata = self.group.model_fields[info.name].metadata
@@ -92,32 +92,32 @@ class Options(Generic[G]):
 
     @cached_property
     def names(self) -> list[str]:
-        """Every key that is understood."""
+        """Every known key."""
         return list(dict.fromkeys((*self.own, *self.foreign)))
 
     def find(self, key: str) -> Option | None:
-        """Return the option that a key sets; None where it is ignored, refused or not known."""
+        """Return the option that a key sets; None if the key is ignored, refused or unknown."""
         row = self.foreign.get(key)
         return self.own.get(str(row.target) if row is not None else key)
 
     def unknown(self, key: str, what: str, where: str) -> Finding:
-        """Say what a key that is not known could be."""
+        """Return the finding of an unknown key, with similar keys as the fix."""
         dashes = "--" * key.startswith("-")
         otherwise = self.unknown_fix or f"`{self.program} --help` lists what it takes"
         fix = did_you_mean(key, [dashes + name for name in self.names], otherwise)
         return Finding(what, where, fix=fix)
 
     def take(self, key: str, flag: FlagWords) -> tuple[Value | None, list[str]]:
-        """Take the value of a flag; None where there should be one. Return the words behind it that are not its own."""
+        """Return the value of a flag, None if it is missing, and the words after it that are not part of it."""
         option = self.find(key)
-        if option is None:  # ignored, or refused
+        if option is None:  # ignored or refused
             return parse(" ".join(flag.values) or "true"), []
         (info, typed), behind = option, flag.behind
         if flag.text is not None or not behind:
             count = 0
         elif list in info.kinds and not typed.repeats and key in self.own:
             count = len(behind)
-        else:  # what cannot be its value is a model or a file
+        else:  # a word that cannot be its value is a model or a file
             is_other = info.kinds == {bool} and behind[0].lower() not in TRUTH
             count = 0 if is_other or (typed.bare is not None and "=" in behind[0]) else 1
         words = [*([] if flag.text is None else [flag.text]), *behind[:count]]
@@ -127,7 +127,7 @@ class Options(Generic[G]):
         return value_of_words(words, kind), behind[count:]
 
     def build(self, written: Iterable[SettingEntry], builder: Builder) -> tuple[G, list[SettingEntry]]:
-        """Make the group of what was written; return it with the entries of options, by their own names."""
+        """Build the group from entries; return it with the entries of options, by their own names."""
         found: dict[str, Written] = {}
         entries: list[SettingEntry] = []
         for entry in written:
@@ -137,7 +137,7 @@ class Options(Generic[G]):
             if option is not None and entry.value.data is not None:
                 name, value = option.info.name, self._coerced(option, entry.value)
                 value = [*found[name].value, *value] if option.flag.repeats and name in found else value
-                info = replace(option.info, optional=False)  # null is no value of an option
+                info = replace(option.info, optional=False)  # an option cannot be null
                 found[name] = Written(entry, value, info, key, option.flag.expected)
                 entries.append(replace(entry, key=name.rstrip("_")))
             elif key not in self.names:
@@ -145,7 +145,7 @@ class Options(Generic[G]):
         return builder.group(self.group, found), entries
 
     def _coerced(self, option: Option, value: Value) -> Any:
-        """Convert a value to the type of an option, as far as there is one right way."""
+        """Convert a value to the type of an option if that is unambiguous."""
         (info, flag), text = option, value.text
         row = self.foreign.get(info.name)
         if row is not None and text in row.values:
@@ -164,15 +164,15 @@ class Options(Generic[G]):
 
 @dataclass(slots=True)
 class Given(Generic[G]):
-    """A command line as it was understood.
+    """A parsed command line.
 
     Attributes:
-        options: the verb's own; those that are wrong have their defaults.
-        words: that are neither options nor settings: a model, a file.
-        settings: of training.
-        entries: what was written about options, by our names, in the order in which later ones win.
-        findings: everything that is wrong.
-        lines: what is said of keys that change nothing.
+        options: those of the verb; invalid ones have their defaults.
+        words: arguments that are neither options nor settings: a model, a file.
+        settings: training settings.
+        entries: the written options, by our names; later ones override earlier ones.
+        findings: all problems.
+        lines: notes on keys without effect.
     """
 
     program: str
@@ -184,17 +184,17 @@ class Given(Generic[G]):
     lines: list[str]
 
     def origin(self, name: str) -> str | None:
-        """Return where an option was written: a file's line, "override" or "flag"; None where it was not."""
+        """Return the origin of an option: a file's line, "override" or "flag"; None if it was not written."""
         return next((entry.origin for entry in reversed(self.entries) if entry.key == name), None)
 
     def load(self) -> Loaded:
-        """Read the settings; what is wrong with the options is among the findings."""
+        """Load the settings; the findings include those of the options."""
         from megatune.config.load import load  # with the rules, which most verbs with options of their own do without
 
         loaded = load(self.settings.source, self.settings.overrides, self.settings.flags)
         return replace(loaded, findings=[*loaded.findings, *self.findings])
 
     def stop(self, more: Iterable[Finding] = ()) -> None:
-        """Raise everything that is wrong, if anything is (exit code 64)."""
+        """Raise an error with all findings, if there are any (exit code 64)."""
         if findings := [*self.findings, *more]:
             raise MegatuneError(in_order(findings), ExitCode.SETTINGS)

@@ -1,6 +1,6 @@
-"""Which layers each pipeline stage holds: one pure function of the settings, for the engine, the rules and the plan.
+"""Assignment of layers to pipeline stages, a pure function of the settings for the engine, the rules and the planner.
 
-A model is cut into pp · vpp chunks, one after the other; chunk c is virtual stage c // pp of pipeline stage c % pp.
+A model is split into pp · vpp consecutive chunks; chunk c is virtual stage c // pp of pipeline stage c % pp.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PipelineChunk(NamedTuple):
-    """What one chunk holds: its number of layers, and whether it has the word embedding or computes the loss."""
+    """One chunk: its number of layers, and whether it has the word embedding or computes the loss."""
 
     num_layers: int
     embedding: bool = False
@@ -24,10 +24,10 @@ class PipelineChunk(NamedTuple):
 
 
 def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> tuple[PipelineChunk, ...]:
-    """Cut the model into chunks, in its order.
+    """Split the model into chunks, in order.
 
     Raises:
-        ValueError: the settings cannot be met with this many layers; its text says why, for `config.rules`.
+        ValueError: the settings do not fit this number of layers; its text is the reason, for `config.rules`.
     """
     return _chunks(
         parallel.pipeline_model_parallel_layout,
@@ -40,7 +40,7 @@ def pipeline_chunks(parallel: ParallelSettings, num_layers: int) -> tuple[Pipeli
 
 
 def holds_deepstack(parallel: ParallelSettings, architecture: Architecture) -> bool:
-    """Return whether the first chunk, which has the vision encoder, has every layer that deepstack mergers feed.
+    """Return whether the first chunk, which has the vision encoder, has all layers that get deepstack features.
 
     Raises:
         ValueError: as `pipeline_chunks`.
@@ -51,7 +51,7 @@ def holds_deepstack(parallel: ParallelSettings, architecture: Architecture) -> b
     return pipeline_chunks(parallel, architecture.num_layers)[0].num_layers >= fed
 
 
-@lru_cache(maxsize=1024)  # a plan asks for the same ones many times
+@lru_cache(maxsize=1024)  # a plan calls it many times with the same arguments
 def _chunks(
     layout: str | None,
     pp: int,
@@ -60,13 +60,13 @@ def _chunks(
     counted: tuple[bool, bool],
     num_layers: int,
 ) -> tuple[PipelineChunk, ...]:
-    """Cut the model into chunks.
+    """Split the model into chunks.
 
-    Shares that are not whole go up in the chunks before the last and down from it: the last one computes the loss.
+    If layers do not divide equally, earlier chunks get one more, since the last one also computes the loss.
 
     Args:
-        ends: layers asked for in the first and in the last stage.
-        counted: whether the embedding and the loss take the place of a layer each.
+        ends: requested layers of the first and of the last stage.
+        counted: whether the embedding and the loss each count as a layer.
     """
     if layout is not None:
         chunks = parse_layout(layout)
@@ -79,7 +79,7 @@ def _chunks(
         if asked is None:
             continue
         if asked % vpp:
-            raise ValueError(f"{asked} layers are not cut into {vpp} virtual stages")
+            raise ValueError(f"{asked} layers cannot be divided into {vpp} virtual stages")
         for virtual in range(vpp):
             counts[virtual * pp + stage % pp] = asked // vpp
     embedding, loss = counted
@@ -87,13 +87,13 @@ def _chunks(
     free = [index for index, count in enumerate(counts) if count is None]
     left = weights - sum(count or 0 for count in counts)
     if left < 0 or (left and not free):
-        raise ValueError(f"{weights - left} layers are asked for, the model has {num_layers}")
+        raise ValueError(f"{weights - left} layers are requested, the model has {num_layers}")
     share, more = divmod(left, len(free)) if free else (0, 0)
     for position, index in enumerate(free):
         counts[index] = share + (position < more)
     layers = [count or 0 for count in counts]
     if min(layers) < 1:
-        raise ValueError(f"{num_layers} layers leave some of {len(layers)} parts without one")
+        raise ValueError(f"with {num_layers} layers some of {len(layers)} parts have none")
     layers[0] -= embedding
     layers[-1] -= loss
     last = len(layers) - 1
@@ -104,27 +104,27 @@ def parse_layout(text: str) -> list[PipelineChunk]:
     """Read a pipeline_model_parallel_layout: E embedding, t layer, L loss, | between chunks, x*n and (xy|)*n repeat.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: with what is wrong.
     """
     plain = re.sub(r"[\s,]", "", text)
     while "(" in plain:
         unrolled = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), plain)
         if unrolled == plain:
-            raise ValueError("a parenthesis is not followed by *, a number, or not closed")
+            raise ValueError("a parenthesis is not closed, or not followed by * and a number")
         plain = unrolled
     plain = re.sub(r"([^*])\*(\d+)", lambda match: match[1] * int(match[2]), plain)
     if unknown := sorted(set(plain) - set("EtL|")):
-        why = "it is made of E, t, L, | and repeats"
+        why = "only E, t, L, | and repetitions are allowed"
         if "m" in unknown:
-            why = "layers that predict further tokens (m) are in the last part, and not written"
-        raise ValueError(f"{', '.join(unknown)} means nothing in it: {why}")
+            why = "multi-token prediction layers (m) are always in the last part, and not written"
+        raise ValueError(f"unknown {', '.join(unknown)}: {why}")
     joined = plain.replace("|", "")
     if not re.fullmatch(r"Et+L", joined):
-        raise ValueError("E comes first, once, then layers, and L last, once")
+        raise ValueError("it must have one E, then layers, then one L")
     return [PipelineChunk(part.count("t"), "E" in part, "L" in part) for part in plain.split("|")]
 
 
 def write_layout(counts: Sequence[int]) -> str:
-    """Write the pipeline_model_parallel_layout of chunks of these numbers of layers, embedding first and loss last."""
+    """Return the pipeline_model_parallel_layout of chunks with these numbers of layers."""
     parts = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     return f"E{'|'.join(parts)}L"

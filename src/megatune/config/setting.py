@@ -1,4 +1,4 @@
-"""How one setting is declared: once, with its type, unit, default, range and the texts that `explain` prints."""
+"""Declaration of settings: type, unit, default, range, requirements, and the texts that `explain` prints."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ _RANGE = ("ge", "gt", "le", "lt")
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-# In place of the path of another setting: what is needed is a model that is a mixture of experts.
+# `Needs.path` of a setting that needs a mixture-of-experts model, in place of the path of another setting.
 EXPERTS = "a model with experts"
 
 
 class Mark(Enum):
-    """What programs have to know of a setting."""
+    """Properties of a setting that the program acts on."""
 
-    SECRET = "it is never written anywhere; settings that were read do not hold it (`config.load.Loaded.secrets`)"
-    NAME = "it may be a file or a folder, or names one"
+    SECRET = "it is never written; loaded settings do not contain it (`config.load.Loaded.secrets`)"
+    NAME = "it may be the name of a file or folder"
     ROWS = "its value determines the token rows"
-    CONTENT = "what it names or decides determines the token rows"
+    CONTENT = "the files that it names, or what it decides, determine the token rows"
     PICTURES = "it determines the rows of a vision-language model"
-    MACHINE = "the machines of one run may have other values"
-    START = "it says where a run begins, not how it trains"
+    MACHINE = "the machines of one run may have different values"
+    START = "it sets where a run starts, not how it trains"
 
 
 class Limit(NamedTuple):
-    """The largest value that is of any use, and what a larger one would do."""
+    """The largest useful value, and why a larger one is not."""
 
     most: int
     why: str
@@ -73,20 +73,23 @@ Interval = Annotated[int | float, Field(gt=0), OR_SHARE, STEPS]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Another setting's value without which a setting has no effect.
+    """A requirement of a setting: the value of another setting without which it has no effect.
 
     Attributes:
         path: "group.name" of the other setting, or `EXPERTS`.
-        values: the values that will do, of a list any item; () is every value that is set.
-        why: the reason to refuse a setting without it; with "" a run and `explain FILE` note that it has no effect.
-        fix: with {name} for the setting; "" writes the first of `values`, or removes the setting.
-        least: of a number, the smallest that will do.
-        of: the values of the setting that need it, of a list any item; () is every one but the default and `off`.
-        off: values that ask for nothing, in addition to the default.
-        is_method: the other setting chooses the method that this one belongs to. Without it nothing else that the
-            setting needs matters, and even its default is refused where the method is left open.
-        is_lenient: where the other setting is written, the setting passes.
-        otherwise: what will do as well.
+        values: the accepted values, for a list any item; () is every value that is set.
+        why: the reason to refuse the setting without it; if "", a run and `explain FILE` only report that it has no
+            effect.
+        fix: how to fix it, with {name} for the setting; if "", to write the first of `values`, or to remove the
+            setting.
+        least: the smallest accepted number.
+        of: the values of the setting that have the requirement, for a list any item; () is all but the default and
+            `off`.
+        off: values without the requirement, in addition to the default.
+        is_method: the other setting chooses the method that this one belongs to. If it is not met, further requirements
+            are not checked, and even the setting's default is refused if the method is not written.
+        is_lenient: the setting is accepted if the other setting is written.
+        otherwise: an alternative requirement.
     """
 
     path: str
@@ -102,16 +105,16 @@ class Needs:
 
 
 class Group(BaseModel):
-    """Settings of one concern. Frozen and strict: values arrive with the right type, or not at all.
+    """Settings of one concern. Frozen and strict: values must have the right type.
 
     A setting is a field with a docstring below it. Its annotation has the type, choices as a Literal, and in Annotated
-    a number's range, a Field, its unit: what it counts ("tokens", "seconds", "steps"), a `Limit`, each `Mark` and all
-    that it `Needs`. The docstring says what it is, and after "How: " and "When: " how it works, and when to change it
-    and to what: one to three plain sentences each. "- CHOICE: " is followed by what a choice does. What a setting costs
-    is planned, not written.
+    a number's range (a Field), its unit ("tokens", "seconds", "steps"), a `Limit`, each `Mark`, and each `Needs`. The
+    docstring says what it is, and after "How: " and "When: " how it works, and when to change it and to what, in one to
+    three plain sentences each. "- CHOICE: " is followed by what a choice does. The planner computes what a setting
+    costs, so the docstring does not state it.
     """
 
-    needed_by_all: ClassVar[tuple[Needs, ...]] = ()  # what every setting of the group needs
+    needed_by_all: ClassVar[tuple[Needs, ...]] = ()  # requirements of every setting of the group
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
@@ -119,7 +122,8 @@ G = TypeVar("G", bound=Group)
 
 
 def fitted(group: type[G], values: Mapping[str, Any]) -> tuple[G, dict[str, list[Any]]]:
-    """Build a group of the values that fit; return those that do not by name, with the items of a list that do not."""
+    """Build a group from the valid values; return it with the names of invalid ones, each with a list's invalid
+    items."""
     try:
         return group(**values), {}
     except ValidationError as error:
@@ -132,7 +136,7 @@ def fitted(group: type[G], values: Mapping[str, Any]) -> tuple[G, dict[str, list
 
 
 class SettingTexts(NamedTuple):
-    """What a setting is, how it works, when to change it, and what each choice does, by the choice in YAML."""
+    """What a setting is, how it works, when to change it, and what each choice does."""
 
     what: str
     how: str
@@ -142,16 +146,16 @@ class SettingTexts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SettingInfo:
-    """All that is known of one setting, for `explain`, error messages and tests.
+    """The description of one setting, for `explain`, error messages and tests.
 
     Attributes:
-        path: "group.name", its one name inside the project.
-        kinds: the types it takes, of bool, int, float, str, list, dict; `optional` says whether None is one too.
+        path: "group.name", its unique name in the project.
+        kinds: its types, of bool, int, float, str, list, dict; `optional` says whether None is valid, too.
         items: the type of a list's items: str, int or float.
-        choices: the values of a Literal, () for an open type.
+        choices: the values of a Literal, () without one.
         bounds: the range of a number, by "ge", "gt", "le" and "lt".
         model: the group that declares it.
-        marks, limit, needs: what else its annotation has.
+        marks, limit, needs: of its annotation.
     """
 
     path: str
@@ -177,11 +181,11 @@ class SettingInfo:
 
     @property
     def expected(self) -> str:
-        """Type and range in words: "a whole number, at least 1"."""
+        """Type and range as text: "a whole number, at least 1"."""
         return self.expected_in(_ENGLISH)
 
     def expected_in(self, words: Mapping[str, str]) -> str:
-        """Say type and range in the words of a language, by the keys of the English ones."""
+        """Return type and range as text in a language, whose words have the keys of `_ENGLISH`."""
         if self.choices:
             listed = (str(each).lower() if isinstance(each, bool) else str(each) for each in self.choices)
             said = words["any of" if list in self.kinds else "one of"].format(words["and"].join(listed))
@@ -203,7 +207,7 @@ class SettingInfo:
 
     @property
     def digest(self) -> str:
-        """Of all texts, 8 hex digits: a translation names it, and shows so that it is of these very texts."""
+        """Digest of all texts, 8 hex digits: a translation records it, so that outdated ones are found."""
         texts = (*self.texts[:3], *(part for value in self.texts.values.items() for part in value))
         return hashlib.blake2b("\0".join(texts).encode(), digest_size=4).hexdigest()
 
@@ -216,7 +220,7 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
         choices: list[Any] = []
         notes = list(field.metadata)  # of Annotated, and of its Field
         members: list[Any] = [field.annotation]
-        for member in members:  # what is found inside comes behind
+        for member in members:  # grows: types inside of a member are appended
             origin = get_origin(member) or member
             if origin is Annotated:
                 inner, *more = get_args(member)
@@ -251,10 +255,8 @@ def describe(group: str, model: type[Group]) -> Iterator[SettingInfo]:
 
 @cache
 def docstrings(model: type[Group]) -> dict[str, str]:
-    """Read the docstrings of the fields that a group declares itself, by name.
-
-    They are in its source. It takes milliseconds, so only where one is needed.
-    """
+    """Read the docstrings of the fields of a group from its source, by name; only when needed, as it takes
+    milliseconds."""
     (declared,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(declared, ast.ClassDef)
     return {

@@ -1,4 +1,4 @@
-"""Every setting of a training run, one nested group for each concern; and how messages name settings."""
+"""Every setting of a training run, in one nested group per concern, and the names of settings in messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, Mark, SettingInfo, describe
 from megatune.errors import Finding
 
-# What numbers may be reported to.
+# Trackers of metrics.
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _QUOTED = re.compile(r"`([^`]*)`")
 _NAMED = re.compile(r"(\w+)(?:(: | )(.*))?", re.DOTALL)
 
 
 class Settings(Group):
-    """What one run does. Built by `megatune.config.load`, or in code: `Settings(run=RunSettings(seed=1))`."""
+    """The settings of one run. Built by `megatune.config.load`, or in code: `Settings(run=RunSettings(seed=1))`."""
 
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
@@ -47,40 +47,39 @@ class Settings(Group):
 
     @property
     def task(self) -> tuple[str, int | None, int]:
-        """What `families.as_trained` makes the model that is trained of: the stage, scores of a classifier, and layers
-        that predict further tokens."""
+        """The arguments of `families.as_trained`: stage, number of a classifier's scores, number of MTP layers."""
         return self.run.stage, self.run.num_labels, self.model.mtp_num_layers
 
     @property
     def packing(self) -> bool:
-        """Whether rows hold several samples; texts share rows unless the user says otherwise."""
+        """Whether rows hold several samples; the default is true for stage pt."""
         packing = self.data.packing
         return self.run.stage == "pt" if packing is None else packing
 
     @property
     def trackers(self) -> list[str]:
-        """What report_to names, with what all stands for: tensorboard, wandb, swanlab, mlflow."""
+        """The trackers of report_to, with "all" expanded: tensorboard, wandb, swanlab, mlflow."""
         asked = {*self.logging.report_to, *(["swanlab"] if self.logging.use_swanlab else [])}
         return [name for name in TRACKERS if name in asked or "all" in asked]
 
     @property
     def generates(self) -> bool:
-        """Whether answers are written during training."""
+        """Whether answers are generated during training."""
         return self.evaluation.predict_with_generate or self.evaluation.eval_generate_steps is not None
 
     @property
     def eval_interval(self) -> float:
-        """Steps between evaluations with eval_strategy: steps, or a share of all."""
+        """Steps between evaluations with eval_strategy: steps, or a fraction of all steps."""
         return self.evaluation.eval_steps or self.logging.logging_steps
 
 
-# Group name -> its model, in the order that run.yaml and `explain` list them.
+# Group name -> group, in the order of run.yaml and `explain`.
 GROUPS: dict[str, type[Group]] = {name: field.default_factory for name, field in Settings.model_fields.items()}  # type: ignore[misc]
 
 
 @cache
 def all_settings() -> dict[str, SettingInfo]:
-    """Describe every setting by its path "group.name", in order of declaration."""
+    """Describe every setting, by its path "group.name", in the order of declaration."""
     return {info.path: info for group, model in GROUPS.items() for info in describe(group, model)}
 
 
@@ -103,12 +102,12 @@ def setting_value(settings: Settings, path: str) -> Any:
 
 
 def is_default(settings: Settings, path: str) -> bool:
-    """Tell whether a setting has its declared default."""
+    """Return whether a setting has its declared default."""
     return bool(setting_value(settings, path) == all_settings()[path].default)
 
 
 def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Replace settings by "group.name"; no rule has looked at them."""
+    """Replace settings, by "group.name", without checking rules."""
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         group, _, name = path.partition(".")
@@ -117,28 +116,27 @@ def with_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     return settings.model_copy(update=update)
 
 
-# Below 1 they are shares of all steps.
+# Settings that are fractions of all steps if below 1.
 INTERVALS = ("logging.logging_steps", "checkpoint.save_steps", "evaluation.eval_steps")
 
 
 def whole_steps(interval: float, total_steps: float) -> int:
-    """Count the steps of an interval, which may be a share of all, as Transformers does."""
+    """Return an interval in steps; below 1 it is a fraction of all steps, as in Transformers."""
     return math.ceil(interval * total_steps) if interval < 1 else int(interval)
 
 
 def counted_steps(settings: Settings, total_steps: int) -> dict[str, int]:
-    """Return the intervals that are shares of all steps in steps, by "group.name"."""
+    """Return the intervals that are fractions of all steps in steps, by "group.name"."""
     values = {path: setting_value(settings, path) for path in INTERVALS}
     return {path: whole_steps(value, total_steps) for path, value in values.items() if value and value < 1}
 
 
 def replace_names(text: str, say: Callable[[str, str, str, str], str]) -> str:
-    """Replace every named setting by what `say` returns for its name, what joins it and its value, its value, and the
-    text before it.
+    """Replace every setting in a message by `say(name, separator, value, text before it)`.
 
-    A message names a setting between backticks, with a value where it has one: `max_steps`, `max_steps 5`, and
-    `max_steps: 5` where it is to be written so. Who prints the message replaces them, by our own names or a dialect's.
-    Between backticks, what is not a setting stays as it is: a command.
+    A message has settings in backticks, with a value if there is one: `max_steps`, `max_steps 5`, or `max_steps: 5` if
+    it should be written so. They are replaced when the message is printed, by our own names or those of a dialect.
+    Other text in backticks, such as a command, does not change.
     """
 
     def said(quoted: re.Match[str]) -> str:
@@ -151,10 +149,10 @@ def replace_names(text: str, say: Callable[[str, str, str, str], str]) -> str:
 
 
 def plain_finding(finding: Finding) -> Finding:
-    """Write settings in a finding by our own names."""
+    """Return a finding with settings under our own names."""
     return Finding(plain(finding.what), finding.where, plain(finding.why), plain(finding.fix))
 
 
 def plain(text: str) -> str:
-    """Write settings by our own names."""
+    """Return a message with settings under our own names."""
     return replace_names(text, lambda name, between, value, _: name + between + value)

@@ -1,4 +1,4 @@
-"""Values as users write them: YAML nodes that remember their source text, and the type each setting makes of them."""
+"""Values as users write them: YAML with its source text, its conversion to a setting's type, and its formatting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import yaml
 from megatune.config.setting import SettingInfo
 from megatune.errors import closest
 
-_MAX_DEPTH = 8  # an alias inside its own anchor nests without end
-# No settings file has a hundredth of these; one that is made to keep a reader busy has more.
+_MAX_DEPTH = 8  # an alias inside its own anchor nests infinitely
+
 _NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # \udc80 to \udcff are bytes of a path that are no UTF-8
 _MOST_SHOWN, _LONGEST_SHOWN, _LONGEST_NAME, _LONGEST_PATH, _MOST_DIGITS = 100, 1000, 255, 4095, 300
-# What YAML and other systems' command lines read as booleans.
+# Booleans of YAML and of other systems' command lines.
 TRUTH = {
     **dict.fromkeys(("true", "yes", "y", "t", "on", "1"), True),
     **dict.fromkeys(("false", "no", "n", "f", "off", "0"), False),
@@ -30,9 +30,9 @@ class Value:
     """One value.
 
     Attributes:
-        data: what YAML makes of it.
-        text: the source text of a scalar, None for a list or a mapping. `eval_strategy: no` is text to a setting that
-            takes text, though YAML reads false.
+        data: the value that YAML reads.
+        text: the source text of a scalar, None for a list or a mapping. `eval_strategy: no` is text for a setting of
+            type text, though YAML reads false.
         items: the values of a list.
     """
 
@@ -42,7 +42,7 @@ class Value:
 
 
 def as_read(data: Any) -> Value:
-    """Return the value of data as if it had been written."""
+    """Return data as a value, as if it had been written in a file."""
     if isinstance(data, list):
         return Value(data, items=tuple(map(as_read, data)))
     return Value(
@@ -51,11 +51,11 @@ def as_read(data: Any) -> Value:
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """Text that is no settings file, whatever it says: it is too long, nests too deeply, or repeats its aliases."""
+    """Text that cannot be a settings file: it is too long, nests too deeply, or expands too many aliases."""
 
 
 class _Bounded(yaml.SafeLoader):
-    """Refuses to nest deeper than anybody means to."""
+    """A loader that refuses deep nesting."""
 
     _depth = 0
 
@@ -71,7 +71,7 @@ class _Bounded(yaml.SafeLoader):
 
 
 class Loader(_Bounded):
-    """Reads scalars as the users of this field mean them: 1e-5 is a number; dates and 1:30 are text."""
+    """A loader that reads 1e-5 as a number, and dates and 1:30 as text."""
 
 
 Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
@@ -90,7 +90,7 @@ for _tag, _pattern, _first in (
 
 
 def read_text(path: Path) -> str:
-    """Read a file of settings, or of a text among them.
+    """Read a settings file, or a text file that a setting names.
 
     Raises:
         OSError, UnicodeDecodeError: as `Path.read_text`.
@@ -108,7 +108,7 @@ def compose(text: str, loader: type[_Bounded] = Loader) -> yaml.Node | None:
 
     Raises:
         yaml.YAMLError: the text is not one YAML document.
-        TooLarge: it nests too deeply, or has too many values once its aliases are written out.
+        TooLarge: it nests too deeply, or has too many values after its aliases are expanded.
     """
     reader = loader(text)
     try:
@@ -119,15 +119,15 @@ def compose(text: str, loader: type[_Bounded] = Loader) -> yaml.Node | None:
         return None
     _Merge().into(node)
     if (count := _count(node, {})) > _MOST_VALUES:
-        raise TooLarge(problem=f"{count:,} values, its aliases written out", problem_mark=node.start_mark)
+        raise TooLarge(problem=f"{count:,} values after its aliases are expanded", problem_mark=node.start_mark)
     return node
 
 
 def construct(text: str) -> Any:
-    """Return what YAML 1.1 makes of a document that somebody else wrote, such as the head of a model's card.
+    """Return a foreign document, such as the header of a model card, as YAML 1.1 reads it.
 
     Raises:
-        yaml.YAMLError: as `compose`, or a value is not what its form says, such as 2026-02-30.
+        yaml.YAMLError: as `compose`, or a value is invalid for its type, such as 2026-02-30.
     """
     node = compose(text, _Bounded)
     try:
@@ -137,8 +137,8 @@ def construct(text: str) -> Any:
 
 
 class _Merge:
-    """Puts what `<<: *ANCHOR` names, or a list of such, into its mapping: what that says itself, or was named earlier,
-    stays (yaml.org/type/merge.html)."""
+    """Merges the mappings of `<<: *ANCHOR` into theirs; keys of the mapping, or merged earlier, take precedence
+    (yaml.org/type/merge.html)."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -148,7 +148,7 @@ class _Merge:
         """Merge below a node.
 
         Raises:
-            TooLarge: there is more to merge than any settings file has.
+            TooLarge: there are too many values to merge.
         """
         if id(node) in self._seen or isinstance(node, yaml.ScalarNode):
             return
@@ -179,7 +179,7 @@ class _Merge:
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node with those of its aliases; one inside its own anchor is refused by `value_of`."""
+    """Count the values of a node, with its aliases expanded; `value_of` refuses an alias inside its own anchor."""
     if id(node) in known or isinstance(node, yaml.ScalarNode):
         return known.get(id(node), 1)
     known[id(node)] = 1
@@ -192,7 +192,7 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
     """Return the value of a node.
 
     Raises:
-        yaml.YAMLError: a key is written twice in a mapping, an unknown tag, or nesting without end.
+        yaml.YAMLError: a mapping has a key twice, an unknown tag, or too deep nesting.
     """
     if depth > _MAX_DEPTH:
         raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
@@ -213,7 +213,7 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
 
 
 def parse(text: str) -> Value:
-    """Read text from a command line: YAML where it is YAML, otherwise the text as it is."""
+    """Read text from a command line: as YAML if it is valid YAML, otherwise as plain text."""
     try:
         node = compose(text)
         value = Value(None, "") if node is None else value_of(node)
@@ -225,7 +225,7 @@ def parse(text: str) -> Value:
 
 
 def is_long_name(value: Any) -> bool:
-    """Tell whether a value, or an item of a list, is longer than a file system lets a file's name or path be."""
+    """Return whether a value, or an item of a list, is longer than file systems allow for a name or a path."""
     if isinstance(value, list | tuple):
         return any(map(is_long_name, value))
     if not isinstance(value, str):
@@ -235,17 +235,17 @@ def is_long_name(value: Any) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Tell a number from true and false, which Python counts as numbers."""
+    """Return whether a value is a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number of things: "1 row", "1,200 rows"."""
+    """Format a count with its noun: "1 row", "1,200 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write whole numbers, those that follow each other as a range: "0-15, 24"."""
+    """Format whole numbers, consecutive ones as a range: "0-15, 24"."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:
@@ -256,12 +256,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def is_variable(name: str) -> bool:
-    """Tell whether a variable of the environment can be called so."""
+    """Return whether an environment variable can have this name."""
     return bool(name) and "=" not in name
 
 
 def _text(node: yaml.ScalarNode) -> str:
-    """Return a text that can be a path or a variable, and be written to a file."""
+    """Return the text of a node; refuse characters that paths, variables or files cannot have."""
     if found := _NO_TEXT.search(node.value):
         raise yaml.MarkedYAMLError(problem=f"{found[0]!r} is in a text", problem_mark=node.start_mark)
     return str(node.value)
@@ -280,15 +280,15 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             try:
                 return int(text) if tag == _INT else float(text.replace(".inf", "inf").replace(".nan", "nan"))
             except ValueError:
-                pass  # an explicit tag on something else: !!int abc
+                pass  # a wrong explicit tag: !!int abc
     problem = f"cannot read {short(text)} as {node.tag.removeprefix('tag:yaml.org,2002:')}"
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def coerce(value: Value, info: SettingInfo) -> Any:
-    """Convert `value` to the type of the setting, where there is one right way; otherwise as it is, to be refused.
+    """Convert a value to the type of the setting if that is unambiguous; otherwise return it as it is, to be refused.
 
-    null is the default where a setting has no null of its own.
+    null is the default of a setting that is not optional.
     """
     data = value.data
     if data is None:
@@ -299,7 +299,7 @@ def coerce(value: Value, info: SettingInfo) -> Any:
         items = list(_texts(value))
         if info.items is str:
             return items
-        # A word of a command line's list may have several.
+        # A word of a command-line list may have several items.
         parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
         return [_number(part, info.items) for part in parts]
     if dict in info.kinds and isinstance(data, str | dict):
@@ -314,19 +314,19 @@ def coerce(value: Value, info: SettingInfo) -> Any:
 
 
 def _number(item: Any, kind: type) -> Any:
-    """Convert an item of a list of numbers, where it is one."""
+    """Convert an item of a list of numbers, if it is a number."""
     data = _unquoted(item) if isinstance(item, str) else item
     return float(data) if kind is float and type(data) is int and abs(data) < 2**1000 else data
 
 
 def _unquoted(text: str) -> Any:
-    """Read what was quoted without need ("1e-5", "true") as if it had not been."""
+    """Read a needlessly quoted value ("1e-5", "true") as if it were not quoted."""
     data = parse(text.strip()).data
     return data if isinstance(data, bool | int | float) else text
 
 
 def _texts(value: Value) -> Iterator[Any]:
-    """List items as texts: "a,b" and [a, b] are the same."""
+    """Yield list items as texts: "a,b" and [a, b] are the same."""
     if isinstance(value.data, list):
         yield from (item.data if item.text is None else item.text for item in value.items)
     elif value.text is not None:
@@ -336,7 +336,7 @@ def _texts(value: Value) -> Iterator[Any]:
 
 
 def nearest_valid(value: Any, info: SettingInfo) -> Any:
-    """Return the valid value nearest to one that is not, or None where none is near."""
+    """Return the valid value nearest to an invalid one, or None if none is near."""
     if info.choices and isinstance(value, str):
         return closest(value.lower(), map(str, info.choices), cutoff=0.5)
     if not is_number(value) or not info.kinds & {int, float}:
@@ -350,7 +350,7 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
     if whole and "lt" in info.bounds:
         highest = info.bounds["lt"] - 1
     if lowest is not None and value < lowest:
-        # One of something is worth having; a learning rate of 0, or rows of 2 tokens, are not.
+        # A lower bound of 1 is a useful value; a learning rate of 0, or rows of 2 tokens, are not.
         return lowest if lowest == 1 or info.default is None else info.default
     if highest is not None and value > highest:
         return highest
@@ -358,22 +358,22 @@ def nearest_valid(value: Any, info: SettingInfo) -> Any:
 
 
 def quoted(value: Any) -> str:
-    """Show a value that was not expected: text in quotes, anything else as YAML writes it."""
+    """Format an unexpected value: text in quotes, anything else as YAML writes it."""
     if isinstance(value, str):
         return short(value)
     return text if len(text := shown(value)) < _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def short(text: str) -> str:
-    """Quote a text that was not expected, or its beginning."""
+    """Quote an unexpected text, truncated if it is long."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 def shown(value: Any, *, quoted: bool = False) -> str:
-    """Show a value in one line as people write it in YAML.
+    """Format a value in one line of YAML.
 
     Args:
-        quoted: quote text that YAML would read as something else, so that `parse` gives the same value.
+        quoted: quote text that YAML would read as another type, so that `parse` returns the same value.
     """
     match value:
         case None:

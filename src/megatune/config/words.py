@@ -1,4 +1,4 @@
-"""Command lines: their words as a file of settings, `key=value` overrides, and flags with their values."""
+"""Parsing of command lines: a settings file, `key=value` overrides, and flags with their values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LONGEST_PLACE = 200  # characters
 
 
 class FlagWords(NamedTuple):
-    """A flag with its words.
+    """A flag with the words after it.
 
     Attributes:
-        typed: the word of the flag as it was typed; "" of words that stand before the first flag.
+        typed: the flag as it was typed; "" for words before the first flag.
         behind: the words up to the next flag.
     """
 
@@ -31,31 +31,31 @@ class FlagWords(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the flag sets; a dash is an underscore. "" where it is no flag."""
+        """The key that the flag sets, with underscores for dashes; "" without a flag."""
         return self.word.removeprefix("--").replace("-", "_")
 
     @property
     def text(self) -> str | None:
-        """What stands behind =; None without one."""
+        """The text after =; None without one."""
         _, equals, text = self.typed.partition("=")
         return text if equals else None
 
     @property
     def values(self) -> list[str]:
-        """What stands behind =, if anything does, and behind the flag."""
+        """The text after =, if there is one, and the words after the flag."""
         return self.behind if self.text is None else [self.text, *self.behind]
 
 
 def is_flag(word: str) -> bool:
-    """Tell a flag from a quoted text that begins like one."""
+    """Return whether a word is a flag, and not a quoted text that starts like one."""
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
 def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[FlagWords]:
-    """Group each flag with the words that follow it; words before the first flag are a group of their own.
+    """Group each flag with the words that follow it; words before the first flag are a separate group.
 
     Args:
-        takes_text: tells whether the value of a key may be a quoted text that begins like a flag, "--x=1 is what?".
+        takes_text: whether the value of a key may be a quoted text that starts like a flag, "--x=1 is what?".
     """
     grouped: list[FlagWords] = []
     for word in words:
@@ -69,22 +69,22 @@ def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) ->
 
 
 def meant_by(key: str, names: Iterable[str]) -> list[str]:
-    """Return the flag of this name, or those that begin so: where there is one, its beginning is enough."""
+    """Return the flag of this name, or all flags with this prefix: a unique prefix is enough."""
     known = dict.fromkeys(names)
     return [key] if key in known else [name for name in known if key and name.startswith(key)]
 
 
 def value_of_words(words: Sequence[str], kind: type | None = None) -> Value | None:
-    """Read the words of a flag as its type, as far as they are of it; None where there should be some.
+    """Convert the words of a flag to its type if possible; return None if words are missing.
 
     Args:
-        kind: bool, list or str; any other is read as YAML. None is not known, and takes no word, one or several.
+        kind: bool, list or str; any other is read as YAML. None is an unknown type, with any number of words.
     """
     if not words:
         return Value(True, None if kind is None else "true") if kind in (None, bool) else None
     if kind is list:
         return Value(list(words), items=tuple(Value(word, word) for word in words))
-    if len(words) > 1:  # perhaps one too many: what the setting expects is said where it is read
+    if len(words) > 1:  # perhaps one too many: validation reports it
         items = tuple(map(parse, words))
         return Value([item.data for item in items], items=items)
     (text,) = words
@@ -96,18 +96,17 @@ def value_of_words(words: Sequence[str], kind: type | None = None) -> Value | No
 
 @dataclass(slots=True)
 class Arguments:
-    """A command line in its parts: the file if there is one, its key=value overrides, and --key value flags."""
+    """The parts of a command line: settings file, if there is one, key=value overrides, and --key value flags."""
 
     source: str | None = None
     overrides: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
 
     def take(self, flag: FlagWords) -> list[str]:
-        """Take a flag with its value: the words up to an override, and of a boolean or a flag that nobody knows up to a
-        settings file. Return the words behind them.
+        """Store a flag with its value, and return the words after them.
 
-        What holds an = is an override if its key is one of a settings file: `--default_system a=b` is a flag and its
-        value.
+        The value ends before an override, and for a boolean or unknown flag also before a settings file. A word with =
+        is an override if its key is that of a setting: `--default_system a=b` is a flag with its value.
         """
         count = 0 if flag.text is not None else len(flag.behind)
         for at, word in enumerate(flag.behind[:count]):
@@ -119,10 +118,10 @@ class Arguments:
         return flag.behind[count:]
 
     def place(self, words: Iterable[str]) -> None:
-        """Take words that are no value of a flag.
+        """Store words that are not the value of a flag.
 
         Raises:
-            MegatuneError: two of them could be the file (exit 64).
+            MegatuneError: two of them could be the settings file (exit 64).
         """
         for word in words:
             key, equals, _ = word.partition("=")
@@ -131,7 +130,7 @@ class Arguments:
             elif self.source is None:
                 self.source = word
             else:
-                what = f"{word!r} is one word too many: {self.source!r} is the settings file already"
+                what = f"unexpected word {word!r}: the settings file is already {self.source!r}"
                 finding = Finding(what, fix="write overrides as key=value, and flags as --key value")
                 raise MegatuneError(finding, ExitCode.SETTINGS)
 
@@ -140,7 +139,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     """Split `FILE.yaml key=value --key value`, in any order.
 
     Raises:
-        MegatuneError: two words could be the file (exit 64).
+        MegatuneError: two words could be the settings file (exit 64).
     """
     found = Arguments()
     for flag in flags_with_words(arguments, takes_text):
@@ -149,14 +148,14 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
 
 
 def is_key(key: str) -> bool:
-    """Tell whether a settings file may have a key."""
+    """Return whether a settings file may have a key."""
     from megatune.config.dialects.dialect import LLAMAFACTORY  # builds all settings, which --help does without
 
     return LLAMAFACTORY.knows(key)
 
 
 def takes_text(key: str) -> bool:
-    """Tell whether a key of a settings file has values that are not true or false."""
+    """Return whether a key of a settings file is not a boolean."""
     from megatune.config.dialects.dialect import LLAMAFACTORY
 
     row = LLAMAFACTORY.row_of(key)
@@ -177,7 +176,7 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[SettingEntry], list[F
 
 
 def place_of(word: str) -> str:
-    """Return what a message says of a word of a command line as its place: the word, cut where it is long."""
+    """Return the place of a command-line word in messages: the word, truncated if it is long."""
     return word if len(word) <= _LONGEST_PLACE else f"{word[:_LONGEST_PLACE]}..."
 
 

@@ -1,4 +1,4 @@
-"""Rules that span settings: what is wrong, why, and the nearest change that fixes it. None looks at the machine."""
+"""Rules between settings: each finds what is wrong, why, and the nearest fix, independent of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatune.config.rules.rule import Context, Rule, limits
 from megatune.config.settings import Settings, plain_finding
 from megatune.errors import Finding
 
-# Of what only reads a run's data, and of a run.
+# Rules for commands that only read a run's data, and for a run.
 DATA_RULES = (*finetuning.RULES, *data.RULES, limits)
 RULES = (
     *(*finetuning.RULES, *data.RULES, *run.RULES),
@@ -31,16 +31,16 @@ def check(
     written: Mapping[str, SettingEntry] | None = None,
     phrase: Callable[[Finding], Finding] | None = None,
 ) -> list[Finding]:
-    """Find all that is wrong between settings.
+    """Check the rules between settings.
 
     Args:
-        architecture: the model's numbers; None leaves out the rules that need them.
-        world_size: processes over all machines; None takes num_processes if that is set.
-        rules: which ones.
-        origins: "group.name" -> where it was written, to say where each problem is.
-        invalid: "group.name" of settings already refused; problems they take part in are not reported again.
-        written: "group.name" of what a user gave a value; what is not built is refused where it is written.
-        phrase: writes the names of settings in a finding; None writes our own.
+        architecture: of the model; None skips the rules that need it.
+        world_size: processes over all machines; None takes num_processes, if set.
+        rules: the rules to check.
+        origins: "group.name" -> where it was written, for the place of findings.
+        invalid: "group.name" of settings that were already refused; problems with them are not reported.
+        written: "group.name" -> entry of the settings that a user wrote.
+        phrase: replaces the names of settings in a finding; None writes our own.
     """
     context = Context(settings, architecture, world_size, written or {})
     findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""Rules of the data: where its rows come from, how data sets are mixed, cut and held out."""
+"""Rules of the data: sources, mixing, truncation and held-out rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from datetime import date
 
 from megatune.config.rules.rule import Context, Problem, needs_of
 
-_SUM_TOLERANCE = 2e-3  # 0.333 of each of three data sets is meant to be all
+_SUM_TOLERANCE = 2e-3  # 0.333 for each of three data sets is accepted
 
 
 def required(context: Context) -> Iterator[Problem]:
-    """Rows are made of data, by a model's tokenizer."""
+    """A model and data sets are required."""
     settings = context.settings
     if not settings.model.model_name_or_path:
         fix = "write `model_name_or_path: FOLDER`, a Hugging Face checkpoint, or the id of a model on a hub"
@@ -22,11 +22,11 @@ def required(context: Context) -> Iterator[Problem]:
 
 
 def held_out(context: Context) -> Iterator[Problem]:
-    """Evaluation rows, and bad rows that pass, are a whole number or a share of the data."""
+    """Numbers of evaluation rows and of allowed bad rows are whole numbers, or fractions below 1."""
     data, names = context.settings.data, ("val_size", "streaming")
     for key, size in (("val_size", data.val_size), ("max_bad_rows", data.max_bad_rows or 0.0)):
         if size >= 1 and not size.is_integer():
-            what = f"`{key} {size:g}` is neither a share below 1 nor a number of rows"
+            what = f"`{key} {size:g}` is neither a fraction below 1 nor a number of rows"
             yield Problem((key,), what, "", f"write `{key}: {round(size)}` for {round(size)} rows")
     if 0 < data.val_size < 1 and data.streaming:
         why = "the number of rows is not known while they are read"
@@ -35,7 +35,7 @@ def held_out(context: Context) -> Iterator[Problem]:
 
 
 def mixing(context: Context) -> Iterator[Problem]:
-    """A number for each data set, which says what it can mean."""
+    """Each data set has one valid probability or weight."""
     data = context.settings.data
     probs, count = data.interleave_probs, len(data.dataset)
     given = {"interleave_probs": probs, "dataset_weights": data.dataset_weights}
@@ -44,7 +44,7 @@ def mixing(context: Context) -> Iterator[Problem]:
             what = f"{len(values)} of `{key}` for {count} data sets"
             yield Problem((key, "dataset"), what, "", "write as many numbers as data sets, in their order")
         if values is not None and min(values, default=1) <= 0:
-            fix = "leave out of `dataset` what is never to be drawn from"
+            fix = "remove the data sets that should not be used from `dataset`"
             yield Problem((key,), f"`{key}` has {min(values):g}", "every number must be above 0", fix)
     if probs and len(probs) == count and min(probs) > 0 and abs(sum(probs) - 1) > _SUM_TOLERANCE:
         fix = f"write `interleave_probs: {', '.join(f'{p / sum(probs):.4g}' for p in probs)}`"
@@ -52,14 +52,14 @@ def mixing(context: Context) -> Iterator[Problem]:
 
 
 def order(context: Context) -> Iterator[Problem]:
-    """Packed rows are not sorted by their length."""
+    """Packed rows are not grouped by length."""
     if context.settings.data.group_by_length and context.settings.packing:
         names, what = ("group_by_length", "packing", "stage"), "`group_by_length: true` with packing"
-        yield Problem(names, what, "packed rows are of one length", "write `group_by_length: false`")
+        yield Problem(names, what, "packed rows have the same length", "write `group_by_length: false`")
 
 
 def tools(context: Context) -> Iterator[Problem]:
-    """Another format of tools than the template's takes the place of texts, which not every template has."""
+    """tool_format works only with templates whose tool texts can be replaced."""
     settings, data = context.settings, context.settings.data
     if data.tool_format is None or settings.run.stage == "pt":
         return
@@ -67,49 +67,49 @@ def tools(context: Context) -> Iterator[Problem]:
     if data.swift_version:
         names = ("tool_format", "conversation_rules")
         what += f"`conversation_rules: {data.conversation_rules}`"
-        yield Problem(names, what, "`agent_template` says it there", "write `agent_template`")
+        yield Problem(names, what, "ms-swift's rules use `agent_template`", "write `agent_template`")
     elif data.template is None:
-        why = "the tokenizer's chat template writes tools in its own way"
+        why = "the tokenizer's chat template has its own tool format"
         yield Problem(keys, f"{what}`template: null`", why, "write a `template` by name, or remove `tool_format`")
     elif data.template == "mistral":
-        why = "it writes tools into the last question, and ids to calls and what tools return"
+        why = "it writes tools into the last question, and ids to calls and results"
         yield Problem(keys, f"{what}`template: mistral`", why, "remove `tool_format`, or write `template: FILE.yaml`")
 
 
 def picture_bounds(context: Context) -> Iterator[Problem]:
-    """The least area of a picture is at most its largest."""
+    """The minimum area of images and frames is at most the maximum."""
     data = context.settings.data
     for kind in ("image", "video"):
         least, most = f"{kind}_min_pixels", f"{kind}_max_pixels"
         if getattr(data, least) > getattr(data, most):
             what = f"`{least} {getattr(data, least)}` is above `{most} {getattr(data, most)}`"
-            yield Problem((most, least), what, "no size is within both", f"raise `{most}`, or lower `{least}`")
+            yield Problem((most, least), what, "no size is between them", f"raise `{most}`, or lower `{least}`")
 
 
 def day(context: Context) -> Iterator[Problem]:
-    """A day is one of the calendar."""
+    """template_date is a valid date."""
     value = context.settings.data.template_date
     if value is None:
         return
     try:
         date.fromisoformat(value)
     except ValueError:
-        what = f"`template_date: {value}` is not a day"
+        what = f"`template_date: {value}` is not a date"
         yield Problem(("template_date",), what, "", "write it as year, month and day: 2026-11-27")
 
 
 def tiles(context: Context) -> Iterator[Problem]:
-    """Images are cut by a model that reads tiles of them."""
+    """Only models that support tiles split images."""
     architecture = context.architecture
     if architecture is None or (architecture.vision is not None and architecture.vision.tiles):
         return
     if context.settings.data.crop_to_patches:
         what = f"`crop_to_patches: true` with a {architecture.model_type}"
-        yield Problem(("crop_to_patches",), what, "only InternVL reads tiles", "remove `crop_to_patches`")
+        yield Problem(("crop_to_patches",), what, "only InternVL supports tiles", "remove `crop_to_patches`")
 
 
 def names(context: Context) -> Iterator[Problem]:
-    """A name for Chinese rows and one for all others."""
+    """Names have one value, or two: for Chinese rows and for all others."""
     for key in ("model_name", "model_author"):
         value = getattr(context.settings.data, key)
         if isinstance(value, list) and len(value) not in (1, 2):

@@ -1,6 +1,6 @@
-"""Rules of what is trained, and by which losses: the model has it, what is written takes part in it, and it is built.
+"""Rules of fine-tuning: trained parts exist in the model, and losses are valid.
 
-What is allowed and seldom meant, such as a learning rate of supervised fine-tuning for pairs, is a warning.
+Unusual but valid values, such as a learning rate of supervised fine-tuning for preference training, are warnings.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from megatune.config.values import shown
 
 _LAYERS = "freeze_trainable_layers"
 _LOSS, _WEIGHTS, _SMOOTHING = "pref_loss", "pref_loss_weights", "dpo_label_smoothing"
-# The highest learning rates that preference training is known to bear: of all parameters, and of adapters.
+# The highest usual learning rates of preference training: of all parameters, and of adapters.
 _HIGHEST, _HIGHEST_OF_ADAPTERS = 1e-5, 1e-4
-# What is of another stage than the run's says nothing to it.
+
 preference_needs = needs_of("preference")
 
 
 def layers(context: Context) -> Iterator[Problem]:
-    """Freezing trains layers that the model has."""
+    """The trained layers of freeze exist in the model."""
     architecture, finetuning = context.architecture, context.settings.finetuning
     count = finetuning.freeze_trainable_layers
     if finetuning.finetuning_type != "freeze":
         return
     if not count and not finetuning.freeze_extra_modules:
         fix = f"write `{_LAYERS}: 1` for the last layer, or `{_LAYERS}: -1` for the first"
-        yield Problem((_LAYERS,), f"`{_LAYERS}` is 0", "no layer would be trained, and nothing outside of layers", fix)
+        yield Problem((_LAYERS,), f"`{_LAYERS}` is 0", "nothing would be trained, inside or outside of layers", fix)
     elif architecture is not None and finetuning.use_llama_pro:
         if count < 1 or architecture.num_layers % count:
             what = f"`use_llama_pro` with `{_LAYERS} {count}`: the model has {architecture.num_layers} layers"
-            why = "the last layer of each of as many equal groups is trained"
+            why = "the last layer of each of this many equal groups is trained"
             fix = f"write `{_LAYERS}: {nearest(abs(count), divisors(architecture.num_layers))}`"
             yield Problem((_LAYERS, "use_llama_pro"), what, why, fix)
     elif architecture is not None and abs(count) > architecture.num_layers:
@@ -44,7 +44,7 @@ def layers(context: Context) -> Iterator[Problem]:
 
 
 def parts_of_the_model(context: Context) -> Iterator[Problem]:
-    """What is said to be trained is there."""
+    """Parts of a vision-language model that should be trained exist in the model."""
     finetuning, architecture = context.settings.finetuning, context.architecture
     if architecture is None:
         return
@@ -59,7 +59,7 @@ def parts_of_the_model(context: Context) -> Iterator[Problem]:
 
 
 def own_learning_rates(context: Context) -> Iterator[Problem]:
-    """Parts with a learning rate of their own are trained."""
+    """Parts with a separate learning rate are trained."""
     optimizer, finetuning, architecture = context.settings.optimizer, context.settings.finetuning, context.architecture
     tower, deepstack = finetuning.freeze_vision_tower, finetuning.freeze_deepstack_mergers
     deepstack = tower if deepstack is None else deepstack
@@ -77,10 +77,10 @@ def own_learning_rates(context: Context) -> Iterator[Problem]:
             yield Problem((name,), what, "", f"remove `{name}`")
         elif is_frozen:
             what, fix = f"`{name} {rate:g}` with `{switch}: true`", f"write `{switch}: false`, or remove `{name}`"
-            yield Problem((name, switch), what, "what is frozen learns at no rate", fix)
+            yield Problem((name, switch), what, "frozen parameters have no learning rate", fix)
         elif not optimizer.learning_rate:
-            what, why = f"`{name} {rate:g}` with `learning_rate 0`", "it rises and falls with it, at a fixed ratio"
-            fix = "write `freeze_language_model: true` and another `learning_rate`, to train nothing else"
+            what, why = f"`{name} {rate:g}` with `learning_rate 0`", "it follows `learning_rate` at a fixed ratio"
+            fix = "write `freeze_language_model: true` and a `learning_rate` above 0, to train nothing else"
             yield Problem((name, "learning_rate"), what, why, fix)
 
 
@@ -89,12 +89,12 @@ def _num_deepstack_mergers(architecture: Architecture) -> int:
 
 
 def adapters(context: Context) -> Iterator[Problem]:
-    """Adapters are somewhere, and names of layers can be read."""
+    """There are adapters, and lora_target is valid."""
     finetuning, names = context.settings.finetuning, ("lora_target",)
     if finetuning.finetuning_type != "lora":
         return
     if not finetuning.lora_target:
-        yield Problem(names, "`lora_target` names nothing", "there would be no adapters", "remove `lora_target`")
+        yield Problem(names, "`lora_target` is empty", "there would be no adapters", "remove `lora_target`")
     for target in finetuning.lora_target:
         try:
             re.compile(target)
@@ -107,15 +107,13 @@ RULES = (needs_of("finetuning"), layers, parts_of_the_model, own_learning_rates,
 
 
 def losses(context: Context) -> Iterator[Problem]:
-    """At least one loss, each once, and a weight above 0 for each."""
+    """There is at least one loss, each once, with a weight above 0."""
     preference = context.settings.preference
     names, weights = preference.pref_loss, preference.pref_loss_weights
     if not names:
-        yield Problem(
-            (_LOSS,), "`pref_loss` names nothing", "there would be nothing to train", "write `pref_loss: sigmoid`"
-        )
+        yield Problem((_LOSS,), "`pref_loss` is empty", "there would be nothing to train", "write `pref_loss: sigmoid`")
     for name in sorted({name for name in names if names.count(name) > 1}):
-        fix = f"name it once, and weigh it by `{_WEIGHTS}`"
+        fix = f"name it once, and weight it with `{_WEIGHTS}`"
         yield Problem((_LOSS,), f"`pref_loss` has {name} {names.count(name)} times", "", fix)
     if weights is None:
         return
@@ -123,21 +121,21 @@ def losses(context: Context) -> Iterator[Problem]:
         what = f"{len(weights)} of `{_WEIGHTS}` for {len(names)} of `{_LOSS}`"
         yield Problem((_WEIGHTS, _LOSS), what, "", "write as many numbers as losses, in their order")
     if min(weights, default=1) <= 0:
-        what, fix = f"`{_WEIGHTS}` has {min(weights):g}", "leave out of `pref_loss` what is not to count"
+        what, fix = f"`{_WEIGHTS}` has {min(weights):g}", "remove the losses that should not be used from `pref_loss`"
         yield Problem((_WEIGHTS,), what, "every number must be above 0", fix)
 
 
 def smoothing(context: Context) -> Iterator[Problem]:
-    """One of the losses is nothing without label smoothing."""
+    """exo_pair needs label smoothing."""
     preference, stage = context.settings.preference, context.settings.run.stage
     if stage == "dpo" and not preference.dpo_label_smoothing and "exo_pair" in preference.pref_loss:
-        why = "it compares with smoothed labels, and without smoothing it is not finite"
+        why = "it compares with smoothed labels, and is not finite without smoothing"
         fix = f"write `{_SMOOTHING}: 0.001`"
         yield Problem((_LOSS, _SMOOTHING), f"`pref_loss exo_pair` with `{_SMOOTHING} 0`", why, fix)
 
 
 def reference(context: Context) -> Iterator[Problem]:
-    """A reference is named where something is compared with it."""
+    """A reference is set only if a loss needs it."""
     preference, losses = context.settings.preference, context.settings.preference.pref_loss
     if context.settings.run.stage != "dpo" or not losses or preference.has_reference:
         return
@@ -149,34 +147,34 @@ def reference(context: Context) -> Iterator[Problem]:
 
 
 def streaming(context: Context) -> Iterator[Problem]:
-    """Rows that are read as they are trained have no reference computed before, unless adapters can be switched off."""
+    """With streaming there is no reference, unless it is the model with adapters turned off."""
     settings = context.settings
     if settings.run.stage != "dpo" or not settings.data.streaming or not settings.preference.has_reference:
         return
     without = f"`pref_loss: {WITHOUT_REFERENCE[0]}`, {' or '.join(WITHOUT_REFERENCE[1:])}"
     if settings.preference.ref_model is not None:
         what = f"`ref_model {settings.preference.ref_model}` with `streaming: true`"
-        why = "what it gives the rows is computed before the first step, and then they are not known"
+        why = "its log-probabilities are computed before the first step, when the rows are not known"
         yield Problem(("ref_model", "streaming"), what, why, f"remove `streaming`, or write {without}")
     elif settings.finetuning.finetuning_type != "lora":
         kind = settings.finetuning.finetuning_type
         what = f"`stage dpo` with `streaming: true` and `finetuning_type: {kind}`"
-        why = "the reference is computed before the first step, when the rows are not known, or with adapters off"
+        why = "the reference is computed before the first step, when rows are not known, or with adapters off"
         fix = f"remove `streaming`, or write `finetuning_type: lora`, or {without}"
         yield Problem(("streaming", "finetuning_type", "stage"), what, why, fix)
     elif modules := settings.finetuning.additional_target:
         what = f"`stage dpo` with `streaming: true` and `additional_target: {shown(modules)}`"
-        why = "the reference is the model with adapters off, and these modules are trained whole, without adapters"
+        why = "the reference is the model with adapters off, and these modules are trained without adapters"
         fix = f"remove `streaming`, or `additional_target`, or write {without}"
         yield Problem(("streaming", "additional_target", "stage"), what, why, fix)
 
 
 def warnings(settings: Settings) -> Iterator[str]:
-    """Yield what a run may do, and hardly means to."""
+    """Yield warnings about unusual values."""
     rate, is_lora = settings.optimizer.learning_rate, settings.finetuning.finetuning_type == "lora"
     if settings.run.stage in ("dpo", "kto") and rate > (_HIGHEST_OF_ADAPTERS if is_lora else _HIGHEST):
         usual = "1e-6 to 5e-5 with adapters" if is_lora else "5e-7 to 5e-6"
-        yield f"`learning_rate {rate:g}` is one of supervised fine-tuning: preference training usually takes {usual}"
+        yield f"`learning_rate {rate:g}` is usual for supervised fine-tuning, but preference training needs {usual}"
 
 
 PREFERENCE_RULES = (preference_needs, losses, smoothing, reference, streaming)

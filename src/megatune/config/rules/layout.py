@@ -1,4 +1,4 @@
-"""Rules of the parallel layout, that of experts among them: what divides what, and what goes together."""
+"""Rules of the parallel layout, including that of experts: divisibility and valid combinations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _OVERLAP = "moe_shared_expert_overlap"
 
 
 def tensor_parallel_fits(architecture: Architecture, size: int) -> bool:
-    """Whether tensor parallelism of this size can split the model's heads and feed-forward."""
+    """Return whether tensor parallelism of this size can split the model's heads and feed-forward."""
     return not any(remainder for _, _, remainder in _shares(architecture, size))
 
 
 def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
-    """What tensor parallelism splits, what it is called, and what would be left over."""
+    """List what tensor parallelism splits: size, name, and remainder."""
     heads, groups, moe = architecture.num_attention_heads, architecture.num_query_groups, architecture.moe
     shares = [(heads, "attention heads", heads % tp)]
-    if architecture.mla is None:  # there every head has its own key and value
+    if architecture.mla is None:  # with MLA every head has its own key and value
         shares.append((groups, "key/value heads", groups % tp and tp % groups))
     if (others := architecture.global_heads) is not None:
         groups = others.num_query_groups
@@ -47,12 +47,12 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
     what = f"`tensor_model_parallel_size {tp}` does not split the model's {', '.join(unequal)}"
-    why = "each process takes an equal, whole share; key/value heads may also be shared by several processes"
-    yield Problem((_TP,), what, why, f"write `tensor_model_parallel_size: {valid}`, the nearest that this model allows")
+    why = "each process takes an equal number of each; key/value heads may also be shared by several processes"
+    yield Problem((_TP,), what, why, f"write `tensor_model_parallel_size: {valid}`, the nearest valid size")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
-    """The sequence is split over the tensor-parallel processes, so there must be tokens for each."""
+    """Sequence parallelism has tokens for each tensor-parallel process."""
     parallel, cutoff = context.settings.parallel, context.settings.data.cutoff_len
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and cutoff < tp:
@@ -62,7 +62,7 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
-    """Ulysses gives each context-parallel process heads of its own; a gated delta net does so in any case."""
+    """Heads divide over context-parallel processes, with Ulysses and in gated delta nets."""
     architecture, parallel = context.architecture, context.settings.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if architecture is None or cp == 1:
@@ -71,20 +71,20 @@ def context_parallel(context: Context) -> Iterator[Problem]:
         key_heads = architecture.delta.num_key_heads // tp
         if key_heads % cp:
             what = f"`context_parallel_size {cp}` does not divide the {key_heads} key heads of a process"
-            why = "a gated delta net gives each context-parallel process whole rows of an equal share of its heads"
+            why = "a gated delta net gives each context-parallel process whole rows of an equal number of heads"
             fix = f"write `context_parallel_size: {nearest(cp, divisors(key_heads))}`, the nearest that divides them"
             yield Problem((_CP, _TP), what, why, fix)
     if parallel.cp_comm_type != "a2a":
         if architecture.pictures_whole:
-            what = f"`{_CP} {cp}` with `cp_comm_type {parallel.cp_comm_type}` cuts pictures whose tokens see each other"
-            why = "in this model a token of a picture also attends to those behind it, which takes whole rows"
+            what = f"`{_CP} {cp}` with `cp_comm_type {parallel.cp_comm_type}` splits images that attend to themselves"
+            why = "in this model image tokens also attend to later tokens of the image, which needs whole rows"
             yield Problem((_CP, "cp_comm_type"), what, why, "write `cp_comm_type: a2a`")
         return
     heads, left = divmod(architecture.num_attention_heads, tp)
     if left or heads % cp == 0:
         return
     what = f"`{_CP} {cp}` with `cp_comm_type a2a` does not divide the {heads} attention heads of a process"
-    why = "a2a gives each context-parallel process an equal share of the heads"
+    why = "a2a gives each context-parallel process an equal number of heads"
     valid = nearest(cp, divisors(heads))
     other = "" if architecture.pictures_whole else "`cp_comm_type: p2p`, or "
     fix = f"write {other}`{_CP}: {valid}`, the nearest that divides them"
@@ -92,27 +92,27 @@ def context_parallel(context: Context) -> Iterator[Problem]:
 
 
 def world(context: Context) -> Iterator[Problem]:
-    """The world holds whole copies of the model, and whole copies of its experts."""
+    """The world size is a multiple of the replicas of the model and of its experts."""
     parallel, asked = context.settings.parallel, context.settings.run.num_processes
     num_processes = asked if context.world_size is None else context.world_size
     if num_processes is None:
         return
     tp, pp, cp = (getattr(parallel, name) for name in (_TP, "pipeline_model_parallel_size", _CP))
     if num_processes % parallel.model_parallel_size:
-        what = f"the {parallel.model_parallel_size} that one copy of the model takes"
+        what = f"the {parallel.model_parallel_size} that one replica of the model takes"
         parts = f"`tensor_model_parallel_size {tp}` times `pipeline_model_parallel_size {pp}`"
         parts += f" times `context_parallel_size {cp}`" if cp > 1 else ""
         names = ("num_processes", _TP, "pipeline_model_parallel_size", *([_CP] if cp > 1 else []))
         why = f"{parts} is {parallel.model_parallel_size}"
     elif num_processes % parallel.expert_parallel_size:
-        what = f"the {parallel.expert_parallel_size} that one copy of the experts takes"
+        what = f"the {parallel.expert_parallel_size} that one replica of the experts takes"
         etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
         why = (
             f"`expert_tensor_parallel_size {etp}` times `expert_model_parallel_size {ep}` times "
             f"`pipeline_model_parallel_size {pp}` is {parallel.expert_parallel_size}"
         )
         if parallel.expert_tensor_parallel_size is None and etp > 1:
-            why += "; `expert_tensor_parallel_size` is `tensor_model_parallel_size` where it is not set"
+            why += "; `expert_tensor_parallel_size` is `tensor_model_parallel_size` if it is not set"
         names = ("num_processes", "expert_model_parallel_size", "expert_tensor_parallel_size")
     else:
         return
@@ -125,7 +125,7 @@ def world(context: Context) -> Iterator[Problem]:
 
 
 def _that_fits(context: Context, num_processes: int) -> str:
-    """One size of the layout that is smaller, and with which it fits the processes; "" where one is not enough."""
+    """Return a smaller size of the layout with which it fits the processes; "" if there is none."""
     parallel, architecture = context.settings.parallel, context.architecture
     etp, ep = "expert_tensor_parallel_size", "expert_model_parallel_size"
     moe = None if architecture is None else architecture.moe
@@ -150,7 +150,7 @@ RULES = (needs_of("parallel"), tensor_parallel, sequence_parallel, context_paral
 
 
 def sharding(context: Context) -> Iterator[Problem]:
-    """Every expert-parallel process holds the same number of experts, and every slice of one is as large."""
+    """Experts divide over expert-parallel processes, and their channels over tensor-parallel ones."""
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or architecture.moe is None:
         return
@@ -163,7 +163,7 @@ def sharding(context: Context) -> Iterator[Problem]:
     if channels % etp:
         implied = "" if parallel.expert_tensor_parallel_size else " (`tensor_model_parallel_size`, as it is not set)"
         what = f"`expert_tensor_parallel_size {etp}`{implied} does not divide an expert's {channels} channels"
-        why = "each process takes an equal, whole share of every expert"
+        why = "each process takes an equal number of channels of every expert"
         fix = f"write `expert_tensor_parallel_size: {nearest(etp, divisors(channels))}`"
         yield Problem(("expert_tensor_parallel_size", "tensor_model_parallel_size"), what, why, fix)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
@@ -173,26 +173,26 @@ def sharding(context: Context) -> Iterator[Problem]:
 
 
 def routing(context: Context) -> Iterator[Problem]:
-    """How a model routes is part of the model."""
+    """Settings of the router fit the model's router."""
     architecture, experts = context.architecture, context.settings.experts
     if architecture is None or architecture.moe is None:
         return
     moe, kind = architecture.moe, f"a {architecture.model_type}"
     if experts.moe_router_bias_update_rate and not moe.expert_bias:
         what = f"`{_BIAS}` with a model that has no bias on its experts"
-        yield Problem((_BIAS,), what, f"{kind} balances by a loss: `moe_aux_loss_coeff`", f"remove `{_BIAS}`")
+        yield Problem((_BIAS,), what, f"{kind} balances with a loss: `moe_aux_loss_coeff`", f"remove `{_BIAS}`")
     if experts.moe_router_load_balancing_type == "sinkhorn" and moe.score_function != "softmax":
-        why = "sinkhorn balances the softmax of the router's logits; this model takes their sigmoid"
+        why = "sinkhorn balances the softmax of the router's logits; this model uses their sigmoid"
         yield Problem((_BALANCING,), f"`{_BALANCING} sinkhorn` with {kind}", why, f"write `{_BALANCING}: seq_aux_loss`")
     if moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
-        what = "the model sends each token to one expert and normalizes its share, which is then always 1"
+        what = "the model sends each token to one expert and normalizes its weight, which is then always 1"
         fix = "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false"
         yield Problem(("model_name_or_path",), what, "its router would never learn", fix)
     if experts.moe_shared_expert_overlap and not moe.shared_expert_intermediate_size:
         what = f"`{_OVERLAP}: true` with a model without shared experts"
         yield Problem((_OVERLAP,), what, f"{kind} has none", f"remove `{_OVERLAP}`")
     if experts.moe_shared_expert_overlap and moe.separate_norms:
-        why = "the feed-forward beside its experts has norms of its own, which the overlapped computation leaves out"
+        why = "its shared expert has separate norms, which the overlapped computation does not support"
         yield Problem((_OVERLAP,), f"`{_OVERLAP}: true` with {kind}", why, f"remove `{_OVERLAP}`")
 
 

@@ -1,6 +1,6 @@
-"""Rules of recomputation, of what is kept where, and of the kernels that attend.
+"""Rules of optimizer, precision, recomputation and kernels.
 
-Which kernels the machine has is seen when a run starts.
+Whether the machine has the kernels is checked when a run starts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import takes_adapter
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
 
-_FP8_MULTIPLE = 16  # of cuBLAS's and torch's kernels
+_FP8_MULTIPLE = 16  # required by the kernels of cuBLAS and torch
 
 
 def groups_of_layers(context: Context) -> Iterator[Problem]:
-    """uniform recomputes groups of equal size, and every stage is made of whole groups."""
+    """With uniform the groups of recomputed layers divide every stage."""
     recompute, architecture = context.settings.recompute, context.architecture
     count = recompute.recompute_num_layers
     if recompute.recompute_granularity != "full" or recompute.recompute_method == "block" or not count:
@@ -29,7 +29,7 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
         return
     try:
         chunks = pipeline_chunks(context.settings.parallel, architecture.num_layers)
-    except ValueError:  # another rule's
+    except ValueError:  # reported by another rule
         return
     uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
     if uneven is not None:
@@ -42,7 +42,7 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
 
 
 def modules(context: Context) -> Iterator[Problem]:
-    """What is recomputed is there."""
+    """Recomputed modules exist in the model, and can be recomputed."""
     recompute, architecture, experts = context.settings.recompute, context.architecture, context.settings.experts
     if recompute.recompute_granularity != "selective":
         return
@@ -50,7 +50,7 @@ def modules(context: Context) -> Iterator[Problem]:
     absent: dict[str, str] = {}
     if architecture is not None:
         if architecture.mla is None:
-            absent["mla_up_proj"] = "has no multi-latent attention"
+            absent["mla_up_proj"] = "has no latent attention"
         if architecture.moe is None:
             absent |= dict.fromkeys(("moe", "moe_act", "shared_experts"), "has no experts")
         elif not architecture.moe.shared_expert_intermediate_size:
@@ -69,23 +69,23 @@ def modules(context: Context) -> Iterator[Problem]:
 
 
 def whole_rows(context: Context) -> Iterator[Problem]:
-    """cuDNN attends to whole rows of one document only."""
+    """cuDNN's attention supports whole rows of one sequence only."""
     settings, parallel = context.settings, context.settings.parallel
     if settings.performance.attention_backend != "fused":
         return
     fix = "write `attention_backend: auto`, or flash"
     if settings.packing:
-        why = "cuDNN's attention is used for rows of one document only; packed rows need flash attention"
+        why = "cuDNN's attention supports rows of one sequence only; packed rows need flash attention"
         yield Problem(("attention_backend", "packing"), "`attention_backend: fused` and `packing: true`", why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
         what = f"`attention_backend: fused` and `cp_comm_type {parallel.cp_comm_type}`"
-        why = "cuDNN's attention is used for whole rows only, and each process has a part of the row's queries"
+        why = "cuDNN's attention supports whole rows only, and each process has a part of the row's queries"
         fix = f"{fix}; or `cp_comm_type: a2a`, which attends to whole rows"
         yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
 def transformer_engine(context: Context) -> Iterator[Problem]:
-    """Transformer Engine's layers compute what the model and its training ask for."""
+    """Transformer Engine's layers support the model and its training."""
     settings, architecture = context.settings, context.architecture
     if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
         return
@@ -95,7 +95,7 @@ def transformer_engine(context: Context) -> Iterator[Problem]:
 
 
 def fp8_sides(context: Context) -> Iterator[Problem]:
-    """Matrices that are multiplied in 8-bit floats have sides that the kernels take."""
+    """The sizes of matrices that are multiplied in 8-bit floats are supported by the kernels."""
     architecture, parallel = context.architecture, context.settings.parallel
     tp, name = parallel.tensor_model_parallel_size, "tensor_model_parallel_size"
     if context.settings.precision.fp8 is None or architecture is None or not tensor_parallel_fits(architecture, tp):
@@ -107,7 +107,7 @@ def fp8_sides(context: Context) -> Iterator[Problem]:
         if layers_of(weight, architecture) and (rows % _FP8_MULTIPLE or columns % _FP8_MULTIPLE):
             layer = weight.engine.removesuffix(".weight").rpartition(".")[2]
             what = f"`fp8` with {layer} of {rows} × {columns} on each process"
-            why = f"products of 8-bit floats take sides that are multiples of {_FP8_MULTIPLE}"
+            why = f"8-bit matrix products need sizes that are multiples of {_FP8_MULTIPLE}"
             fix = f"remove `fp8`, or write a smaller `{name}`" if tp > 1 else "remove `fp8`"
             yield Problem(("fp8", *([name] if tp > 1 else [])), what, why, fix)
             return

@@ -1,4 +1,4 @@
-"""Rules of the pipeline: which stage holds which layers, and in what rounds micro-batches go through."""
+"""Rules of the pipeline: layers of each stage, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _given_shapes(parallel: ParallelSettings) -> list[str]:
 
 
 def shapes(context: Context) -> Iterator[Problem]:
-    """One way of shaping stages is used."""
+    """The layers of stages are set in one way only."""
     given = _given_shapes(context.settings.parallel)
     kinds = {name.partition("_")[0] for name in given}
     if len(kinds) > 1:
         kept = given[-1] if "pipeline" in kinds else given[0]
-        what, why = _names(given), "each says which stage holds how many layers"
+        what, why = _names(given), "each sets the number of layers per stage"
         yield Problem(tuple(given), what, why, f"keep `{kept}`")
 
 
@@ -40,7 +40,7 @@ def _names(given: Iterable[str]) -> str:
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
-    """A written layout can be read, and has a part for each stage and virtual stage."""
+    """A written layout is valid, and has a part for each stage and virtual stage."""
     parallel = context.settings.parallel
     text, pp = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
     if text is None or pp == 1:
@@ -48,7 +48,7 @@ def written_layout(context: Context) -> Iterator[Problem]:
     try:
         parts = len(parse_layout(text))
     except ValueError as error:
-        fix = "E first, t for each layer, L last, | between stages: Et*3|t*3L"
+        fix = "write E first, t for each layer, L last, and | between stages: Et*3|t*3L"
         yield Problem((_LAYOUT,), f"`{_LAYOUT} {text!r}` cannot be read: {error}", "", fix)
         return
     vpp = parallel.virtual_pipeline_model_parallel_size
@@ -62,7 +62,7 @@ def written_layout(context: Context) -> Iterator[Problem]:
 
 
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
-    """The sizes that a layout of this many parts is right for, if there are any."""
+    """Return the alternative fix: the sizes that fit a layout of this many parts; "" without one."""
     if parts == 1:
         return f", or remove `{_LAYOUT}`"
     if vpp is None:
@@ -75,14 +75,14 @@ def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
 
 
 def _is_shaped_wrong(context: Context) -> bool:
-    """Tell whether other rules refuse how stages are shaped: which stage holds what is not known then."""
+    """Return whether other rules refuse the layers of stages, so that their numbers are not known."""
     parallel = context.settings.parallel
     has_one = parallel.pipeline_model_parallel_size == 1 and bool(_given_shapes(parallel))
     return has_one or any(shapes(context)) or any(written_layout(context))
 
 
 def layers(context: Context) -> Iterator[Problem]:
-    """Every stage, and every virtual stage, gets its layers."""
+    """Every stage, and every virtual stage, has layers."""
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or _is_shaped_wrong(context):
         return
@@ -92,7 +92,7 @@ def layers(context: Context) -> Iterator[Problem]:
         asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
         if asked:
             named = " and ".join(f"`{name} {getattr(parallel, name)}`" for name in asked)
-            why = f"the parts together hold the model's {architecture.num_layers} layers"
+            why = f"the parts together must have the model's {architecture.num_layers} layers"
             fix = _nearest_numbers(parallel, architecture.num_layers, asked)
             yield Problem((*asked, _PP), f"{named}: {error}", why, fix)
         else:
@@ -100,27 +100,27 @@ def layers(context: Context) -> Iterator[Problem]:
 
 
 def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> Problem:
-    """More stages, or virtual stages, than there is something for."""
+    """Return the problem of more stages, or virtual stages, than layers."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     counted = _given_shapes(parallel)
     most = num_layers + len(counted)
     if vpp and pp <= most:
         fix = (
-            f"write `{_VPP}: {most // pp}`, the most that there are layers for"
+            f"write `{_VPP}: {most // pp}`, the largest possible"
             if most // pp > 1
-            else f"remove `{_VPP}`: each stage holds one layer"
+            else f"remove `{_VPP}`: each stage has one layer"
         )
         what = f"{pp} stages of {vpp} virtual stages: {error}"
-        return Problem((_VPP, _PP, *counted), what, "every virtual stage holds a layer at least", fix)
-    fix = f"write `{_PP}: {most}`, the most that there are layers for"
+        return Problem((_VPP, _PP, *counted), what, "every virtual stage has at least one layer", fix)
+    fix = f"write `{_PP}: {most}`, the largest possible"
     if vpp:
         fix += f", and remove `{_VPP}`"
     what = f"`{_PP} {pp}`: {error}"
-    return Problem((_PP, *counted), what, "every stage holds a layer at least", fix)
+    return Problem((_PP, *counted), what, "every stage has at least one layer", fix)
 
 
 def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[str]) -> str:
-    """The fix: one number changed, the last one given by preference."""
+    """Return the fix that changes one number, preferably the last one that is set."""
     if parallel.pipeline_model_parallel_layout:
         counts = [chunk.num_layers for chunk in parse_layout(parallel.pipeline_model_parallel_layout)]
         while (left := num_layers - sum(counts)) != 0:
@@ -139,7 +139,7 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
 
 
 def deepstack(context: Context) -> Iterator[Problem]:
-    """The first chunk has the layers that deepstack mergers feed: their features are nowhere else."""
+    """The first chunk has all layers that get deepstack features, which exist there only."""
     architecture, parallel = context.architecture, context.settings.parallel
     if architecture is None or architecture.vision is None:
         return
@@ -150,7 +150,7 @@ def deepstack(context: Context) -> Iterator[Problem]:
     counts = [chunk.num_layers for chunk in pipeline_chunks(parallel, architecture.num_layers)]
     fed, names = architecture.vision.num_deepstack_mergers, [_PP, *([_VPP] if parallel.virtual_stages else [])]
     what = f"the first of {len(counts)} pipeline parts has {counts[0]} of the first {fed} layers"
-    why = f"{fed} layers of the vision encoder, which is in the first part, feed one of these each (deepstack)"
+    why = f"each of these {fed} gets features of the vision encoder, which is in the first part (deepstack)"
     changes = _nearest_with_first_layers(parallel, architecture.num_layers, fed)
     writes = " and ".join(f"`{name}: {value}`" for name, value in changes.items() if value is not None)
     removes = _names(name for name, value in changes.items() if value is None)
@@ -159,7 +159,7 @@ def deepstack(context: Context) -> Iterator[Problem]:
 
 
 def _nearest_with_first_layers(parallel: ParallelSettings, num_layers: int, fed: int) -> dict[str, Any]:
-    """What to write, or to remove (None), so that the first part has `fed` layers: as many parts as the rest fills."""
+    """Return the values to write, or to remove (None), so that the first part has `fed` layers."""
     pp, vpp, most = parallel.pipeline_model_parallel_size, parallel.virtual_stages or 1, 1 + num_layers - fed
     if pp * vpp > most:
         pp, vpp = (pp, most // pp) if pp <= most else (most, 1)
@@ -178,7 +178,7 @@ def _nearest_with_first_layers(parallel: ParallelSettings, num_layers: int, fed:
 
 
 def virtual_stages(context: Context) -> Iterator[Problem]:
-    """Virtual stages interleave in rounds of one micro-batch a stage."""
+    """With virtual stages the number of micro-batches is a multiple of the stages."""
     parallel, steps = context.settings.parallel, context.settings.batch.gradient_accumulation_steps
     pp, key = parallel.pipeline_model_parallel_size, _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
     if parallel.virtual_stages is not None and pp > 1 and steps % pp:

@@ -1,7 +1,4 @@
-"""What a rule looks at and returns, the arithmetic of nearest valid values, and rules that settings declare themselves.
-
-Each setting declares what it needs, and its upper limit.
-"""
+"""Inputs and results of rules, nearest valid values, and the rules of requirements and limits that settings declare."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from megatune.config.values import shown
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a rule may look at. Without an architecture or a world, the rules that need one find nothing.
+    """The input of a rule. Rules that need an architecture or a world size find nothing without it.
 
     Attributes:
-        written: "group.name" of what a user gave a value -> how it was written, in the order of writing.
+        written: "group.name" of the settings that a user wrote -> how they were written, in their order.
     """
 
     settings: Settings
@@ -34,11 +31,11 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Settings that are valid alone and wrong together.
+    """Settings that are valid alone but not together.
 
     Attributes:
-        names: of the settings in it, the one to change first.
-        what, why, fix: as in `megatune.errors.Finding`; settings are named as `replace_names` says.
+        names: of these settings, first the one to change.
+        what, why, fix: as in `megatune.errors.Finding`; settings are in backticks, for `replace_names`.
     """
 
     names: tuple[str, ...]
@@ -56,7 +53,7 @@ Rule = Callable[[Context], Iterator[Problem]]
 
 
 def nearest(value: int, candidates: Iterable[int]) -> int:
-    """Return the candidate nearest to `value`, the smaller of two equally near."""
+    """Return the candidate nearest to `value`, the smaller one of two equally near."""
     return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))
 
 
@@ -67,18 +64,18 @@ def divisors(number: int) -> list[int]:
 
 
 def multiples_around(value: int, base: int) -> tuple[int, ...]:
-    """Return the multiples of `base` next below and next above `value`, leaving out 0."""
+    """Return the nearest multiples of `base` below and above `value`, without 0."""
     below = value // base * base
     return (below, below + base) if below else (base,)
 
 
 def either(values: Iterable[int]) -> str:
-    """Write `4 or 8`."""
+    """Format alternatives: "4 or 8"."""
     return " or ".join(map(str, values))
 
 
 def needs_of(*groups: str) -> Rule:
-    """Return the rule that settings of these groups have what they need."""
+    """Return the rule that checks the requirements of the settings of these groups."""
 
     def needs(context: Context) -> Iterator[Problem]:
         for info in _refused(groups):
@@ -98,7 +95,7 @@ def needs_of(*groups: str) -> Rule:
 
 @cache
 def _refused(groups: tuple[str, ...]) -> list[SettingInfo]:
-    """List the settings that are refused without what they need."""
+    """List the settings with requirements whose violation is refused."""
     infos = all_settings().values()
     return [info for info in infos if info.group in groups and any(need.why for need in info.needs)]
 
@@ -106,11 +103,11 @@ def _refused(groups: tuple[str, ...]) -> list[SettingInfo]:
 def unused(
     settings: Settings, written: Mapping[str, SettingEntry], architecture: Architecture | None
 ) -> dict[str, list[str]]:
-    """Return the keys, as they were written, that pass and change nothing, by what keeps them from it; a run prints it.
+    """Return reason -> written keys that are accepted but have no effect; a run prints them.
 
-    Those of another method than the one that is written are named whatever their value, others if it is no default.
+    Keys of a method that is not selected are listed with any value, others only if they are not the default.
     """
-    idle: dict[str, str] = {}  # what a setting lacks, by its path
+    idle: dict[str, str] = {}  # path of a setting -> the reason
     for info in (each for each in all_settings().values() if each.path in written):
         value = setting_value(settings, info.path)
         for need in info.needs:
@@ -119,7 +116,7 @@ def unused(
             if asks and not is_met(need, settings, architecture):
                 idle[info.path] = _without(settings, need)
                 break
-    # A key of another system may give several settings their values.
+    # A key of another system may set several settings.
     active = {id(entry) for path, entry in written.items() if path not in idle}
     found: dict[str, list[str]] = {}
     for path, without in idle.items():
@@ -129,7 +126,7 @@ def unused(
 
 
 def _without(settings: Settings, need: Needs) -> str:
-    """Say what is there in the place of what a setting needs."""
+    """Return the reason why a setting has no effect: the value that it has instead of the required one."""
     name = need.path.partition(".")[2]
     if need.path == EXPERTS:
         return "in a dense model"
@@ -138,7 +135,7 @@ def _without(settings: Settings, need: Needs) -> str:
 
 
 def is_met(need: Needs, settings: Settings, architecture: Architecture | None) -> bool:
-    """Tell whether a setting has what it needs; a model that is not known has everything."""
+    """Return whether a requirement is met; an unknown model meets all."""
     if need.path == EXPERTS:
         return architecture is None or architecture.moe is not None
     other = setting_value(settings, need.path)
@@ -152,12 +149,12 @@ def is_met(need: Needs, settings: Settings, architecture: Architecture | None) -
 
 
 def has_effect(settings: Settings, path: str) -> bool:
-    """Tell whether a setting has what it needs, in a model of any kind."""
+    """Return whether the requirements of a setting are met, whatever the model."""
     return all(is_met(need, settings, None) for need in all_settings()[path].needs)
 
 
 def _is_explicit(context: Context, info: SettingInfo, need: Needs, value: Any) -> bool:
-    """Tell whether what a user wrote, or left open, asks for what needs the other setting."""
+    """Return whether the value of a setting has the requirement."""
     if need.of:
         return any(each in need.of for each in (value if isinstance(value, list) else [value]))
     if value != info.default:
@@ -192,7 +189,7 @@ def _said(value: Any) -> str:
 
 
 def limits(context: Context) -> Iterator[Problem]:
-    """A number is one that some machine could use."""
+    """Check that numbers are below the limits that their settings declare."""
     for path, (most, why) in _limits().items():
         value, name = setting_value(context.settings, path), path.partition(".")[2]
         if value is not None and value > most:

@@ -1,4 +1,4 @@
-"""Rules of what a run needs: its stage and folder, evaluation and checkpoints, learning rate, precision and length."""
+"""Rules of the run: output, evaluation, checkpoints, logging, learning rate and length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEST = "load_best_model_at_end"
 
 
 def megatron_form(context: Context) -> Iterator[Problem]:
-    """Megatron-Core's format has no place for some models."""
+    """Megatron-Core's format supports the model."""
     architecture, checkpoint = context.architecture, context.settings.checkpoint
     if architecture is None or checkpoint.save_format != "torch_dist":
         return
@@ -28,41 +28,41 @@ def megatron_form(context: Context) -> Iterator[Problem]:
 
 
 def output(context: Context) -> Iterator[Problem]:
-    """A run leaves something behind."""
+    """An output folder is required."""
     if not context.settings.run.output_dir:
         fix = "write `output_dir: FOLDER`, for checkpoints, logs and the final model"
         yield Problem(("output_dir",), "`output_dir` is missing", "", fix)
 
 
 def classes(context: Context) -> Iterator[Problem]:
-    """A classifier has scores, and as many as its loss compares."""
+    """A classifier has a number of scores that fits its loss."""
     run = context.settings.run
     if run.stage == "cls" and run.num_labels is None:
-        why = "it says how many scores the classifier has"
-        fix = "write `num_labels: N`, one more than the largest label, or 1 where labels are numbers to predict"
+        why = "it is the number of scores of the classifier"
+        fix = "write `num_labels: N`, one more than the largest label, or 1 if labels are numbers to predict"
         yield Problem(("num_labels", "stage"), "`num_labels` is missing, which `stage: cls` needs", why, fix)
     elif run.stage == "cls" and run.num_labels == 1 and run.problem_type == "single_label_classification":
         what, why = (
             "`problem_type: single_label_classification` with `num_labels: 1`",
-            "one class alone is always right",
+            "a single class is always right",
         )
         yield Problem(("problem_type", "num_labels"), what, why, "write `num_labels: 2`, or `problem_type: regression`")
 
 
 def own_folder(context: Context) -> Iterator[Problem]:
-    """The final model is written into output_dir itself, and would replace the one that the run starts from."""
+    """output_dir is not the folder of the initial model, which the final model would overwrite."""
     model, output = context.settings.model, context.settings.run.output_dir
     for name in ("model_name_or_path", "mcore_model"):
         folder = getattr(model, name)
         if folder and output and os.path.abspath(folder) == os.path.abspath(output):
             what = f"`output_dir` is `{name}`, {output!r}"
-            why = "the final model is written into `output_dir`, over the weights that the run starts from"
+            why = "the final model would overwrite the weights that the run starts from"
             yield Problem(("output_dir", name), what, why, "write another `output_dir`")
             return
 
 
 def evaluation(context: Context) -> Iterator[Problem]:
-    """Rows are held out only where something evaluates them."""
+    """Held-out rows are evaluated."""
     data, settings = context.settings.data, context.settings
     answered = settings.evaluation.eval_generate_steps and not settings.evaluation.eval_generate_prompts
     if settings.evaluation.eval_strategy == "no" and not answered and (data.val_size or data.eval_dataset):
@@ -73,41 +73,41 @@ def evaluation(context: Context) -> Iterator[Problem]:
 
 
 def answers(context: Context) -> Iterator[Problem]:
-    """Answers are written at some steps, to prompts that there are."""
+    """Generation during training has steps, and prompts."""
     settings, data, evaluation = context.settings, context.settings.data, context.settings.evaluation
     if not settings.generates or settings.run.stage in ("rm", "cls"):
         return
     key = "eval_generate_steps" if evaluation.eval_generate_steps is not None else "predict_with_generate"
     if key == "predict_with_generate" and evaluation.eval_strategy == "no":
-        what, why = "`predict_with_generate: true` with `eval_strategy no`", "answers are written at evaluations"
+        what, why = "`predict_with_generate: true` with `eval_strategy no`", "answers are generated at evaluations"
         yield Problem((key, "eval_strategy"), what, why, "write `eval_generate_steps: 100`, or an `eval_strategy`")
     tokens, architecture = evaluation.eval_generate_tokens, context.architecture
     if architecture is not None and tokens >= architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings
-        what, why = f"`eval_generate_tokens {tokens}` of {longest} positions", "prompts have no room in the model"
+        what, why = f"`eval_generate_tokens {tokens}` of {longest} positions", "there is no room for prompts"
         yield Problem(("eval_generate_tokens",), what, why, f"write `eval_generate_tokens: {max(1, longest // 2)}`")
     if evaluation.eval_generate_prompts:
         return
-    prompts = "name questions: `eval_generate_prompts: FILE`"
+    prompts = "write `eval_generate_prompts: FILE`"
     if not (data.val_size or data.eval_dataset):
-        why = "there are no held-out rows, whose prompts it would answer"
+        why = "there are no held-out rows with prompts"
         yield Problem((key, "val_size"), f"`{key}` without prompts", why, f"{prompts}, or write `val_size: 0.1`")
     elif settings.run.stage == "pt":
         why = "held-out texts of stage pt have no prompts"
         yield Problem((key, "stage"), f"`{key}` with `stage pt`", why, prompts)
     elif data.train_on_prompt:
-        why = "rows do not say where their answers begin"
+        why = "rows do not mark where their answers begin"
         yield Problem((key, "train_on_prompt"), f"`{key}` with `train_on_prompt: true`", why, prompts)
 
 
 def best_model(context: Context) -> Iterator[Problem]:
-    """The best checkpoint is one that was both saved and evaluated."""
+    """The best checkpoint is saved and evaluated at the same step."""
     settings = context.settings
     if not settings.evaluation.load_best_model_at_end:
         return
     evaluates, saves = settings.evaluation.eval_strategy, settings.checkpoint.save_strategy
     every, between = settings.checkpoint.save_steps, settings.eval_interval
-    why = "the best checkpoint is one that was saved and evaluated at the same step"
+    why = "the best checkpoint must be saved and evaluated at the same step"
     if evaluates == "no":
         fix = f"write `eval_strategy: {saves if saves != 'no' else 'epoch'}`, or `{_BEST}: false`"
         yield Problem(("eval_strategy", _BEST), f"`{_BEST}: true` with `eval_strategy no`", why, fix)
@@ -116,7 +116,7 @@ def best_model(context: Context) -> Iterator[Problem]:
         yield Problem(("save_strategy", "eval_strategy", _BEST), what, why, f"write `save_strategy: {evaluates}`")
     elif saves == "steps" and every != between and min(every, between) < 1:
         what = f"`{_BEST}: true` with `save_steps {every:g}` and `eval_steps {between:g}`"
-        why += ", and shares of all steps are rounded up"
+        why += ", and fractions of all steps are rounded up"
         yield Problem(("save_steps", "eval_steps", _BEST), what, why, f"write `save_steps: {between:g}`")
     elif saves == "steps" and every % between:
         what = f"`{_BEST}: true` with `save_steps {every}`, which is not a multiple of `eval_steps {between}`"
@@ -125,7 +125,7 @@ def best_model(context: Context) -> Iterator[Problem]:
 
 
 def reports(context: Context) -> Iterator[Problem]:
-    """none excludes the others."""
+    """report_to: none excludes trackers."""
     report_to = context.settings.logging.report_to
     if "none" in report_to and len(set(report_to)) > 1:
         what = f"`report_to` has none and {', '.join(name for name in report_to if name != 'none')}"
@@ -133,26 +133,26 @@ def reports(context: Context) -> Iterator[Problem]:
 
 
 def hub(context: Context) -> Iterator[Problem]:
-    """A repository is one that a hub can have."""
+    """hub_model_id is a valid repository id."""
     name = context.settings.checkpoint.hub_model_id
     if name is not None and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
-        what = f"`hub_model_id {name!r}` is not a valid id of a repository"
+        what = f"`hub_model_id {name!r}` is not a valid repository id"
         yield Problem(("hub_model_id",), what, "", "write `hub_model_id: OWNER/NAME`")
 
 
 def profiler(context: Context) -> Iterator[Problem]:
-    """What is profiled is part of the run."""
+    """Profiled steps and ranks exist in the run."""
     logs, max_steps = context.settings.logging, context.settings.optimizer.max_steps
     first, last, keys = logs.profile_step_start, logs.profile_step_end, ("profile_step_end", "profile_step_start")
     if not logs.profile:
         return
     if last <= first:
-        what = f"`profile_step_end {last}` is not beyond `profile_step_start {first}`"
+        what = f"`profile_step_end {last}` is not after `profile_step_start {first}`"
         yield Problem(keys, what, "no step would be profiled", f"write `profile_step_end: {first + 2}`")
     if 0 < max_steps < last:
-        what = f"`profile_step_end {last}` is beyond `max_steps {max_steps}`"
+        what = f"`profile_step_end {last}` is after `max_steps {max_steps}`"
         fix = f"write `profile_step_end: {max_steps}` and `profile_step_start: {max(0, max_steps - 2)}`"
-        yield Problem(("profile_step_end", "max_steps"), what, "the run ends before", fix)
+        yield Problem(("profile_step_end", "max_steps"), what, "the run ends earlier", fix)
     ranks, size = logs.profile_ranks, context.world_size
     wrong = [rank for rank in ranks if rank < 0 or (size is not None and rank >= size)]
     if wrong or not ranks:
@@ -178,7 +178,7 @@ _TIMESCALE: _Check = (lambda value: _is_count(value) and value > 0, "a whole num
 _TIMES: _Check = (lambda value: _is_count(value) and value > 0, "a whole number, at least 1")
 _SHAPE: _Check = (lambda value: value in ("linear", "cosine", "1-sqrt"), "one of: linear, cosine, 1-sqrt")
 
-# What each scheduler takes: the arguments of Transformers' schedulers of these names.
+# The arguments of each scheduler, as in Transformers.
 SCHEDULER_KWARGS: dict[str, dict[str, _Check]] = {
     "linear": {},
     "constant": {},
@@ -200,13 +200,13 @@ SCHEDULER_KWARGS: dict[str, dict[str, _Check]] = {
 
 
 def scheduler_kwargs(context: Context) -> Iterator[Problem]:
-    """Each scheduler takes its own arguments, and no others."""
+    """Arguments of the scheduler exist and have valid values."""
     optimizer = context.settings.optimizer
     kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     takes = SCHEDULER_KWARGS[kind]
     for name, value in kwargs.items():
         if name not in takes:
-            why = f"it takes {', '.join(takes)}" if takes else "it takes nothing beyond its type"
+            why = f"it takes {', '.join(takes)}" if takes else "it takes no arguments"
             fix = did_you_mean(name, takes, f"remove {name}, or choose another `{_TYPE}`", cutoff=0.5)
             yield Problem((_KWARGS, _TYPE), f"`{_KWARGS}`: {kind} does not take {name!r}", why, fix)
         elif not takes[name][0](value):
@@ -215,16 +215,16 @@ def scheduler_kwargs(context: Context) -> Iterator[Problem]:
 
 
 def scheduler_needs(context: Context) -> Iterator[Problem]:
-    """Two schedulers cannot do without an argument, and lowest rates are below the highest."""
+    """Required arguments of schedulers are set, and minimum rates are below the peak."""
     optimizer = context.settings.optimizer
     kind, kwargs = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
     if kind == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         what = f"`{_TYPE} warmup_stable_decay` without num_decay_steps"
-        fix = f"write `{_KWARGS}: {{num_decay_steps: 100}}`, with the steps in which the rate falls at the end"
-        yield Problem((_TYPE, _KWARGS), what, "the steps of the decay are not derived from anything else", fix)
+        fix = f"write `{_KWARGS}: {{num_decay_steps: 100}}`, with the number of final steps in which the rate decays"
+        yield Problem((_TYPE, _KWARGS), what, "the length of the decay has no default", fix)
     if kind == "polynomial" and is_number(end := kwargs.get("lr_end", 1e-7)) and end >= optimizer.learning_rate:
         what = f"lr_end {end:g} is not below `learning_rate {optimizer.learning_rate:g}`"
-        fix = f"write `{_KWARGS}: {{lr_end: {optimizer.learning_rate / 10:g}}}`, a tenth of the highest"
+        fix = f"write `{_KWARGS}: {{lr_end: {optimizer.learning_rate / 10:g}}}`, a tenth of the peak"
         yield Problem((_KWARGS, "learning_rate"), what, "", fix)
     if kind != "cosine_with_min_lr":
         return
@@ -232,18 +232,18 @@ def scheduler_needs(context: Context) -> Iterator[Problem]:
     if not given:
         rate = optimizer.learning_rate / 10
         what = f"`{_TYPE} cosine_with_min_lr` without min_lr or min_lr_rate"
-        fix = f"write `{_KWARGS}: {{min_lr: {rate:g}}}`, a tenth of the highest"
-        yield Problem((_TYPE, _KWARGS), what, "the lowest rate is not derived from anything else", fix)
+        fix = f"write `{_KWARGS}: {{min_lr: {rate:g}}}`, a tenth of the peak"
+        yield Problem((_TYPE, _KWARGS), what, "the minimum rate has no default", fix)
     elif len(given) == 2:
         what = f"`{_KWARGS}` has min_lr and min_lr_rate"
-        yield Problem((_KWARGS,), what, "both set the lowest rate", "keep one")
+        yield Problem((_KWARGS,), what, "both set the minimum rate", "keep one")
     elif is_number(kwargs.get("min_lr")) and kwargs["min_lr"] > optimizer.learning_rate:
         what = f"min_lr {kwargs['min_lr']:g} is above `learning_rate {optimizer.learning_rate:g}`"
         yield Problem((_KWARGS, "learning_rate"), what, "", f"write a min_lr of {optimizer.learning_rate:g} or less")
 
 
 def warmup(context: Context) -> Iterator[Problem]:
-    """One of the two ways to say how long the warm-up is, and a scheduler that has one."""
+    """The length of the warm-up is set once, for a scheduler with warm-up."""
     optimizer = context.settings.optimizer
     ratio, steps = optimizer.warmup_ratio, optimizer.warmup_steps
     names = ("warmup_steps", "warmup_ratio")
@@ -258,11 +258,11 @@ def warmup(context: Context) -> Iterator[Problem]:
 
 
 def intervals(context: Context) -> Iterator[Problem]:
-    """Steps are counted, or are a share of all steps."""
+    """Intervals are whole steps, or fractions of all steps."""
     for path in ("optimizer.warmup_steps", *INTERVALS):
         steps, name = setting_value(context.settings, path) or 0, path.partition(".")[2]
         if steps >= 1 and steps % 1:
-            what = f"`{name} {steps:g}` is neither a share below 1 nor a number of steps"
+            what = f"`{name} {steps:g}` is neither a fraction below 1 nor a number of steps"
             yield Problem((name,), what, "", f"write `{name}: {round(steps)}`")
 
 
@@ -274,15 +274,15 @@ def steps(context: Context) -> Iterator[Problem]:
 
 
 def cutoff(context: Context) -> Iterator[Problem]:
-    """Positions beyond those the model was made for mean nothing to it; documents of a packed row count from 0."""
-    if context.settings.packing and context.settings.run.stage != "pt":  # which cuts its texts to cutoff_len
+    """Sequences are not longer than the model's positions; each sequence of a packed row starts at 0."""
+    if context.settings.packing and context.settings.run.stage != "pt":  # whose texts are as long as cutoff_len
         return
     architecture, length = context.architecture, context.settings.data.cutoff_len
     if architecture is not None and length > architecture.max_position_embeddings:
         longest = architecture.max_position_embeddings
         what = f"`cutoff_len {length}` is more than the {longest} positions of the model"
-        why = "the rotary embeddings of its config.json were made for no more"
-        fix = f"write `cutoff_len: {longest}`, the longest it allows"
+        why = "the rotary embeddings of its config.json do not support more"
+        fix = f"write `cutoff_len: {longest}`, the longest possible"
         if architecture.vision is None and context.settings.model.rope_scaling is None:
             fix += ", or `rope_scaling: yarn`"
         yield Problem(("cutoff_len",), what, why, fix)

@@ -1,7 +1,4 @@
-"""Rules of what is trained that need the model's weight map.
-
-Each name, of adapters and of modules, is that of something which the model has and can train, and something is trained.
-"""
+"""Rules of fine-tuning that need the model's weight map: named layers and modules exist and can be trained."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _OF_MODEL = ("freeze_language_model", "freeze_vision_tower", "freeze_multi_modal
 
 
 def targets(context: Context) -> Iterator[Problem]:
-    """Every name of lora_target is that of a linear layer which may have an adapter, and is not frozen."""
+    """Every name of lora_target is that of a linear layer that can have an adapter and is not frozen."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or finetuning.continues_adapter:
         return
@@ -43,7 +40,7 @@ def targets(context: Context) -> Iterator[Problem]:
 
 
 def whole_modules(context: Context) -> Iterator[Problem]:
-    """Modules that are trained whole are outside of the layers, and not tied."""
+    """Modules of additional_target are outside of the layers, and not tied."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or not finetuning.additional_target:
         return
@@ -52,8 +49,8 @@ def whole_modules(context: Context) -> Iterator[Problem]:
     unknown = [module for module in asked if module not in (*known, *tied)]
     if tied and _TIED[1] in asked and _TIED[0] not in asked:
         what = f"`{_WHOLE}` has {_TIED[1]}, and the model ties {' and '.join(_TIED)}"
-        fix = f"write {_TIED[0]} in its place, which trains the one matrix"
-        yield Problem((_WHOLE,), what, "one matrix is both, and goes by the name of the first", fix)
+        fix = f"write {_TIED[0]} instead, which trains the shared matrix"
+        yield Problem((_WHOLE,), what, "they share one matrix, which has the name of the first", fix)
     if unknown:
         why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
@@ -63,7 +60,7 @@ def whole_modules(context: Context) -> Iterator[Problem]:
 
 
 def new_rows(context: Context) -> Iterator[Problem]:
-    """Rows of new tokens are with the adapter, or merged: the base that it is loaded on has others, or none."""
+    """Rows of new tokens are saved with the adapter, or merged, since the base model does not have them."""
     architecture, finetuning = _of_adapters(context)
     settings = context.settings
     if architecture is None or not settings.model.adds_tokens or settings.checkpoint.merge_lora:
@@ -71,13 +68,13 @@ def new_rows(context: Context) -> Iterator[Problem]:
     needed = [module for module in modules(architecture, per_layer=False) if module in _TIED]
     if missing := [module for module in needed if module not in finetuning.additional_target]:
         what = f"tokens are added, and `{_WHOLE}` has no {' and no '.join(missing)}"
-        why = "new rows would be neither in the adapter nor in the model that it is loaded on"
+        why = "new rows would be neither in the adapter nor in its base model"
         fix = f"write `{_WHOLE}: {','.join(dict.fromkeys((*finetuning.additional_target, *needed)))}`"
         yield Problem((_WHOLE,), what, why, f"{fix}, or `merge_lora: true`")
 
 
 def experts(context: Context) -> Iterator[Problem]:
-    """Routed experts have plain adapters."""
+    """Adapters of routed experts have neither dropout nor DoRA."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or not (finetuning.lora_dropout or finetuning.use_dora):
         return
@@ -88,8 +85,8 @@ def experts(context: Context) -> Iterator[Problem]:
     others = dict.fromkeys(_leaf(tensor) for _, tensor in found if ".self_attn." in tensor.name)
     instead = f"write `{_TARGET}: {','.join(others)}`"
     said = (
-        ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft's adapters of experts drop nothing", 0),
-        ("use_dora", "`use_dora: true`", "peft has no decomposed adapters of experts", False),
+        ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft supports no dropout for experts", 0),
+        ("use_dora", "`use_dora: true`", "peft does not support DoRA for experts", False),
     )
     for name, what, why, off in said:
         if getattr(finetuning, name):
@@ -99,19 +96,19 @@ def experts(context: Context) -> Iterator[Problem]:
 
 
 def saved(context: Context) -> Iterator[Problem]:
-    """Adapters can be saved so that peft reads them."""
+    """Adapters can be saved in peft's format."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or any(experts(context)):
         return
     for name, why in peft_problems(architecture, finetuning):
         said = "true" if name == "use_dora" else ", ".join(finetuning.lora_target)
-        fix = "remove `use_dora`, or name layers of attention alone"
+        fix = "remove `use_dora`, or name layers of attention only"
         fix = fix if name == "use_dora" else f"write `{_TARGET}: all`"
         yield Problem((name,), f"`{name}: {said}` cannot be saved for peft", why, fix)
 
 
 def parts(context: Context) -> Iterator[Problem]:
-    """Parts of a vision-language model that are said to be trained have adapters."""
+    """Parts of a vision-language model that should be trained have adapters."""
     architecture, finetuning = _of_adapters(context)
     if architecture is None or architecture.vision is None or finetuning.continues_adapter:
         return
@@ -123,28 +120,28 @@ def parts(context: Context) -> Iterator[Problem]:
         if stack in having or getattr(finetuning, switch) is not False:
             continue
         what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
-        # The last names of a projector's layers are those of other layers, too.
+        # Layers of a projector have the same last names as other layers.
         size = 2 if stack is Stack.PROJECTOR else 1
         named = [_leaf(tensor, size) for weight, tensor in matrices(architecture) if weight.stack is stack]
         if not named:
-            why = f"that of a {architecture.model_type} has no linear layer that may have one"
+            why = f"that of a {architecture.model_type} has no linear layer that can have one"
             yield Problem((switch,), what, why, f"remove `{switch}`, or write `finetuning_type: full`")
             continue
-        more = f"; {ALL_TARGETS[0]} leaves it out" if stack is Stack.PROJECTOR else ""
-        why = f"with lora a part is trained where `lora_target` names its linear layers, such as {named[0]}{more}"
+        more = f"; {ALL_TARGETS[0]} does not include it" if stack is Stack.PROJECTOR else ""
+        why = f"with lora a part is trained only if `lora_target` names its linear layers, such as {named[0]}{more}"
         targets = ",".join((*finetuning.lora_target, named[0]))
         yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {targets}`, or remove `{switch}`")
 
 
 def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSettings]:
-    """Return what rules look at; no architecture where there are no adapters, or names that cannot be read."""
+    """Return the input of rules of adapters; no architecture if there are no adapters, or if lora_target is invalid."""
     finetuning = context.settings.finetuning
     unread = finetuning.finetuning_type != "lora" or any(rules.adapters(context))
     return None if unread else context.architecture, finetuning
 
 
 def _leaf(tensor: HFTensor, size: int = 1) -> str:
-    """Return the last names by which users know a linear layer: with what it is in where it is but a number."""
+    """Return the last parts of a linear layer's name; one that is only a number with those before it."""
     path = module_path(tensor).split(".")
     return ".".join(path[-3:] if path[-1].isdigit() else path[-size:])
 
@@ -154,35 +151,35 @@ def _names(architecture: Architecture) -> list[str]:
 
 
 def _no_target(target: str, architecture: Architecture) -> Problem:
-    """Say why a name is that of no linear layer with an adapter."""
+    """Return the problem of a name that matches no linear layer with an adapter."""
     known, what = _names(architecture), f"`{_TARGET}` has {target}"
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     some = _layers_that_match(target, architecture)
     if some:
-        why = f"it holds for {some} only; an adapter is in every layer that has the matrix, or in none"
-        return Problem((_TARGET,), what, why, r"write \d+ in place of the layers' numbers")
+        why = f"it matches {some} only; an adapter must be in all layers that have the matrix"
+        return Problem((_TARGET,), what, why, r"write \d+ instead of the layers' numbers")
     leaf = target.rpartition(".")[2]
     beside = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
     if target in (module_of(OUTPUT_LAYER), module_of(EMBEDDING)):
-        why = "the output layer and word embeddings have no adapters here"
-        fix = f"write `{_WHOLE}: {target}`, which trains it whole"
+        why = "adapters of the output layer and of word embeddings are not supported"
+        fix = f"write `{_WHOLE}: {target}`, which trains it fully"
         return Problem((_TARGET,), what, why, f"remove {target}" if architecture.tie_word_embeddings else fix)
     if beside and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in beside):
         is_router = beside[0].engine.endswith("router.weight")
-        why = f"{leaf} weighs what shared experts make with one number a token, and has no adapter here"
+        why = f"adapters of {leaf}, the gate of shared experts, are not supported"
         if is_router:
-            why = "the router is not a linear layer in Transformers, and has no adapter"
+            why = "the router is not a linear layer in Transformers, so it has no adapter"
         return Problem((_TARGET,), what, why, f"remove {target}")
     if beside:
         whole = leaf in modules(architecture, per_layer=False)
-        fix = f"write `{_WHOLE}: {leaf}`, which trains it whole" if whole else f"remove {target}"
-        return Problem((_TARGET,), what, f"{leaf} is not a matrix, and has no adapter", fix)
+        fix = f"write `{_WHOLE}: {leaf}`, which trains it fully" if whole else f"remove {target}"
+        return Problem((_TARGET,), what, f"{leaf} is not a matrix, so it has no adapter", fix)
     why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
     return Problem((_TARGET,), what, why, did_you_mean(leaf, known, f"write `{_TARGET}: all`"))
 
 
 def _layers_that_match(target: str, architecture: Architecture) -> str:
-    """Name the layers whose matrices a regular expression holds for; "" for none."""
+    """Return the layers with matrices that a regular expression matches, as text; "" for none."""
     found: dict[int, None] = {}
     for weight, tensor in matrices(architecture):
         for layer in layers_of(weight, architecture):
@@ -198,14 +195,14 @@ def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> 
     part = _PARTS.get(next(iter(stacks)), "language model")
     what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
     fix = f"write `{switch}: false`, or remove {target}"
-    return Problem((_TARGET, switch), what, "what is frozen has no adapters", fix)
+    return Problem((_TARGET, switch), what, "frozen parts have no adapters", fix)
 
 
 _OF_ADAPTERS = (new_rows, targets, whole_modules, experts, saved, parts)
 
 
 def known_modules(context: Context) -> Iterator[Problem]:
-    """Freezing names modules that the model has."""
+    """Modules that freeze names exist in the model."""
     architecture, finetuning = context.architecture, context.settings.finetuning
     if architecture is None or finetuning.finetuning_type != "freeze":
         return
@@ -231,9 +228,9 @@ def known_modules(context: Context) -> Iterator[Problem]:
 
 
 def something(context: Context) -> Iterator[Problem]:
-    """A run trains something."""
+    """The run trains something."""
     architecture, finetuning = context.architecture, context.settings.finetuning
-    if architecture is None or finetuning.continues_adapter:  # what is trained is in the adapter's file
+    if architecture is None or finetuning.continues_adapter:  # the adapter's file decides
         return
     if any(rules.layers(context)) or any(rules.adapters(context)):
         return
@@ -242,7 +239,7 @@ def something(context: Context) -> Iterator[Problem]:
         return
     frozen = [name for name in _OF_MODEL if getattr(finetuning, name)]
     if not finetuning.freeze_language_model and finetuning.finetuning_type == "freeze":
-        what, fix = "`freeze_trainable_modules` names nothing", "write `freeze_trainable_modules: all`"
+        what, fix = "`freeze_trainable_modules` is empty", "write `freeze_trainable_modules: all`"
         yield Problem(("freeze_trainable_modules",), what, "nothing would be trained", fix)
     elif architecture.vision is None:
         what, why = "`freeze_language_model: true` leaves nothing to train", "the model has no vision encoder"
