@@ -1,4 +1,4 @@
-"""The numbers that describe a decoder, under Megatron-Core's names, whatever family they came from."""
+"""The hyperparameters of a decoder, under Megatron-Core's names, for all families."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from megatune.rope_scaling import MultimodalRope, QueryScaling, RopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
-    """Sparse feed-forward layers: a router sends each token to its best experts.
+    """Mixture-of-experts layers: a router sends each token to its top-k experts.
 
     Attributes:
-        layers: whether each layer is sparse; the others have a dense feed-forward.
+        layers: for each layer, whether it is sparse; the others have a dense feed-forward.
         moe_ffn_hidden_size: of one routed expert.
-        shared_expert_intermediate_size: of all shared experts together; 0 where there are none.
-        shared_expert_gate: a sigmoid gate weighs the shared experts' output (Qwen2-MoE).
+        shared_expert_intermediate_size: of all shared experts together; 0 without them.
+        shared_expert_gate: a sigmoid gate multiplies the shared experts' output (Qwen2-MoE).
         score_function: of the router's logits.
-        pre_softmax: the softmax is over all experts, and what the chosen ones get of it is used as it is; otherwise
-            the chosen experts' shares are normalized to 1. For "sigmoid" False, always.
-        num_groups, group_topk: experts are chosen among those of the best groups (DeepSeek-V3); 0 where not.
-        topk_scaling_factor: multiplies the shares of the chosen experts.
-        group_best: a group is as good as this many of its best experts together.
-        expert_bias: a bias takes part in choosing experts, not in weighing them (DeepSeek-V3).
-        router_dtype: what the family computes the router's logits in; None for the dtype of the model.
-        aux_loss_coeff: weight of the balancing loss that config.json names; 0 where it names none.
-        swiglu_limit: an expert's gates are at most this and its ups within plus and minus this, it computes (up + 1) ·
+        pre_softmax: the softmax is over all experts, and the probabilities of the chosen ones are used unchanged;
+            otherwise the weights of the chosen experts are normalized to sum 1. Always False for "sigmoid".
+        num_groups, group_topk: experts are chosen from the best groups only (DeepSeek-V3); 0 if not.
+        topk_scaling_factor: multiplies the weights of the chosen experts.
+        group_best: the score of a group is the sum of this many of its best experts.
+        expert_bias: a bias affects the choice of experts, but not their weights (DeepSeek-V3).
+        router_dtype: the dtype of the router's logits in the family; None for the dtype of the model.
+        aux_loss_coeff: weight of the balancing loss in config.json; 0 if there is none.
+        swiglu_limit: gates are clamped to at most this and ups to plus and minus this, an expert computes (up + 1) ·
             gate · sigmoid(1.702 · gate), and rows of gates and ups alternate (gpt-oss); None for SwiGLU.
-        scaled_router: the router normalizes its input and multiplies it by a learned vector / √h, and what a token gets
-            of an expert is multiplied by a learned number of the expert's (Gemma 4).
-        separate_norms: the shared expert and the routed experts each have norms of their own, before and behind, and
-            the router reads the residual stream (Gemma 4).
+        scaled_router: the router normalizes its input and multiplies it by a learned vector / √h, and each expert's
+            output is multiplied by a learned scalar (Gemma 4).
+        separate_norms: the shared expert and the routed experts have separate norms, before and after them, and the
+            router reads the residual stream (Gemma 4).
     """
 
     layers: tuple[bool, ...]
@@ -49,29 +49,30 @@ class MixtureOfExperts:
     topk_scaling_factor: float = 1.0
     expert_bias: bool = False
     router_dtype: Literal["fp32"] | None = None
-    aux_loss_coeff: float = field(default=0.0, compare=False)  # models that differ in it alone compute the same
+    aux_loss_coeff: float = field(default=0.0, compare=False)  # models that differ only in it compute the same
     swiglu_limit: float | None = None
     scaled_router: bool = False
     separate_norms: bool = False
 
     @property
     def gate_up_size(self) -> int:
-        """Rows of one projection to gates and ups of an expert."""
+        """Rows of an expert's fused projection to gates and ups."""
         return 2 * self.moe_ffn_hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiLatentAttention:
-    """Attention whose keys and values come from one narrow latent vector a token (DeepSeek-V2, arXiv:2405.04434).
+    """Multi-head latent attention: keys and values come from one low-rank latent per token (DeepSeek-V2,
+    arXiv:2405.04434).
 
     Attributes:
-        q_lora_rank: width of the queries' latent; None where queries are projected at once.
+        q_lora_rank: width of the queries' latent; None if queries are projected directly.
         kv_lora_rank: width of the latent of keys and values.
         qk_head_dim: channels of a head's query and key without rotary embedding.
         qk_pos_emb_head_dim: channels of a head's query, and of the one key that all heads share, with it.
         v_head_dim: channels of a head's value.
         softmax_scale: multiplies the scores.
-        rope_interleaved: rotary embedding turns neighbouring channels, not those half the dimension apart.
+        rope_interleaved: rotary embedding pairs adjacent channels, not those half the dimension apart.
     """
 
     q_lora_rank: int | None
@@ -85,12 +86,12 @@ class MultiLatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalHeads:
-    """Heads of layers without a window, where they are others than those of layers with one (Gemma 4).
+    """Heads of layers without a window, if they differ from those of layers with one (Gemma 4).
 
     Attributes:
         kv_channels: dimension of one head.
         num_query_groups: number of key/value heads.
-        keys_are_values: there is no projection to values: a head's value is its key, before the key's norm.
+        keys_are_values: there is no value projection: a head's value is its key before the key's norm.
     """
 
     kv_channels: int
@@ -99,14 +100,14 @@ class GlobalHeads:
 
 
 class LayerKind(NamedTuple):
-    """What a layer of the decoder is made of.
+    """The kind of a decoder layer.
 
     Attributes:
-        delta: it has a gated delta net in the place of attention.
+        delta: it has a gated delta net instead of attention.
         sparse: it has experts.
-        has_global_heads: its attention has the heads that layers without a window have.
-        window: the most tokens that a query sees, its own among them; None for all.
-        mtp: it predicts a further token, behind the decoder.
+        has_global_heads: its attention has the heads of layers without a window.
+        window: the number of tokens that a query attends to, including its own; None for all.
+        mtp: it is a multi-token prediction layer after the decoder.
     """
 
     delta: bool = False
@@ -118,13 +119,13 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """Gated delta nets (arXiv:2412.06464) in the place of attention in some layers (Qwen3-Next).
+    """Gated delta nets (arXiv:2412.06464), instead of attention in some layers (Qwen3-Next).
 
     Attributes:
-        layers: whether each layer has one; the others have attention.
+        layers: for each layer, whether it has one; the others have attention.
         num_key_heads: heads of queries and of keys.
-        num_value_heads: a multiple; consecutive ones share a key head.
-        conv_kernel_size: tokens that the convolution before the rule mixes.
+        num_value_heads: a multiple of num_key_heads; consecutive ones share a key head.
+        conv_kernel_size: of the convolution before the delta rule, in tokens.
     """
 
     layers: tuple[bool, ...]
@@ -136,7 +137,7 @@ class DeltaNet:
 
     @property
     def values_per_key(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
@@ -161,7 +162,7 @@ class DeltaNet:
 
     @property
     def ba_size(self) -> int:
-        """Rows of the projection to what corrects and what decays the state."""
+        """Rows of the projection to beta and alpha, which correct and decay the state."""
         return 2 * self.num_value_heads
 
     @property
@@ -176,50 +177,52 @@ class Architecture:
 
     Attributes:
         model_type: the Hugging Face model_type, which names the family.
-        kv_channels: dimension of one attention head; not always hidden_size / num_attention_heads.
+        kv_channels: dimension of an attention head; not always hidden_size / num_attention_heads.
         num_query_groups: number of key/value heads.
         add_qkv_bias: biases on the q, k and v projections.
         add_bias_linear: biases on the output projection of attention, on the router and on both projections of experts;
             no layer has a dense feed-forward.
-        attention_sinks: each head has one more score that all its queries share, learned and without a value
-            (arXiv:2309.17453, section 3.3).
-        rotary_channels: of a head that rotary embedding turns, its first ones; None for all.
-        rope_interleaved: rotary embedding turns neighbouring channels, not those half the dimension apart.
+        attention_sinks: each head has one learned score without a value, for all its queries (arXiv:2309.17453, section
+            3.3).
+        rotary_channels: how many of a head's first channels have rotary embedding; None for all.
+        rope_interleaved: rotary embedding pairs adjacent channels, not those half the dimension apart.
         no_rope_layers: layers, counted from 0, whose attention has no rotary embedding.
-        windows: of each layer, the most tokens that a query sees, its own among them; None for all. () without windows.
+        windows: for each layer, the number of tokens that a query attends to, including its own; None for all. ()
+            without windows.
         local_rotary_base: of layers with a window, whose rotary embedding is not scaled; None for that of all layers.
         activation: of the gates of the feed-forward.
-        wide_qk_norms: with qk_layernorm, it is over the channels of all heads together.
-        pre_norms: what goes into attention and feed-forward is normalized.
-        post_norms: what attention and feed-forward put out is normalized before it is added.
-        query_scaling: None where queries do not grow with their positions.
-        global_heads: of layers without a window; None where all layers have heads of one size. Those that the other
-            attributes describe are then of layers with a window.
+        wide_qk_norms: with qk_layernorm, the norm is over the channels of all heads together.
+        pre_norms: inputs of attention and feed-forward are normalized.
+        post_norms: outputs of attention and feed-forward are normalized before they are added.
+        query_scaling: None if queries are not scaled by their positions.
+        global_heads: heads of layers without a window, if they differ; the other attributes then describe layers with a
+            window.
         value_norms: each head's value is normalized, without a weight.
-        layer_scalars: what a layer puts out is multiplied by a number that is loaded and not trained.
-        softmax_scale: multiplies the scores of attention; None for kv_channels^-0.5. `mla` has its own.
-        embedding_multiplier, residual_multiplier: of word embeddings, and of what a layer's parts add.
-        noise_multiplier: of noise on word embeddings, which Transformers adds before it multiplies them, or after.
-        padding_token: the token whose word embedding gets no gradient as an input; None where all get theirs.
+        layer_scalars: the output of a layer is multiplied by a loaded, untrained scalar.
+        softmax_scale: multiplies attention scores; None for kv_channels^-0.5. `mla` has its own.
+        embedding_multiplier, residual_multiplier: of word embeddings, and of the outputs of attention and feed-forward.
+        noise_multiplier: of noise on word embeddings, which Transformers adds before or after multiplying them.
+        padding_token: the token whose word embedding gets no gradient as an input; None if there is none.
         logits_scaling: divides the logits.
-        logits_softcap: logits x are softcap · tanh(x / softcap); None where they are x.
+        logits_softcap: logits x become softcap · tanh(x / softcap); None for no soft cap.
         zero_centered_norms: a norm multiplies by 1 + its weight.
-        attention_output_gate: each head's output is multiplied by the sigmoid of a gate, which the query's projection
-            has behind the head's query.
+        attention_output_gate: each head's output is multiplied by the sigmoid of a gate, which follows the head's query
+            in the query projection.
         qk_layernorm: an RMSNorm over each head's query and key, before rotary embedding.
         tie_word_embeddings: the output layer is the word embedding, transposed.
-        torch_dtype: the dtype the checkpoint was published in ("bfloat16", "float16", "float32").
-        delta: None where every layer has attention.
+        torch_dtype: the dtype of the published checkpoint ("bfloat16", "float16", "float32").
+        delta: None if every layer has attention.
         moe: None for a dense model.
-        mla: None for grouped-query attention. With it, kv_channels is the channels that rotary embedding turns.
+        mla: None for grouped-query attention. With it, kv_channels is the number of channels with rotary embedding.
         vision: None for a language model.
-        max_position_embeddings: positions that the rotary embeddings are made for, stretched by YaRN or not.
-        mrope: None where rotary embedding turns by one position.
-        has_classifier: Transformers has a sequence classification of this family, in which a reward model is saved.
-        num_labels: scores of a classifier, which has a linear layer to them in place of the output layer, and of which
-            a reward model has 1; 0 for a language model.
-        mtp_num_layers: layers behind the decoder that are trained to predict further tokens, numbered after its own; 0
-            where a checkpoint's are no part of the model.
+        max_position_embeddings: positions that the rotary embeddings support, with any scaling.
+        mrope: None if rotary embeddings use one position.
+        has_classifier: Transformers has a sequence-classification model of this family, which reward models are saved
+            as.
+        num_labels: outputs of the score layer that replaces the output layer, 1 for a reward model; 0 for a language
+            model.
+        mtp_num_layers: trained multi-token prediction layers after the decoder, numbered after its layers; 0 if those
+            of the checkpoint are not used.
     """
 
     model_type: str
@@ -273,7 +276,7 @@ class Architecture:
     mtp_num_layers: int = 0
 
     def __hash__(self) -> int:
-        """Hash some of the numbers, quickly: it is a key of many caches."""
+        """Hash some of the values only, as it is a key of many caches."""
         return hash((self.model_type, self.num_layers, self.hidden_size, self.ffn_hidden_size, self.vocab_size))
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -281,11 +284,11 @@ class Architecture:
         return self.moe is not None and self.moe.layers[layer]
 
     def is_delta_layer(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has a gated delta net in the place of attention."""
+        """Return whether this layer, counted from 0, has a gated delta net instead of attention."""
         return self.delta is not None and self.delta.layers[layer]
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Return what this layer, counted from 0, is made of."""
+        """Return the kind of this layer, counted from 0."""
         if layer >= self.num_layers:
             return LayerKind(sparse=self.moe is not None, mtp=True)
         window = self.windows[layer] if self.windows else None
@@ -293,7 +296,7 @@ class Architecture:
         return LayerKind(self.is_delta_layer(layer), self.is_moe_layer(layer), has_global_heads, window)
 
     def of_heads(self, has_global_heads: bool) -> Architecture:
-        """Return a model all of whose layers have the heads of those without a window, or of those with one."""
+        """Return the architecture whose main heads are those of layers without a window, or with one."""
         heads = self.global_heads
         if heads is None or not has_global_heads:
             return self
@@ -306,27 +309,27 @@ class Architecture:
 
     @property
     def global_key_value_size(self) -> int:
-        """Rows of their key projection, and of their value projection where they have one."""
+        """Rows of their key projection, and of their value projection if they have one."""
         return self.of_heads(True).key_value_size
 
     @property
     def pictures_whole(self) -> bool:
-        """Tokens of a picture see those behind them in it, too."""
+        """Whether image tokens also attend to later tokens of the same image."""
         return self.vision is not None and self.vision.whole
 
     @property
     def merges_attention(self) -> bool:
-        """Attention needs a kernel that returns its log-sum-exp, whatever the layout."""
+        """Whether attention needs a kernel that returns the log-sum-exp, in any layout."""
         return self.attention_sinks or self.pictures_whole
 
     @property
     def concatenated_size(self) -> int:
-        """Columns of the projection of a layer that predicts a further token: of an embedding and a hidden state."""
+        """Columns of the projection of an MTP layer: an embedding and a hidden state."""
         return 2 * self.hidden_size
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotary embedding turns."""
+        """Channels of a head with rotary embedding."""
         return self.rotary_channels or self.kv_channels
 
     @property
@@ -336,7 +339,7 @@ class Architecture:
 
     @property
     def query_size(self) -> int:
-        """Rows of the query projection; with `mla`, of the one that makes all heads' queries."""
+        """Rows of the query projection; with `mla`, of the up-projection."""
         if self.mla is None:
             return self.num_attention_heads * self.kv_channels
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim)
@@ -353,12 +356,12 @@ class Architecture:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of one projection to queries, keys and values."""
+        """Rows of the fused projection to queries, keys and values."""
         return self.query_size + 2 * self.key_value_size
 
     @property
     def gate_up_size(self) -> int:
-        """Rows of one projection to gates and ups of the dense feed-forward."""
+        """Rows of the fused projection to gates and ups of the dense feed-forward."""
         return 2 * self.ffn_hidden_size
 
     @property

@@ -1,4 +1,4 @@
-"""The numbers that describe a vision encoder and what stands for pictures in text, whatever family they came from."""
+"""The hyperparameters of vision encoders and the placeholders of images and videos in text, for all families."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayers:
-    """Options of the engine's own vision encoder: those of Pixtral (arXiv:2410.07073, section 2.2) unless another is
-    said, and of SigLIP (arXiv:2303.15343), InternViT (arXiv:2312.14238) and Gemma 4's encoder.
+    """Options of the engine's own vision encoder. The defaults are Pixtral's (arXiv:2410.07073, section 2.2); others
+    are for SigLIP (arXiv:2303.15343), InternViT (arXiv:2312.14238) and Gemma 4's encoder.
 
     Attributes:
         norm_epsilon: of its norms.
-        rotary_base: of rotary embedding by row and column; None where positions are in a table.
-        num_positions: rows of that table, one for each patch of an image, and one of the class token; 0 without.
-        axial: there are two tables, of columns and of rows, and rotary embedding turns the first half of a head's
-            channels by the column, the second by the row.
+        rotary_base: of rotary embedding by row and column; None for a table of position embeddings.
+        num_positions: rows of that table, one for each patch of an image, and one for the class token; 0 without it.
+        axial: there are two tables, for columns and for rows, and rotary embedding uses the column for the first half
+            of a head's channels, the row for the second.
         head_norms: each head's query and key are normalized with a weight, its value without, and scores not scaled.
-        post_norms: what attention and feed-forward put out is normalized before it is added.
-        unit_pixels: pixels come from 0 to 1, and go into the projection of patches from -1 to 1, the channels of a
-            pixel side by side.
-        standardized: a vector is taken from the projector's average of patches, and another multiplies the rest; both
-            are loaded and not trained.
+        post_norms: outputs of attention and feed-forward are normalized before they are added.
+        unit_pixels: pixels from 0 to 1 are mapped to -1 to 1 before the patch projection, with the channels of a pixel
+            adjacent.
+        standardized: the projector's average of patches is standardized by a loaded, untrained mean and scale.
         layer_norm: norms are LayerNorm; otherwise RMSNorm.
         bias: biases on every linear layer and on the projection of patches.
-        pre_norm, final_norm: a norm before the first layer, and behind the last.
-        class_token: every image, or tile of one, has a learned token before its patches, which is no token of the
-            decoder.
+        pre_norm, final_norm: a norm before the first layer, and after the last.
+        class_token: every image, or tile of one, has a learned token before its patches, which the decoder does not
+            get.
         layer_scale: each branch of a layer is multiplied by a learned vector.
-        projector: how the patches of a token become one: a linear layer, their average, side by side, or their average
-            times √(hidden size), normalized without a weight.
+        projector: how the patches of a token are merged: by a linear layer, their average, concatenated, or their
+            average times √(hidden size), normalized without a weight.
         projector_norm_epsilon: of its norm.
         projector_bias: biases on the projector's two linear layers.
     """
@@ -56,13 +55,13 @@ class VisionLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureText:
-    """The text that stands for a picture: each row of tokens with a token behind it, or all tokens between two tokens.
+    """The placeholder text of an image or video.
 
     Attributes:
-        image, video: the tokens that features take the place of; no video where it is "".
-        start, end: before and behind them; no start where it is "".
-        row_end: behind each row of an image but the last; "" where nothing is.
-        around: text before the start and behind the end.
+        image, video: the tokens whose embeddings are replaced by features; "" if videos are not supported.
+        start, end: the tokens before and after them; "" for no start.
+        row_end: the token after each row of an image but the last; "" for none.
+        around: text before the start and after the end.
     """
 
     image: str = "<|image_pad|>"
@@ -75,33 +74,35 @@ class PictureText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """The vision encoder of a vision-language model and its patch mergers, in the words of Transformers' vision_config.
+    """The vision encoder of a vision-language model and its patch mergers, with the names of Transformers'
+    vision_config.
 
     Attributes:
         depth: layers.
-        hidden_size: of the encoder; the mergers' outputs are out_hidden_size wide, as the decoder's hidden states.
-        gated: its feed-forward is SwiGLU; otherwise one matrix up, an activation and one matrix down.
+        hidden_size: of the encoder; the mergers' outputs have out_hidden_size, the decoder's hidden size.
+        gated: its feed-forward is SwiGLU; otherwise up-projection, activation and down-projection.
         hidden_act: the activation.
         patch_size, temporal_patch_size: a patch is patch_size² pixels of temporal_patch_size frames.
         spatial_merge_size: this many patches squared become one token of the decoder.
-        num_position_embeddings: rows of its table of positions; 0 where it has rotary embeddings alone.
-        deepstack_visual_indexes: layers whose outputs, through a merger each, are added to the decoder's first layers.
-        window_size: pixels of the side of the windows that patches attend within; None where to the whole image.
-        fullatt_block_indexes: with windows, the layers whose patches attend to the whole image.
-        tokens_per_second: of positions in time, where they follow a video's seconds; None where they count frames.
-        timestamps: each pair of a video's frames is a block of its own, behind its time in seconds as text.
-        one_position: tokens of pictures have positions as those of text have; otherwise in time, height and width.
-        square: pixels of the sides that every image has, or every tile of one; None where images keep their shape.
-        tiles: an image may be cut into several tiles, with the whole image as one more (InternVL).
-        tokens_of_image: every image is resized to at most so many tokens; None where its own size counts.
-        whole: in the decoder, too, the tokens of a picture see each other.
-        whole_in_windows: with it, in layers with a window alone.
-        layers: the engine's own encoder; None where Transformers' module computes it.
-        text: what stands for pictures.
-        image_token_id, video_token_id: of the tokens of an image, and of a video; below 0 where there is no video.
-        vision_start_token_id, vision_end_token_id: what is before and behind them; below 0 where config.json does not
-            say it.
-        config: vision_config as JSON, which Transformers builds the encoder from.
+        num_position_embeddings: rows of its position table; 0 if it has rotary embeddings only.
+        deepstack_visual_indexes: layers whose outputs, through one merger each, are added to the decoder's first
+            layers.
+        window_size: side of attention windows in pixels; None for attention over the whole image.
+        fullatt_block_indexes: with windows, the layers that attend to the whole image.
+        tokens_per_second: of temporal positions, if they follow a video's time; None if they count frames.
+        timestamps: each pair of a video's frames is a separate block, after its time in seconds as text.
+        one_position: image tokens have one position, like text; otherwise time, height and width.
+        square: side of every image, or tile of one, in pixels; None if images keep their aspect ratio.
+        tiles: an image may be split into tiles, plus the whole image as a thumbnail (InternVL).
+        tokens_of_image: every image is resized to at most this many tokens; None if its own size decides.
+        whole: in the decoder, image tokens attend to all tokens of the same image.
+        whole_in_windows: with `whole`, only in layers with a window.
+        layers: of the engine's own encoder; None if Transformers' module computes it.
+        text: the placeholders of images and videos.
+        image_token_id, video_token_id: of image and video tokens; negative if videos are not supported.
+        vision_start_token_id, vision_end_token_id: of the tokens before and after them; negative if config.json does
+            not have them.
+        config: vision_config as JSON, from which Transformers builds the encoder.
         num_parameters: of the encoder, without mergers.
         num_projector_parameters: of all mergers.
     """
@@ -141,7 +142,7 @@ class Vision:
 
     @property
     def reading(self) -> tuple[object, ...]:
-        """What patches and tokens of a picture depend on: models in which it is the same read the same rows."""
+        """The values that patches and tokens of images depend on: models with equal values read the same rows."""
         patches = self.patch_size, self.spatial_merge_size, self.temporal_patch_size, self.in_channels
         sizes = self.square, self.tiles, self.tokens_of_image, self.whole
         positions = self.tokens_per_second, self.timestamps, self.one_position
@@ -150,22 +151,22 @@ class Vision:
 
     @property
     def has_videos(self) -> bool:
-        """The model takes videos, too."""
+        """Whether the model supports videos."""
         return self.video_token_id >= 0
 
     @property
     def num_deepstack_mergers(self) -> int:
-        """One for each layer of deepstack_visual_indexes."""
+        """The number of deepstack mergers, one for each layer of deepstack_visual_indexes."""
         return len(self.deepstack_visual_indexes)
 
     @property
     def num_mergers(self) -> int:
-        """The merger of the last layer, and those of deepstack."""
+        """The number of mergers: that of the last layer, and those of deepstack."""
         return 1 + self.num_deepstack_mergers
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the projection that makes a layer's queries, keys and values."""
+        """Rows of a layer's fused projection to queries, keys and values."""
         return 3 * self.hidden_size
 
     @property
@@ -175,10 +176,10 @@ class Vision:
 
     @property
     def patch_channels(self) -> int:
-        """Numbers of a patch of one frame."""
+        """Values of a patch of one frame."""
         return self.in_channels * self.patch_size**2
 
     @property
     def merged_size(self) -> int:
-        """Channels of the patches that become one token, side by side."""
+        """Channels of the concatenated patches of one token."""
         return self.hidden_size * self.spatial_merge_size**2

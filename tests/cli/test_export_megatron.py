@@ -79,7 +79,7 @@ def test_what_is_beside_the_weights_says_what_they_are(here: Path, capsys: pytes
         assert Path(folder, "tokenizer.json").is_file()
     Path("out/args.json").write_text('{"model": "elsewhere/on/disk"}')
     assert main(["export", "--mcore_model", "out", "--to_hf", "--output_dir", "c"]) == 66
-    assert "names 'elsewhere/on/disk', which is not here" in capsys.readouterr().err
+    assert "names 'elsewhere/on/disk', which does not exist here" in capsys.readouterr().err
     assert main(["export", "--mcore_model", "out", "--model", "m", "--to_hf", "--output_dir", "c"]) == 0
 
 

@@ -266,7 +266,7 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10**18
     (result,) = ask(hub, tmp_path, "team/large")
     assert result["code"] == 73
-    assert "no room for team/large: 1000000.0 TB are needed, and " in result["error"]
+    assert "no disk space for team/large: 1000000.0 TB are needed, and " in result["error"]
     assert "or write cache_dir" in result["error"]
     hub.sizes.clear()
     # The kernel refuses to let a file grow, as a quota does.
@@ -274,7 +274,7 @@ def test_a_full_disk(hub: Hub, tmp_path: Path) -> None:
     done = call(hub, tmp_path, limit + CLIENT, [("fetch", "team/sharded", "main", None)])
     result = json.loads(done.stdout)
     assert result["code"] == 73, result
-    assert "cannot keep the files of team/sharded: File too large" in result["error"]
+    assert "cannot store the files of team/sharded: File too large" in result["error"]
 
 
 def test_progress(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_what_comes_out_has_the_tokens_and_gets_them_no_second_time(
     settings = settings_of(tmp_path / "first", tmp_path / "second", **ADDED, **DP2)
     found = RunModel(settings, asks=True)
     assert found.config_dir(str(tmp_path / "first")) == (tmp_path / "first").absolute()
-    assert found.lines == ["accepted   the tokenizer has all tokens that are to be added"]
+    assert found.lines == ["accepted   the tokenizer already has all added tokens"]
     run(pool, 2, settings, tmp_path / "runs")
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0]
     assert load_architecture(tmp_path / "second").vocab_size == 1024

@@ -1,4 +1,4 @@
-"""Writes a small random checkpoint of a published family: Transformers' own model class, our own tokenizer."""
+"""Small random checkpoints of published families, with Transformers' model classes and our own tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointSummary(NamedTuple):
-    """Elements of all tensors, a tied output layer once, rows of the word embedding, and bytes of the weight files."""
+    """The number of parameters, with tied ones counted once, the vocabulary size, and the bytes of the weight files."""
 
     num_parameters: int
     vocab_size: int
@@ -33,23 +33,23 @@ class CheckpointSummary(NamedTuple):
 def make_checkpoint(
     family: str, output: Path, *, seed: int = 0, max_shard_size: str = "5GB", overwrite: bool = False, **sizes: Any
 ) -> Path:
-    """Write config.json, safetensors, tokenizer and generation config as one Hugging Face folder.
+    """Write config.json, safetensors, tokenizer and generation config to a Hugging Face folder.
 
-    The folder appears whole or not at all. The same arguments give the same bytes.
+    The folder is created atomically. The same arguments give the same bytes.
 
     Args:
         family: a key of `megatune.demo.family.FAMILIES`.
-        output: the folder to make.
+        output: the folder to create.
         max_shard_size: splits the weights into files of this size ("100KB"), with an index.
-        overwrite: replace a checkpoint that is there.
-        sizes: of `ModelSizes`.
+        overwrite: replace an existing checkpoint.
+        sizes: fields of `ModelSizes`.
 
     Returns:
         output.
 
     Raises:
-        MegatuneError: (SETTINGS) an unknown family or numbers that make no model; (CANNOT_WRITE) output is in the
-            way or cannot be written.
+        MegatuneError: SETTINGS for an unknown family or invalid sizes; CANNOT_WRITE if output exists or cannot be
+            written.
     """
     declared = demo_family(family)
     chosen = ModelSizes(**sizes).resolved(declared)
@@ -63,19 +63,21 @@ def make_checkpoint(
         with no_progress_bar():
             _write(output, model, tokenizer, declared, max_shard_size)
     except OSError as error:
-        raise _cannot_write(output, str(error), "name a folder you can write to, on a disk with room") from None
+        raise _cannot_write(
+            output, str(error), "name a folder that you can write to, on a disk with free space"
+        ) from None
     return output
 
 
 def summarize_checkpoint(folder: Path) -> CheckpointSummary:
-    """Count what is in a checkpoint, from the headers of its weight files."""
+    """Summarize a checkpoint from the headers of its weight files."""
     from safetensors import safe_open
 
     num_parameters = 0
     weight_files = sorted(Path(folder).glob("*.safetensors"))
     for weight_file in weight_files:
         with safe_open(weight_file, framework="pt") as tensors:
-            names = tensors.keys()  # safe_open is no mapping
+            names = tensors.keys()  # safe_open is not a mapping
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     vocab_size = load_architecture(folder).vocab_size
     return CheckpointSummary(num_parameters, vocab_size, sum(file.stat().st_size for file in weight_files))
@@ -99,7 +101,7 @@ def _random_model(
 
 
 def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> PreTrainedModel:
-    """Return a model of random fp32 weights, none of which has a value that hides that it is used."""
+    """Return a model with random fp32 weights, chosen so that errors in using any of them show in the outputs."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -108,23 +110,25 @@ def random_model(config: PreTrainedConfig, seed: int, *, has_vision: bool) -> Pr
         torch.manual_seed(seed)
         model = model_class.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            # Norms start at one and biases at zero; left there, a test could not tell that they are used.
+            # Norms are initialized to one and biases to zero, so a test could not see whether they are used.
             for parameter in (parameter for parameter in model.parameters() if parameter.dim() == 1):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            # A patch has a thousand channels or more: what layers add to it must not drown.
+            # A patch has a thousand channels or more: keep its embedding from dominating the layers' outputs.
             for name, patches in model.named_parameters():
                 if patches.dim() > 3 or name.endswith("patch_embedder.input_proj.weight"):
                     patches.normal_(std=patches[0].numel() ** -0.5)
-            # So are a table of positions and a projection: pictures would not be seen.
+            # Zero position tables and projections would hide images.
             for zeros in (parameter for parameter in model.parameters() if parameter.dim() > 1 and not parameter.any()):
                 zeros.normal_(std=zeros.shape[0] ** -0.5 if zeros.dim() == 2 else 0.2)
-            # With Transformers' e^16 a token's decay is so fast that fp32 rounds it, and hides what is remembered.
+            # With Transformers' e^16 the state decays so fast that fp32 rounds it to zero.
             for name, parameter in model.named_parameters():
                 if name.endswith(".A_log"):
                     parameter.uniform_(-3, 0)
                 elif config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
-                    parameter.mul_(len(parameter) ** -0.25)  # its scores are not divided by √d: norms learn to do so
-                elif name.endswith("position_embedding_table"):  # ones: all positions would be alike
+                    parameter.mul_(
+                        len(parameter) ** -0.25
+                    )  # its scores are not divided by √d, which norms learn instead
+                elif name.endswith("position_embedding_table"):  # it is all ones, so all positions would be equal
                     parameter.normal_(std=0.2)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
@@ -162,16 +166,16 @@ def _write(
 
 
 def publish_tokenizer_config(folder: Path, tokenizer_class: str, named_tokens: Mapping[str, str] | None = None) -> None:
-    """Bring tokenizer_config.json to its published form: the family's class, and no token for the unknown.
+    """Rewrite tokenizer_config.json as published: the family's class, and no unk_token.
 
-    Left out, unk_token would be Qwen2Tokenizer's default, added above the vocabulary where a family lacks it.
+    Without the key, Qwen2Tokenizer's default unk_token would be added to a vocabulary that lacks it.
     """
     named = {"extra_special_tokens": dict(named_tokens)} if named_tokens else {}
     _rewrite(folder / "tokenizer_config.json", tokenizer_class=tokenizer_class, unk_token=None, **named)
 
 
 def _publish_experts(folder: Path) -> None:
-    """Bring the experts of qwen3_vl_moe to their published arrangement, [experts, in, out].
+    """Transpose the experts of qwen3_vl_moe to their published layout, [experts, in, out].
 
     Transformers 5 writes [experts, out, in], and reads either.
     """
@@ -182,7 +186,7 @@ def _publish_experts(folder: Path) -> None:
         for name in (name for name in tensors if ".mlp.experts." in name):
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, path, metadata={"format": "pt"})
-    # The last arrangement's, by which readers tell square experts apart.
+    # The last version with this layout, by which readers recognize it for square experts.
     _rewrite(folder / "config.json", transformers_version="4.57.0")
 
 
@@ -193,7 +197,7 @@ def _rewrite(path: Path, **values: Any) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep Transformers' progress bars off."""
+    """Turn Transformers' progress bars off in the block."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -209,13 +213,13 @@ def _check_output(output: Path, overwrite: bool) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise _cannot_write(output, "a file of this name is there", "name another folder")
+        raise _cannot_write(output, "a file of this name exists", "name another folder")
     if not any(output.iterdir()):
         return
     if not overwrite:
         raise _cannot_write(output, "the folder is not empty", "name another folder, or add --overwrite")
     if not (output / "config.json").is_file():
-        raise _cannot_write(output, "it holds something that is not a checkpoint; --overwrite removes checkpoints only",
+        raise _cannot_write(output, "its content is not a checkpoint; --overwrite removes checkpoints only",
                             "name another folder")  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What sets the demo families apart: model type, special tokens, pre-tokenizer and chat template, as declarations."""
+"""Declarations of the demo families: model type, special tokens, pre-tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 
 class SpecialToken(NamedTuple):
-    """A token above the byte-pair vocabulary. `skip_special_tokens` drops special ones, but not <think> and such."""
+    """A token added to the byte-pair vocabulary. `skip_special_tokens` drops special ones, but not <think>, for
+    example."""
 
     text: str
     special: bool = True
@@ -19,25 +20,25 @@ class SpecialToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFamily:
-    """A published family in miniature.
+    """A small version of a published model family.
 
     Attributes:
         model_type: Transformers' model_type.
         tokenizer_class: the class named in tokenizer_config.json.
         chat_template: name of the file in templates/.
-        digits_per_token: the longest run of digits the pre-tokenizer keeps together.
-        nfc: whether text is brought to Unicode's composed form first.
-        added_tokens: in the order of their ids, right above the byte-pair vocabulary.
-        bos_token: in front of every encoded text; None where the family has none.
-        stop_tokens: what generation ends on, eos_token first.
+        digits_per_token: the maximum number of digits per token.
+        nfc: whether text is first normalized to NFC.
+        added_tokens: in the order of their ids, after the byte-pair vocabulary.
+        bos_token: first token of every encoded text; None without one.
+        stop_tokens: tokens that end generation, eos_token first.
         tie_word_embeddings: as in the family's best-known small models.
-        llama3_rope_scaling: rotary embeddings stretched as Llama 3.1 does.
-        wide_heads: head_dim is twice hidden_size / num_attention_heads, so that nobody takes the two for equal.
+        llama3_rope_scaling: rotary embeddings are scaled as in Llama 3.1.
+        wide_heads: head_dim is twice hidden_size / num_attention_heads, so that code that assumes equality fails.
         has_experts: feed-forwards are mixtures of experts.
-        has_latent_attention: keys and values come from a narrow latent, and rotary embeddings are stretched by YaRN.
-        has_delta_nets: every second layer has a gated delta net, and half of a head's channels are turned.
+        has_latent_attention: it has multi-head latent attention, and YaRN scaling.
+        has_delta_nets: every second layer has a gated delta net, and half of a head's channels have rotary embedding.
         vision: None for a language model.
-        own: arguments of its configuration class that no other family has, or has with another default.
+        own: arguments of its configuration class that other families do not have, or have with another default.
     """
 
     model_type: str
@@ -84,7 +85,7 @@ _QWEN2_VL_TOKENS = (
     *_VISION_MARKS,
 )
 _QWEN2_TOKENS = (*_QWEN2_VL_TOKENS, *_CODE_AND_TOOL_MARKS)
-# The published list goes on with reserved tokens up to 256; they carry no meaning and would eat a tiny vocabulary.
+# The published list continues with reserved tokens up to 256, which have no meaning and would fill a tiny vocabulary.
 _LLAMA3_RESERVED_AND_HEADERS = _special(
     "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
     "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
@@ -138,7 +139,7 @@ _LLAMA = DemoFamily(
     added_tokens=(*_special("<|begin_of_text|>", "<|end_of_text|>"), *_LLAMA3_RESERVED_AND_HEADERS),
     bos_token="<|begin_of_text|>",
     eos_token="<|eot_id|>",
-    pad_token=None,  # the published tokenizer names none
+    pad_token=None,  # the published tokenizer has none
     stop_tokens=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
     tie_word_embeddings=False,
     rope_theta=500_000.0,
@@ -479,7 +480,7 @@ def demo_family(name: str) -> DemoFamily:
     """Return the declaration of a family.
 
     Raises:
-        MegatuneError: (SETTINGS) no demo family has this name.
+        MegatuneError: SETTINGS, if there is no demo family of this name.
     """
     if name in FAMILIES:
         return FAMILIES[name]

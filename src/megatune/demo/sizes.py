@@ -1,4 +1,4 @@
-"""The numbers of a demo model, the rules they must keep, and the config.json that they make."""
+"""Sizes of a demo model, their validation, and the resulting config.json."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of random models with gated delta nets. Their first outputs nearly cancel, and a norm with 1e-6 would make much of
-# their rounding: Transformers' own gradients in fp32 would be 5e-5 off those in fp64, more than the tolerance of 1e-5.
+# For random models with gated delta nets. Their first outputs nearly cancel, and a norm with 1e-6 would amplify
+# rounding: Transformers' own fp32 gradients would differ by 5e-5 from those in fp64, more than the tolerance of 1e-5.
 DELTA_NORM_EPSILON = 1e-3
-ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families where biases of attention are a choice
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families with optional attention biases
 
 
 class ModelSizes(Group):
-    """The numbers of a demo model; `resolved` fills in those that are None."""
+    """The sizes of a demo model; `resolved` fills in those that are None."""
 
     dtype: str = "float32"
     """float32, bfloat16 or float16"""
@@ -65,7 +65,7 @@ class ModelSizes(Group):
     """tokens that the model can read; scaled rotary embeddings are stretched to it"""
 
     def resolved(self, family: DemoFamily) -> ModelSizes:
-        """Fill in what the family or the other numbers decide."""
+        """Return the sizes with defaults from the family and the other sizes."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         ffn = _first(self.ffn_hidden_size, 3 * hidden)
         found: dict[str, Any] = {
@@ -78,7 +78,7 @@ class ModelSizes(Group):
             found |= {"vision_num_layers": 4, "vision_hidden_size": 40, "vision_num_heads": 2}
         if family.has_experts:
             of_one = hidden if family.vision is None else hidden * 3 // 4
-            if family.model_type in ("mixtral", "minimax_m2", "gpt_oss", "olmoe"):  # they have no other feed-forward
+            if family.model_type in ("mixtral", "minimax_m2", "gpt_oss", "olmoe"):  # they have no dense feed-forward
                 of_one = ffn
             found |= {"num_experts": 8, "router_topk": 2, "moe_ffn_hidden_size": of_one}
         return self.model_copy(update={name: _first(getattr(self, name), value) for name, value in found.items()})
@@ -89,10 +89,10 @@ def _first(given: Any, default: Any) -> Any:
 
 
 def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> None:
-    """Refuse resolved sizes that make no model.
+    """Check that resolved sizes are valid.
 
     Raises:
-        MegatuneError: (SETTINGS) with one finding for every problem.
+        MegatuneError: SETTINGS, with one finding for every problem.
     """
     checks = (_below_minimum, _not_divisible, _expert_problems, _vision_problems, _not_in_family)
     findings = [finding for check in checks for finding in check(family, sizes)]
@@ -132,7 +132,7 @@ def _vision_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
     if hidden % (4 * heads):
         nearest = max(1, round(hidden / (4 * heads))) * 4 * heads
         what = f"vision hidden size {hidden} is not a multiple of 4 × {heads} heads"
-        why = "rotary embeddings turn pairs of channels, for height and for width"
+        why = "rotary embeddings rotate pairs of channels, for height and for width"
         yield Finding(what, "--vision_hidden", why, f"--vision_hidden {nearest}")
     if (
         family.vision.mrope_section
@@ -142,15 +142,15 @@ def _vision_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]
         why = f"in {family.model_type} it is the hidden size divided by the heads"
         yield Finding(f"head dimension {sizes.head_dim} is not an option", "--head_dim", why, "leave it out")
     if family.has_experts and sizes.hidden_size in ((ffn := sizes.moe_ffn_hidden_size or 0), 2 * ffn):
-        what = f"hidden sizes of experts {ffn} and of the model {sizes.hidden_size} are alike"
-        why = "Transformers tells by their shapes whether experts' matrices are transposed"
+        what = f"hidden sizes of experts {ffn} and of the model {sizes.hidden_size} are too similar"
+        why = "Transformers infers from their shapes whether experts' matrices are transposed"
         yield Finding(what, "--moe_ffn", why, f"--moe_ffn {sizes.hidden_size * 3 // 4}")
 
 
 def _below_minimum(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
-    head_dim = (2, "rotary embeddings turn pairs of channels")
+    head_dim = (2, "rotary embeddings rotate pairs of channels")
     if family.vision is not None:
-        head_dim = (8, "time, height and width have channels of their own")
+        head_dim = (8, "time, height and width use separate channels")
     minima: dict[str, tuple[Any, int, str]] = {
         "--layers": (sizes.num_layers, 1, ""),
         "--hidden": (sizes.hidden_size, 1, ""),
@@ -183,12 +183,12 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         what = f"{groups} key/value heads do not divide {heads} heads"
         why = "every key/value head serves the same number of query heads"
         yield Finding(what, "--kv_heads", why, f"--kv_heads {nearest}")
-    # Transformers refuses it for llama whatever head_dim is, and readers of qwen2 derive head_dim from it.
+    # Transformers refuses it for llama with any head_dim, and readers of qwen2 derive head_dim from it.
     if hidden % heads and not family.wide_heads:
         nearest = max(1, round(hidden / heads)) * heads
         yield Finding(f"hidden size {hidden} is not a multiple of {heads} heads", "--hidden", fix=f"--hidden {nearest}")
     if head_dim > 2 and head_dim % 2:
-        why = "rotary embeddings turn pairs of channels"
+        why = "rotary embeddings rotate pairs of channels"
         yield Finding(f"head dimension {head_dim} is odd", "--head_dim", why, f"--head_dim {head_dim + 1}")
 
 
@@ -205,11 +205,11 @@ def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         yield Finding(what, "--mlp_bias", "only llama has it", fix)
 
 
-ROPE_STRETCH = 8.0  # how much longer the model reads than it was "pretrained" to, as in Llama 3.1
+ROPE_STRETCH = 8.0  # context length relative to that of "pretraining", as in Llama 3.1
 
 
 def config_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return arguments of Transformers' configuration class, for resolved sizes."""
+    """Return the arguments of Transformers' configuration class for resolved sizes."""
     text = _text_arguments(family, sizes, tokenizer)
     if family.vision is None:
         return text
@@ -238,7 +238,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
         "tie_word_embeddings": sizes.tie_word_embeddings,
         "rope_parameters": _rope_parameters(family, sizes),
         "rms_norm_eps": DELTA_NORM_EPSILON if family.has_delta_nets else family.norm_epsilon,
-        # Wide enough that attention is far from uniform: a wrong rotary embedding must show in the logits.
+        # Large enough that attention is far from uniform, so that a wrong rotary embedding changes the logits.
         "initializer_range": sizes.hidden_size**-0.5,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -252,7 +252,7 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
     if family.model_type == "llama":
         arguments["mlp_bias"] = sizes.mlp_bias
     if family.has_latent_attention:
-        # Latents that are no wider than they must be to differ from everything else.
+        # Latent widths that differ from all other sizes.
         arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
         arguments |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes.head_dim)
     if family.has_delta_nets:
@@ -322,7 +322,7 @@ def _experts(model_type: str, sizes: ModelSizes) -> dict[str, Any]:
         case "mixtral" | "minimax_m2" | "gpt_oss":
             return {"num_local_experts": num_experts, "num_experts_per_tok": topk, "intermediate_size": ffn}
         case _:
-            # Four groups of two experts or more, of which two are chosen, where that leaves enough to choose from.
+            # Four groups of at least two experts, of which two are chosen, if these have enough experts.
             grouped = num_experts % 4 == 0 and num_experts >= max(8, 2 * topk)
             own = {
                 "n_routed_experts": num_experts,

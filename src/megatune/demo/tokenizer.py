@@ -1,4 +1,4 @@
-"""Trains a small byte-level BPE tokenizer on our demo text, shaped like the published tokenizer of a family."""
+"""Training of a small byte-level BPE tokenizer on the demo text, structured like a family's published tokenizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerFast
 
-NUM_BYTES = 256  # a byte-level vocabulary starts with one token for every byte
+NUM_BYTES = 256  # a byte-level vocabulary starts with one token per byte
 
 
 def demo_texts() -> list[str]:
-    """Return the demo text, one string a paragraph: plain English and Chinese prose written for this project."""
+    """Return the paragraphs of the demo text, English and Chinese prose written for this project."""
     folder = files("megatune.demo") / "text"
     whole = [(folder / name).read_text(encoding="utf-8") for name in ("en.txt", "zh.txt")]
     return [paragraph for text in whole for paragraph in text.split("\n\n")]
@@ -29,7 +29,7 @@ def chat_template(family: DemoFamily) -> str:
 
 
 def smallest_vocab_size(family: DemoFamily) -> int:
-    """Return tokens a tokenizer of this family has before any merge: every byte, and the family's added tokens."""
+    """Return the number of tokens without merges: every byte, and the family's added tokens."""
     return NUM_BYTES + len(family.added_tokens)
 
 
@@ -37,8 +37,8 @@ def make_tokenizer(family: DemoFamily, vocab_size: int = 2000) -> PreTrainedToke
     """Train the family's tokenizer.
 
     Args:
-        vocab_size: tokens at most, added tokens included; fewer where the demo text has no more pairs to merge.
-            At least `smallest_vocab_size(family)`.
+        vocab_size: maximum number of tokens, with added ones; fewer if the demo text has no more pairs to merge. At
+            least `smallest_vocab_size(family)`.
 
     Returns:
         A Transformers tokenizer with the family's added tokens, bos, eos and pad tokens and chat template.
@@ -74,7 +74,7 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator(demo_texts(), trainer)
-    # Published vocabularies have their added tokens above the merges, so they come after training, not before.
+    # Published vocabularies have added tokens after the merges, so they are added after training.
     tokenizer.add_tokens(
         [AddedToken(token.text, special=token.special, normalized=False) for token in family.added_tokens]
     )
@@ -83,13 +83,13 @@ def _train(family: DemoFamily, vocab_size: int) -> Tokenizer:
 
 
 def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
-    """Split text into words as GPT-4-style tokenizers do, then write each word as bytes."""
+    """Split text into words as GPT-4-style tokenizers do, then into bytes."""
     from tokenizers import Regex, pre_tokenizers
 
     digits = r"\p{N}" if digits_per_token == 1 else rf"\p{{N}}{{1,{digits_per_token}}}"
     alternatives = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # English contractions
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with the space or mark in front of it
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with the space or mark before it
         digits,
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation, with the line breaks that follow
         r"\s*[\r\n]+",
@@ -101,7 +101,7 @@ def _pre_tokenizer(digits_per_token: int) -> PreTokenizer:
 
 
 def _post_processor(family: DemoFamily, tokenizer: Tokenizer) -> PostProcessor:
-    """Put bos_token in front of encoded text, in families that have one."""
+    """Return the post-processor that puts bos_token, if there is one, before encoded text."""
     from tokenizers import processors
 
     byte_level, bos = processors.ByteLevel(trim_offsets=False), family.bos_token

@@ -1,4 +1,4 @@
-"""The vision half of demo families: keys of vision_config, and the files of the image and the video processor."""
+"""Vision encoders of demo families: vision_config, and the files of image and video processors."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _QWEN_TOKENS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoVision:
-    """What a published vision-language family adds to its decoder, in miniature.
+    """The vision encoder of a demo family.
 
     Attributes:
         processor: keys of preprocessor_config.json, as published.
-        video_processor: those of video_preprocessor_config.json; empty where none is published, and Transformers takes
-            the file of images for videos too.
-        joint: keys of processor_config.json beside these; empty where no such file is published.
-        mrope_section: frequencies of height, and of width, among 64; the rest are of time. 0 where all turn by one
-            position.
-        mrope_interleaved: frequencies of time, height and width take turns.
-        windows: patches attend within windows, except in some layers.
-        deepstack: layers of the encoder feed the decoder's first ones.
-        table: positions are in a table.
-        decoder: the model_type of its decoder, where the encoder is one that has other keys than Qwen's.
-        own_head_dim: its vision_config says how wide a head is.
-        encoder: keys of that encoder's vision_config that sizes do not say.
-        root: keys of config.json beside its parts.
-        tokens: keys of config.json by the tokens whose ids they are.
-        named_tokens: extra_special_tokens of tokenizer_config.json, by which a processor of Transformers finds its
-            tokens; empty where it knows them itself.
+        video_processor: keys of video_preprocessor_config.json; empty if none is published, and Transformers uses that
+            of images for videos.
+        joint: keys of processor_config.json; empty if none is published.
+        mrope_section: frequencies of height, and of width, out of 64; the others are for time. 0 without multimodal
+            positions.
+        mrope_interleaved: frequencies of time, height and width alternate.
+        windows: attention is within windows, except in some layers.
+        deepstack: features of encoder layers are added to the decoder's first layers.
+        table: it has a table of position embeddings.
+        decoder: model_type of the decoder, for encoders with other keys than Qwen's.
+        own_head_dim: vision_config has the head dimension.
+        encoder: further keys of that encoder's vision_config.
+        root: further keys of config.json.
+        tokens: keys of config.json -> the tokens whose ids they are.
+        named_tokens: extra_special_tokens of tokenizer_config.json, with which Transformers' processor finds its
+            tokens; empty if it knows them.
     """
 
     processor: Mapping[str, Any]
@@ -114,7 +114,7 @@ PIXTRAL = DemoVision(
     encoder={"patch_size": 14, "image_size": 1540, "hidden_act": "silu"},
     tokens={"image_token_index": "[IMG]"},
 )  # fmt: skip
-# Smaller images than published, of 896 pixels and 256 tokens.
+# Smaller images than the published ones of 896 pixels and 256 tokens.
 SIGLIP = DemoVision(
     processor={
         "size": {"height": 224, "width": 224}, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
@@ -134,7 +134,7 @@ SIGLIP = DemoVision(
     },
 )  # fmt: skip
 
-# Fewer tokens of an image than published, of 280.
+# Fewer tokens per image than the published 280.
 GEMMA4 = DemoVision(
     processor={
         "patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 70, "image_mean": [0.0, 0.0, 0.0],
@@ -152,7 +152,7 @@ GEMMA4 = DemoVision(
     },
 )  # fmt: skip
 
-# Smaller tiles than published, of 448 pixels and 256 tokens.
+# Smaller tiles than the published ones of 448 pixels and 256 tokens.
 INTERN_VIT = DemoVision(
     processor={
         "size": {"height": 112, "width": 112}, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
@@ -190,12 +190,12 @@ def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
         "depth": depth,
         "num_heads": sizes.vision_num_heads,
         "patch_size": vision.processor["patch_size"],
-        # As the decoder's: attention is far from uniform.
+        # As in the decoder, so that attention is far from uniform.
         "initializer_range": hidden**-0.5,
     }
     if not (vision.windows or vision.table):
         return {**arguments, "embed_dim": hidden, "hidden_size": sizes.hidden_size}
-    # No width that another matrix has too.
+    # Widths that no other matrix has.
     arguments |= {"hidden_size": hidden, "out_hidden_size": sizes.hidden_size, "intermediate_size": hidden * 5 // 2}
     if vision.windows:
         every = max(2, depth // 4)
@@ -210,7 +210,7 @@ def vision_config(vision: DemoVision, sizes: ModelSizes) -> dict[str, Any]:
 
 
 def mrope_parameters(vision: DemoVision, head_dim: int) -> dict[str, Any]:
-    """Return the keys of rope_parameters that deal a head's frequencies to time, height and width."""
+    """Return the keys of rope_parameters that assign a head's frequencies to time, height and width."""
     frequencies = head_dim // 2
     section = frequencies * vision.mrope_section // 64
     parameters: dict[str, Any] = {"mrope_section": [frequencies - 2 * section, section, section]}
@@ -218,7 +218,7 @@ def mrope_parameters(vision: DemoVision, head_dim: int) -> dict[str, Any]:
 
 
 def write_processors(vision: DemoVision, folder: Path) -> None:
-    """Write the files that say how images and videos become patches.
+    """Write the configuration files of image and video processors.
 
     Raises:
         OSError: the folder cannot be written to.

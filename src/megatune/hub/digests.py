@@ -1,4 +1,4 @@
-"""Digests of large files, remembered between runs: a file that has not changed is not read again."""
+"""Digests of large files, cached between runs: an unchanged file is not read again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Literal, TypeAlias
 
 Algorithm: TypeAlias = Literal["xxh3_128", "sha256"]
 
-_SETTLED_NS = 2_000_000_000  # a file may change again within the tick of its time stamp, and keep it
+_SETTLED_NS = 2_000_000_000  # a file may change again within the resolution of its time stamp
 
 
 def cache_dir() -> Path:
-    """Return what is kept between runs: $MEGATUNE_CACHE, else ~/.cache/megatune."""
+    """Return the cache folder: $MEGATUNE_CACHE, else ~/.cache/megatune."""
     return Path(os.environ.get("MEGATUNE_CACHE") or "~/.cache/megatune").expanduser()
 
 
 def remembered_digest(path: Path, folder: Path | None = None, algorithm: Algorithm = "xxh3_128") -> str:
     """Return the digest of a file's content, in hexadecimal.
 
-    A file of the same place, size, times and inode as before is not read again.
+    A file with the same path, size, times and inode as before is not read again.
 
     Args:
-        folder: where digests are remembered, by default in the cache; one that cannot be written remembers nothing.
+        folder: of cached digests, by default in the cache; nothing is cached if it cannot be written.
 
     Raises:
         OSError: it cannot be read.
@@ -47,7 +47,7 @@ def remembered_digest(path: Path, folder: Path | None = None, algorithm: Algorit
 
 
 def remember(note: Path, text: str) -> None:
-    """Write a note, whole or not at all; a place that cannot be written remembers nothing."""
+    """Write a file atomically; do nothing if it cannot be written."""
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         partial = note.with_suffix(f".{os.getpid()}")
@@ -56,7 +56,7 @@ def remember(note: Path, text: str) -> None:
 
 
 def _identity(path: Path) -> list[int]:
-    """Return size, both times in nanoseconds, and inode: what changes when a file does."""
+    """Return size, both times in nanoseconds, and inode, which change with the file."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 

@@ -1,4 +1,5 @@
-"""What a hub's library raises, as findings. They never quote it: its messages may hold URLs with credentials."""
+"""Conversion of errors of the hubs' libraries to findings, without their messages, which may have credentials in
+URLs."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ _LOG_IN = "log in: hf auth login, or set HF_TOKEN"
 
 @contextmanager
 def explained(repository: Repository) -> Iterator[None]:
-    """Turn what the hub's library raises in the block into findings.
+    """Convert errors of the hub's library in the block to findings.
 
     Raises:
-        MegatuneError: the id is none (exit code 64); the repository or revision is missing, private or gated (66); the
-            hub cannot be reached and the cache does not have all that is needed (69); the cache cannot be written (73).
+        MegatuneError: the id is invalid (exit code 64); the repository or revision is missing, private or gated (66);
+            the hub cannot be reached and the cache is incomplete (69); the cache cannot be written (73).
     """
     try:
         yield
@@ -81,12 +82,12 @@ def _of_modelscope(repository: Repository, error: Exception) -> MegatuneError | 
 
 
 def _of_system(repository: Repository, error: Exception) -> MegatuneError | None:
-    """Of the network, or of the disk that has the cache."""
+    """Return the error of the network, or of the cache's disk."""
     if not isinstance(error, OSError):
         return None
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
         return _unavailable(repository, why(error))
-    what = f"cannot keep the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
+    what = f"cannot store the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
     return not_kept(repository, what, str(error.filename or ""))
 
 
@@ -99,13 +100,13 @@ def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
 
 
 def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
-    """Return the error of what no hub can have."""
+    """Return the error of an invalid repository id."""
     what = f"{repo_id!r} is not the id of a {kind.noun} on a hub"
     return MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return the error and what it was raised from, to the root."""
+    """Return the error and its causes, down to the root."""
     chain = [error]
     while (link := chain[-1].__cause__ or chain[-1].__context__) is not None and link not in chain:
         chain.append(link)
@@ -118,7 +119,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def why(error: BaseException) -> str:
-    """Return the kind of the error at the root, in a few words that quote nothing."""
+    """Return a short description of the root cause, without quoting it."""
     chain = _chain(error)
     if status := next(filter(None, map(_status, chain)), None):
         return f"it answered HTTP {status}"
@@ -139,7 +140,7 @@ def _missing(repository: Repository, what: str, fix: str, where: str = "") -> Me
 
 
 def _offline(repository: Repository) -> MegatuneError:
-    why = "HF_HUB_OFFLINE is set, and not all of it is in the cache"
+    why = "HF_HUB_OFFLINE is set, and the cache is incomplete"
     fix = f"unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or {repository.kind.by_hand}"
     what = f"cannot get {repository.repo_id} from {repository.host}"
     return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)

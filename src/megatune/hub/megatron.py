@@ -1,4 +1,4 @@
-"""Folders in Megatron-Core's torch_dist format: where the weights are, and which model they are of."""
+"""Folders in Megatron-Core's torch_dist format: location of the weights, and the model that they belong to."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def is_torch_dist(folder: str | Path) -> bool:
-    """Return whether a folder holds weights in this format, and none as safetensors."""
+    """Return whether a folder has weights in this format, and no safetensors."""
     return _has(folder, TRACKER, METADATA) and not _has(folder, *_WEIGHTS)
 
 
 def is_hugging_face(folder: str | Path) -> bool:
-    """Return whether a folder holds weights as safetensors, and none in this format."""
+    """Return whether a folder has safetensors, and no weights in this format."""
     return _has(folder, *_WEIGHTS) and not _has(folder, TRACKER, METADATA)
 
 
 def _has(folder: str | Path, *names: str) -> bool:
-    # os.path says False of names that no file system has, where Path raises.
+    # For names that no file system supports, os.path returns False, but Path raises.
     return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
 def iteration_name(iteration: int) -> str:
-    """Return what Megatron calls the folder of an iteration."""
+    """Return Megatron's name of the folder of an iteration."""
     return f"iter_{iteration:07d}"
 
 
@@ -38,7 +38,7 @@ def iteration_folder(folder: str | Path) -> Path:
     """Return the folder with .metadata: that of the iteration that the tracker names, or the folder itself.
 
     Raises:
-        MegatuneError: INPUT, when there is none.
+        MegatuneError: INPUT, if there is none.
     """
     path = Path(folder)
     if (path / METADATA).is_file():
@@ -55,17 +55,16 @@ def iteration_folder(folder: str | Path) -> Path:
         return found
     why = f"{TRACKER} names it"
     if (found / "common.pt").is_file() and not any(found.glob("*.distcp")):
-        why = "it holds common.pt only, as Megatron-SWIFT writes it with no_save_optim: its weights are safetensors"
+        why = "it has common.pt only, as Megatron-SWIFT writes it with no_save_optim: its weights are safetensors"
     elif any(found.glob("mp_rank_*")):
-        why = "it is in Megatron's older format, of pickles: ckpt_format torch"
+        why = "it is in Megatron's older format, ckpt_format torch, with pickles"
     raise _refused(found, f"has no {METADATA}", why, "give a checkpoint with ckpt_format torch_dist")
 
 
 def described_by(folder: str | Path) -> str | None:
-    """Return the model whose config.json and tokenizer belong to the weights: a folder, or an id on a hub; None where
-    nothing says it.
+    """Return the model with the config.json and tokenizer of the weights: a folder, or an id on a hub; None if unknown.
 
-    Those beside the weights win over the model that args.json, as Megatron-SWIFT writes it, names.
+    Files next to the weights take precedence over the model that Megatron-SWIFT's args.json names.
     """
     path = Path(folder)
     places = [path, path.parent] if (path / METADATA).is_file() else [path]
@@ -86,12 +85,12 @@ def described_by(folder: str | Path) -> str | None:
 
 
 def no_config(folder: str | Path, described: str | None) -> MegatuneError:
-    """Return what is said where nothing describes the model, or what does, `described`, is not here."""
+    """Return the error if nothing describes the model, or if the model that does, `described`, is not available."""
     why = f"neither a config.json nor an {ARGS} is next to the weights"
     if described is not None:
-        why = f"its {ARGS} names {described!r}, which is not here"
+        why = f"its {ARGS} names {described!r}, which does not exist here"
     fix = "also name the Hugging Face model that it was made from: set both model_name_or_path and mcore_model"
-    return _refused(Path(folder), "does not say what the model is", why, fix)
+    return _refused(Path(folder), "does not state its model", why, fix)
 
 
 def _refused(path: Path, what: str, why: str = "", fix: str = "") -> MegatuneError:

@@ -1,6 +1,6 @@
-"""A model by its folder, or by its id on a hub: which of a repository's files are fetched, and when.
+"""Models in folders or on a hub, and the download of their files.
 
-Only safetensors with their index, and the small files of configuration and tokenizer: no pickles, no code.
+Only safetensors with their index, and small configuration and tokenizer files are downloaded: no pickles, no code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatune.hub.megatron import ARGS, TRACKER, described_by, is_torch_dist, it
 from megatune.hub.repository import MAIN, MODEL, Hub, fetch_all, is_repository_id, open_repository, use_modelscope
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# Of configuration, tokenizer and chat templates: as text, or SentencePiece's protocol buffer.
+# Suffixes of configuration, tokenizer and chat templates: text, or SentencePiece's protocol buffer.
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def no_folder(name: str) -> MegatuneError:
-    """Return the error of a name that is not a folder here, and not an id on a hub."""
+    """Return the error of a name that is neither a folder nor an id on a hub."""
     fix = "give the folder of a Hugging Face checkpoint, or the id of a model on a hub, such as Qwen/Qwen3-0.6B"
     what = f"{name!r} is a file" if Path(name).is_file() else f"no folder {name!r}"
     return MegatuneError(Finding(f"model_name_or_path: {what}", fix=fix), ExitCode.INPUT)
@@ -35,35 +35,35 @@ def no_folder(name: str) -> MegatuneError:
 class Model:
     """A model in a folder."""
 
-    commit = ""  # what names these very files; "" where nothing does
+    commit = ""  # of the files; "" if not known
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def config_dir(self) -> Path:
-        """Return the folder with config.json, which may hold nothing else yet."""
+        """Return the folder with config.json, which may have no other files yet."""
         return self._folder
 
     def tokenizer_dir(self) -> Path:
-        """Return the folder with the files of configuration and tokenizer."""
+        """Return the folder with the configuration and tokenizer files."""
         return self._folder
 
     def fetch(self) -> Path:
-        """Return the folder with all that a run reads: config.json, tokenizer, safetensors and their index."""
+        """Return the folder with all files of a run: config.json, tokenizer, safetensors and their index."""
         return self._folder
 
 
 class HubModel(Model):
-    """A model on a hub at one commit. Nothing is fetched but the list of its files and config.json, until asked for.
+    """A model on a hub at one commit. Only the list of its files and config.json are downloaded until more is needed.
 
     Args:
-        name: OWNER/NAME, of something that is no folder here.
+        name: OWNER/NAME, not a local folder.
         revision: a branch, a tag or a commit.
-        cache_dir: where fetched files are kept; None for the hub library's own place.
+        cache_dir: folder of downloaded files; None for the hub library's default.
 
     Raises:
-        MegatuneError: no such repository or revision, or it is private, gated, or no model of safetensors (exit code
-            66); the hub or its library cannot be reached (69); the cache cannot be written (73).
+        MegatuneError: no such repository or revision, or it is private, gated, or has no safetensors (exit code 66);
+            the hub or its library cannot be reached (69); the cache cannot be written (73).
     """
 
     def __init__(self, name: str, revision: str = MAIN, cache_dir: str | None = None) -> None:
@@ -73,7 +73,7 @@ class HubModel(Model):
         except MegatuneError as error:
             if not any(finding.where == MODEL.key for finding in error.findings):
                 raise
-            # Who meant a folder has to read that there is none.
+            # If a folder was meant, the message must say that it does not exist.
             findings = [replace(each, what=f"no folder {name!r} here, and {each.what}") for each in error.findings]
             raise MegatuneError(findings, error.exit_code) from error
         self.commit, self.host = self._repository.commit, self._repository.host
@@ -94,7 +94,7 @@ class HubModel(Model):
         if not {WEIGHTS, INDEX}.intersection(self._repository.sizes):
             pickle = next((path for path in self._repository.sizes if path.endswith(_PICKLES)), None)
             why = f"{pickle} is a pickle, which can run code when it is loaded" if pickle else ""
-            fix = "choose a repository with safetensors, or save it so with Transformers: model.save_pretrained(OUT)"
+            fix = "choose a repository with safetensors, or convert it with Transformers: model.save_pretrained(OUT)"
             raise self._refused(f"has no {WEIGHTS}", why, fix)
 
     def fetch(self) -> Path:
@@ -120,7 +120,7 @@ class HubModel(Model):
             raise self._refused(f"has weights that are not safetensors: {', '.join(wrong[:3])}")
         if missing := sorted(shards.difference(self._repository.sizes)):
             what = f"lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])}"
-            fix = "where HF_HUB_OFFLINE is set, fetch it with a network first"
+            fix = "if HF_HUB_OFFLINE is set, download it with a network first"
             raise self._refused(what, f"{INDEX} names them", fix)
         return [INDEX, *sorted(shards)]
 
@@ -130,10 +130,10 @@ class HubModel(Model):
 
 
 class MegatronModel(Model):
-    """A model whose weights are in Megatron-Core's format, and the model that config.json and tokenizer come from.
+    """A model with weights in Megatron-Core's format, and config.json and tokenizer of another model.
 
     Raises:
-        MegatuneError: INPUT, where there are no weights.
+        MegatuneError: INPUT, if there are no weights.
     """
 
     def __init__(self, weights: Path, described: Model) -> None:
@@ -147,7 +147,7 @@ class MegatronModel(Model):
         return self.described.tokenizer_dir()
 
     def fetch(self) -> Path:
-        """Return a folder with the small files and a link to the weights; it goes with this process."""
+        """Return a folder with the small files and a link to the weights, which is deleted with this process."""
         if self._view is None:
             small = self.described.tokenizer_dir()
             self._view = view = new_view()
@@ -163,10 +163,10 @@ class MegatronModel(Model):
 
 
 class ChangedModel(Model):
-    """A model with another config.json.
+    """A model with a changed config.json.
 
     Args:
-        changed: returns what it says, from the folder with the model's own.
+        changed: returns its content, given the folder with the original.
     """
 
     def __init__(self, model: Model, changed: Callable[[Path], Mapping[str, Any]]) -> None:
@@ -183,7 +183,8 @@ class ChangedModel(Model):
         return self._seen(self._model.fetch())
 
     def _seen(self, folder: Path) -> Path:
-        """Return a folder with its own config.json and links to all else; it goes with this process."""
+        """Return a folder with the changed config.json and links to all other files, which is deleted with this
+        process."""
         config = json.dumps(self._changed(folder), indent=2, ensure_ascii=False)
         self._view = self._view or new_view()
         for path in folder.iterdir():
@@ -205,11 +206,11 @@ def _remove_view(view: Path, process: int) -> None:
 
 
 def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None, weights: str | None = None) -> Model:
-    """Return a model by its folder, or by its id on a hub: a folder wins.
+    """Return a model by its folder, or by its id on a hub; a folder takes precedence.
 
     Args:
-        name: may be a folder in Megatron-Core's format, which says itself what the model is.
-        weights: such a folder, whose weights are taken instead of the model's own.
+        name: may be a folder in Megatron-Core's format that states its model.
+        weights: such a folder, whose weights are used instead of the model's own.
 
     Raises:
         MegatuneError: neither a folder nor an id (exit code 66), a revision of a folder (64), or as `HubModel`.
@@ -219,7 +220,7 @@ def open_model(name: str, revision: str = MAIN, cache_dir: str | None = None, we
         raise MegatuneError(Finding(f"mcore_model: no folder {weights!r}", fix=fix), ExitCode.INPUT)
     if Path(name).is_dir() and is_torch_dist(name):
         own = Path(weights or name)
-        iteration_folder(own)  # before the hub is asked for what describes it
+        iteration_folder(own)  # fails before the hub is queried for the model that describes it
         described = described_by(name)
         if described is None or not ((Path(described) / CONFIG).is_file() or is_hub_id(described)):
             raise no_config(name, described)
@@ -241,5 +242,5 @@ def _open(name: str, revision: str, cache_dir: str | None) -> Model:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name is to be looked up on a hub: OWNER/NAME, and nothing here is called so."""
+    """Return whether a name is an id on a hub: OWNER/NAME, and not an existing path."""
     return is_repository_id(name, owner=True) and not Path(name).exists()

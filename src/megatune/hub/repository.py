@@ -1,6 +1,6 @@
-"""A repository of a model or data set on a hub: what files it has, and which are in the cache.
+"""Repositories of models and data sets on a hub: their files, and the cached ones.
 
-Nothing of a repository is run or unpickled: whoever reads it names the files that are fetched.
+Nothing of a repository is executed or unpickled, and only requested files are downloaded.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megatune.progress import Progress, amount
 
 
 class FetchProgress(Progress):
-    """Bytes that came, of all."""
+    """Progress of downloaded bytes."""
 
     _stopped = False
 
     def add(self, count: int) -> None:
-        """Count bytes that came; of a file that has to begin anew, less than 0.
+        """Count downloaded bytes; a negative count for a file that has to be downloaded again.
 
         Raises:
-            InterruptedError: after `stop`, so that a download ends.
+            InterruptedError: after `stop`, to end the download.
         """
         if self._stopped:
             raise InterruptedError("stopped")
         super().add(count)
 
     def stop(self) -> None:
-        """End the downloads that report here, at the next bytes that come."""
+        """End the downloads that report here, when they receive their next bytes."""
         self._stopped = True
 
     def bar_class(self) -> type:
-        """Return what `huggingface_hub` makes a bar of for each file, in place of one of tqdm: it reports here."""
+        """Return the class that `huggingface_hub` uses instead of tqdm for each file, which reports here."""
         progress = self
 
         class FileBar:
@@ -58,7 +58,7 @@ class FetchProgress(Progress):
             def __exit__(self, *_: object, **__: object) -> None:
                 pass
 
-            # Bytes over the network may be fewer than those of the file: `update` alone counts.
+            # Bytes over the network may be fewer than those of the file, so only `update` counts.
             close = set_postfix_str = update_transfer = set_transfer_postfix_str = __exit__
 
             def update(self, count: int | float | None = 1) -> None:
@@ -76,15 +76,15 @@ _REPOSITORY_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository holds."""
+    """The kind of a repository: model or data set."""
 
-    repo_type: str  # as the hubs' libraries name it
-    noun: str  # as messages name it
-    key: str  # the setting that names it
-    revision_key: str  # the setting that names its revision, "" where none does
-    first: str  # the small file that is fetched along with the list of files
-    by_hand: str  # how to do without the hub
-    elsewhere: str  # how to do without ModelScope
+    repo_type: str  # its name in the hubs' libraries
+    noun: str  # its name in messages
+    key: str  # the setting with its id
+    revision_key: str  # the setting with its revision, "" without one
+    first: str  # the small file that is downloaded together with the list of files
+    by_hand: str  # the fix without the hub
+    elsewhere: str  # the fix without ModelScope
 
 
 DATASET = Kind(
@@ -93,7 +93,7 @@ DATASET = Kind(
     key="dataset",
     revision_key="",
     first="README.md",
-    by_hand="download the data set where there is a network, and name its files by file_name or as a path",
+    by_hand="download the data set on a machine with network access, and set file_name or a path to its files",
     elsewhere="take the data set from Hugging Face: hf::OWNER/NAME",
 )
 MODEL = Kind(
@@ -102,22 +102,22 @@ MODEL = Kind(
     key="model_name_or_path",
     revision_key="model_revision",
     first="config.json",
-    by_hand="download the model where there is a network, and name its folder",
+    by_hand="download the model on a machine with network access, and set its folder",
     elsewhere="leave USE_MODELSCOPE_HUB unset to take the model from Hugging Face",
 )
 
 
 class Repository(ABC):
-    """A repository on a hub, at one commit where the hub says which.
+    """A repository on a hub, at one commit if the hub reports it.
 
     Attributes:
-        host: of the hub, as messages name it.
-        revision: the branch, tag or commit that was asked for.
-        cache_dir: where fetched files are kept; None for the library's own place.
-        commit: what names these very files; the revision, where the hub does not say.
-        folder: in the cache; need not exist.
+        host: of the hub, for messages.
+        revision: the requested branch, tag or commit.
+        cache_dir: folder of downloaded files; None for the library's default.
+        commit: of the files; the revision, if the hub does not report it.
+        folder: in the cache; may not exist.
         sizes: bytes of each file, by relative path.
-        shows_progress: whether the hub's library shows a bar of its own.
+        shows_progress: whether the hub's library shows its own bar.
     """
 
     hub: Hub
@@ -132,21 +132,20 @@ class Repository(ABC):
 
     @abstractmethod
     def cached(self, path: str) -> Path | None:
-        """Return where a file lies in the cache; None where it has to be fetched."""
+        """Return the path of a file in the cache; None if it has to be downloaded."""
 
     @abstractmethod
     def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
-        """Fetch one file into the cache."""
+        """Download one file into the cache."""
 
 
 def use_modelscope() -> bool:
-    """Return whether ids that name no hub are ModelScope's, by the variable of LLaMA-Factory and SWIFT."""
+    """Return whether ids without a hub are ModelScope's, by the variable of LLaMA-Factory and SWIFT."""
     return os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "true", "y", "yes")
 
 
 def is_repository_id(name: str, *, owner: bool) -> bool:
-    """Return whether a hub could have a repository of this id: OWNER/NAME, or NAME alone where no owner is asked
-    for."""
+    """Return whether a repository id is valid: OWNER/NAME, or NAME if no owner is required."""
     match = _REPOSITORY_ID.fullmatch(name)
     return match is not None and not (owner and match[1] is None)
 
@@ -154,7 +153,7 @@ def is_repository_id(name: str, *, owner: bool) -> bool:
 def open_repository(
     hub: Hub, repo_id: str, where: str, kind: Kind = DATASET, revision: str = MAIN, cache_dir: str | None = None
 ) -> Repository:
-    """Return the repository of an id. A process asks each hub once, and sees one commit of each repository.
+    """Return the repository of an id. A process queries each repository once, so it sees one commit.
 
     Raises:
         MegatuneError: no such id (exit code 64); no such repository or revision, or it is private (66); the hub or its
@@ -171,7 +170,7 @@ def _repository(hub: Hub, repo_id: str, kind: Kind, revision: str, cache_dir: st
 
 
 def fetch_all(repository: Repository, paths: Sequence[str]) -> tuple[Path, ...]:
-    """Fetch files, several at once, with a line on standard error before, and a bar on a terminal.
+    """Download files in parallel, with a line on standard error, and a bar on a terminal.
 
     Raises:
         MegatuneError: as `open_repository`.
@@ -194,14 +193,14 @@ def fetch_all(repository: Repository, paths: Sequence[str]) -> tuple[Path, ...]:
                 for done in as_completed(fetches):
                     found[fetches[done]] = done.result()
             except BaseException:
-                progress.stop()  # else the pool would wait for files that may be many gigabytes
+                progress.stop()  # else the pool would wait for large files
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return tuple(file for path in paths if (file := found[path]))
 
 
 def read_file(repository: Repository, path: str) -> str | None:
-    """Return the text of a small file of a repository; None where it has none."""
+    """Return the text of a small file of a repository; None if it does not exist."""
     if path not in repository.sizes:
         return None
     return (repository.cached(path) or repository.fetch(path)).read_text(encoding="utf-8", errors="replace")
@@ -211,14 +210,14 @@ def _check_room(repository: Repository, size: int) -> None:
     folder = repository.folder
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if size > free:
-        what = f"no room for {repository.repo_id}: {amount(size)} are needed, and {amount(free)} are free"
+        what = f"no disk space for {repository.repo_id}: {amount(size)} are needed, and {amount(free)} are free"
         raise not_kept(repository, what, str(folder))
 
 
 class HuggingFaceRepository(Repository):
-    """On Hugging Face's hub, or on the one that HF_ENDPOINT names; without a network, in its cache.
+    """A repository on Hugging Face's hub or at HF_ENDPOINT; without a network, in its cache.
 
-    Its folder is that of the revision's commit; the library keeps the list of its files beside it.
+    Its folder is that of the revision's commit; the library stores the list of its files next to it.
     """
 
     hub: Hub = "hf"
@@ -245,8 +244,8 @@ class HuggingFaceRepository(Repository):
         try:
             tree = get_cached_repo_tree(self.repo_id, **place)
         except CachedRepoTreeNotFoundError as error:
-            # Without a network, and fetched by a library that keeps no list. A model's config.json and index say
-            # whether all of it is there; of a data set nothing does.
+            # Without a network, and downloaded by a version that stores no list. A model's config.json and index tell
+            # whether it is complete; a data set has no such file.
             if self.kind is MODEL:
                 files = (file for file in self.folder.rglob("*") if file.is_file())
                 return {file.relative_to(self.folder).as_posix(): file.stat().st_size for file in files}
@@ -262,7 +261,7 @@ class HuggingFaceRepository(Repository):
         from huggingface_hub import hf_hub_download
 
         with explained(self):
-            _remove(self.folder / path)  # cut short, as `cached` found
+            _remove(self.folder / path)  # it is incomplete, as `cached` found
         bar = progress.bar_class() if progress else None
         file = Path(self._call(hf_hub_download, path, revision=self.commit, tqdm_class=bar))
         # A large file's name in the cache is its SHA-256, which the library does not check.
@@ -270,15 +269,15 @@ class HuggingFaceRepository(Repository):
         with explained(self), open(file, "rb") as content:
             if len(name) == 64 and hashlib.file_digest(content, "sha256").hexdigest() != name:
                 _remove(file)
-                what = f"what {self.host} sent of {self.repo_id} is damaged: {path} has not the digest of its list"
+                what = f"{path} of {self.repo_id} from {self.host} is damaged: it does not have the listed digest"
                 raise MegatuneError(Finding(what, self.kind.key, fix="start again"), ExitCode.UNAVAILABLE)
         return file
 
 
 class ModelScopeRepository(Repository):
-    """On ModelScope's hub, or on the one that MODELSCOPE_ENDPOINT names.
+    """A repository on ModelScope's hub or at MODELSCOPE_ENDPOINT.
 
-    Its hub tells no commit: the list of files is asked for anew by each process, and says which cached ones are old.
+    The hub does not report commits: each process requests the list of files, which shows the outdated cached ones.
     """
 
     hub: Hub = "ms"
@@ -292,7 +291,7 @@ class ModelScopeRepository(Repository):
             fix = f"pip install 'megatune[modelscope]', or {kind.elsewhere}"
             raise MegatuneError(Finding(what, kind.key, fix=fix), ExitCode.UNAVAILABLE) from error
         config = HubConfig()
-        # Its hub calls the main branch master, and LLaMA-Factory's users call it main there, too.
+        # The hub calls the main branch master, but LLaMA-Factory's users write main.
         super().__init__(kind, repo_id, host_of(config.endpoint), revision if revision != MAIN else "master", cache_dir)
         self._api, self.commit = HubApi(config), self.revision
         self.folder = Path(cache_dir or config.cache_dir)
@@ -312,7 +311,7 @@ class ModelScopeRepository(Repository):
             return None
         if not file.is_file() or file.stat().st_size != size:
             return None
-        # Weights take minutes to read: a file that had this digest and has not changed is not read again.
+        # Reading weights takes minutes: an unchanged file with this digest is not read again.
         return file if digest is None or digest == remembered_digest(file, algorithm="sha256") else None
 
     def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
@@ -329,7 +328,7 @@ class ModelScopeRepository(Repository):
 
 
 def _remove(file: Path) -> None:
-    """Remove a file of the cache, with what a link there points to."""
+    """Remove a file of the cache, with the target of a link."""
     if file.is_symlink():
         file.resolve().unlink(missing_ok=True)
     file.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Sends a model's folder to a hub, in a process of its own, which may take long, hang or be ended.
+"""Upload of a model's folder to a hub, in a separate process that may take long, hang or be killed.
 
-On standard input one JSON object, on standard output another:
+It reads one JSON object from standard input and writes another one to standard output:
 
     {"task": "prepare", "hub": "hf" | "ms", "repo_id": ..., "private": ...}    -> {"repo_id": "OWNER/NAME"}
     {"task": "send", ..., "folder": ..., "message": ...}                       -> {"repo_id": ..., "url": ...}
-    where that fails: {"why": ..., "is_refused": whether the hub has answered, and will again}
+    on failure: {"why": ..., "is_refused": whether the hub refused, so that another attempt would fail, too}
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatune.processes import when_parent_ends
 
 CARD = "README.md"
 OWN_CARD = "<!-- made by megatune: remove this line to keep what you write here -->"
-# Of another model in the repository, which could be loaded instead of the one that is sent.
+# Files of another model in the repository, which could be loaded instead of the uploaded one.
 _WEIGHTS = ["model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json"]
 _REFUSALS = (400, 401, 403, 404)
 _PREPARE_SECONDS = 30.0
@@ -33,10 +33,10 @@ TOKEN_VARIABLES: Mapping[Hub, str] = {"hf": "HF_TOKEN", "ms": "MODELSCOPE_API_TO
 
 
 def start(order: Mapping[str, Any], log: Path | int) -> subprocess.Popen[bytes]:
-    """Start the process with its order; its answer is on its standard output when it has ended.
+    """Start the process with a request; its answer is on its standard output when it has ended.
 
     Args:
-        log: gets what the hub's library prints.
+        log: for the output of the hub's library.
     """
     words = [sys.executable, "-P", "-m", "megatune.hub.upload"]
     stderr: IO[bytes] | int = log.open("ab") if isinstance(log, Path) else log
@@ -69,13 +69,13 @@ def later(hub: Hub, repo_id: str, checkpoint: Path) -> str:
 
 
 def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[str, str]:
-    """Look whether the token may write to a repository, and create it where there is none.
+    """Check that the token may write to a repository, and create it if it does not exist.
 
     Returns:
-        OWNER/NAME, or `repo_id` as it is where the hub does not answer; and then what to say of that, else "".
+        OWNER/NAME, and ""; or `repo_id` and a warning, if the hub does not answer.
 
     Raises:
-        MegatuneError: INPUT, where the hub refuses.
+        MegatuneError: INPUT, if the hub refuses.
     """
     order = {"task": "prepare", "hub": hub, "repo_id": repo_id, "private": private}
     process = start(order, subprocess.DEVNULL)
@@ -98,7 +98,7 @@ def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[st
 
 def main() -> int:
     when_parent_ends(os.getppid(), lambda: os._exit(1))
-    os.nice(10)  # digests of large files take a core, which training may need
+    os.nice(10)  # digests of large files take CPU time that training may need
     order, answer = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """Say why in words that quote nothing of the hub's."""
+    """Return the reason without quoting the hub."""
     no_token = type(error).__name__ in ("LocalTokenNotFoundError", "AuthenticationError")
     said = "there is no token, or the hub does not know it" if no_token else why(error)
     is_refused = no_token or isinstance(error, ValueError) or any(f"HTTP {code}" in said for code in _REFUSALS)
@@ -144,7 +144,7 @@ class _HuggingFace:
         return {"repo_id": repo_id, "url": getattr(sent, "commit_url", "")}
 
     def _has_card(self, repo_id: str) -> bool:
-        """Return whether the repository has a card that somebody has written."""
+        """Return whether the repository has a card that a user wrote."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
@@ -183,7 +183,7 @@ class _ModelScope:
         return {"repo_id": repo_id, "url": f"{self._endpoint}/models/{repo_id}"}
 
     def _has_card(self, repo_id: str) -> bool:
-        """Return whether the repository has a card that somebody has written. The hub makes one with a repository."""
+        """Return whether the repository has a card that a user wrote, not the one that the hub creates."""
         if CARD not in [file.path for file in self._api.list_repo_files(repo_id, "model")]:
             return False
         text = Path(self._api.download_file(repo_id, "model", CARD, force=True)).read_text("utf-8", "replace")
@@ -191,7 +191,7 @@ class _ModelScope:
 
 
 def endpoint(hub: Hub) -> str:
-    """Return the hub's host, as messages name it."""
+    """Return the hub's host, for messages."""
     names = {"hf": ("HF_ENDPOINT", "https://huggingface.co"), "ms": ("MODELSCOPE_ENDPOINT", "https://modelscope.cn")}
     variable, default = names[hub]
     return host_of(os.environ.get(variable) or default)

@@ -1,8 +1,8 @@
-"""A model with more tokens than its checkpoint has: a folder with tokenizer, config.json and embeddings of its own, and
-links to all else, which Transformers, engines and this program read as any other checkpoint.
+"""A model with added tokens: a folder with new tokenizer, config.json and embeddings, and links to all other files,
+which can be read like any other checkpoint.
 
-Tokens get the ids behind those that the tokenizer has. Where a checkpoint has spare rows (Qwen's 151,936 rows for
-151,669 tokens) they take these, and else both embeddings grow to the next multiple of 64 rows, as in LLaMA-Factory.
+Tokens get the ids after those of the tokenizer. They use spare rows of the checkpoint (Qwen has 151,936 rows for
+151,669 tokens); if there are not enough, both embeddings grow to the next multiple of 64 rows, as in LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-MULTIPLE = 64  # of the rows of embeddings that grow
-# Behind the links in order of names: readers that take all tensors of all files keep the last of each name.
+MULTIPLE = 64  # of the rows of extended embeddings
+# Sorted after the links: readers that load all tensors of all files keep the last one of each name.
 _NEW_FILE, _LINKED = "new-tokens.safetensors", "base-"
 _ROWS_AT_ONCE = 4096
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -40,10 +40,10 @@ class NewTokens:
     """Tokens that a run adds to its model.
 
     Attributes:
-        plain, special: in the order of their ids, the plain ones first; decoding may leave out special ones. Those that
-            the tokenizer has keep their ids.
-        descriptions: of tokens, whose rows begin as the mean of the rows of the text's tokens.
-        noise: added to rows with a description, too.
+        plain, special: in the order of their ids, plain ones first; decoding may skip special ones. Existing tokens
+            keep their ids.
+        descriptions: of tokens, whose rows are initialized as the mean of the rows of the text's tokens.
+        noise: whether noise is also added to rows with a description.
         seed: of the noise.
     """
 
@@ -56,14 +56,14 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """What new tokens make of a model.
+    """The changes of a model by new tokens.
 
     Attributes:
         tokenizer: the content of tokenizer.json.
         added: entries of added_tokens_decoder, by id.
-        ids: rows that are new: of new tokens, and of other tokens that had none.
+        ids: of new rows: of new tokens, and of other tokens that had no row.
         before, after: rows of the embeddings.
-        meanings: of rows with a description, the tokens of it that are not new.
+        meanings: for rows with a description, its tokens that are not new.
     """
 
     tokenizer: str
@@ -75,10 +75,10 @@ class _Grown:
 
 
 class GrownModel(Model):
-    """A model with further tokens; the model itself where it has all of them.
+    """A model with added tokens; the model itself if it has all of them.
 
     Raises:
-        MegatuneError: INPUT, where its tokenizer or its weights cannot be extended.
+        MegatuneError: INPUT, if its tokenizer or its weights cannot be extended.
     """
 
     def __init__(self, model: Model, tokens: NewTokens) -> None:
@@ -98,10 +98,10 @@ class GrownModel(Model):
         return view
 
     def line(self) -> str:
-        """Say what is new."""
+        """Return the log line on the added tokens."""
         _, grown = self._seen(self._model.tokenizer_dir())
         if grown is None or not grown.ids:
-            return "accepted   the tokenizer has all tokens that are to be added"
+            return "accepted   the tokenizer already has all added tokens"
         rows = f"{grown.after} rows of embeddings instead of {grown.before}"
         rows = f"in spare rows of the {grown.before}" if grown.after == grown.before else rows
         return f"model      {len(grown.ids)} new tokens, ids {grown.ids[0]} to {grown.ids[-1]}: {rows}"
@@ -126,7 +126,7 @@ class GrownModel(Model):
 
 
 def as_adapted(model: Model, adapters: Sequence[Path]) -> Model:
-    """Return a model with the tokens of the last of its adapters that has embeddings, which take the new rows."""
+    """Return a model with the tokens of its last adapter with embeddings, whose rows replace the new ones."""
     folder = next((each for each in reversed(adapters) if _has_embeddings(each)), None)
     if folder is None or not (base := model.tokenizer_dir() / TOKENIZER).is_file():
         return model
@@ -137,7 +137,7 @@ def as_adapted(model: Model, adapters: Sequence[Path]) -> Model:
 
 
 def _has_embeddings(adapter: Path) -> bool:
-    """Return whether an adapter has embeddings, and the tokenizer that they are of."""
+    """Return whether an adapter has embeddings with their tokenizer."""
     weights, ends = adapter / WEIGHTS_FILE, {name for each in FAMILIES.values() for name in each.vocabulary_tensors()}
     return all(path.is_file() for path in (adapter / TOKENIZER, weights)) and any(
         name.endswith(tuple(ends)) for name in read_header(weights)
@@ -145,15 +145,15 @@ def _has_embeddings(adapter: Path) -> bool:
 
 
 def _added(tokenizer: Path) -> list[dict[str, Any]]:
-    """List the tokens above the vocabulary of a tokenizer.json, by their ids."""
+    """List the added tokens of a tokenizer.json, sorted by id."""
     found: list[dict[str, Any]] = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens") or []
     return sorted(found, key=lambda each: int(each["id"]))
 
 
 @cache
 def _small_view(folder: Path, tokens: NewTokens, identity: tuple[tuple[int, int], ...]) -> tuple[Path, _Grown | None]:
-    """Return a folder with all but the weights, and what is new; the folder itself where nothing is. The view goes with
-    this process, and is made once as long as the files stay the same (`identity`)."""
+    """Return a folder without weights, and the changes; the original folder if there are none. The folder is deleted
+    with this process, and cached for unchanged files (`identity`)."""
     config = read_config(folder)
     grown = _grow(folder, config, tokens)
     if grown is None:
@@ -177,7 +177,7 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def with_rows(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return what a config.json says of a model whose embeddings have so many rows."""
+    """Return config.json of a model whose embeddings have this many rows."""
     changed = dict(config)
     if isinstance(text := changed.get("text_config"), Mapping):
         changed["text_config"] = {**text, "vocab_size": rows}
@@ -194,12 +194,12 @@ def rows_of(config: Mapping[str, Any]) -> int:
 
 
 def padded_rows(rows: int) -> int:
-    """Return what embeddings grow to, to have at least so many rows."""
+    """Return the number of rows of extended embeddings with at least this many rows."""
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
 def _grow(folder: Path, config: Mapping[str, Any], tokens: NewTokens) -> _Grown | None:
-    """Add tokens to a tokenizer; None where it had all of them, with rows."""
+    """Add tokens to a tokenizer; return None if it had all of them, with rows."""
     from tokenizers import Tokenizer
 
     tokenizer, rows = Tokenizer.from_file(str(folder / TOKENIZER)), rows_of(config)
@@ -234,7 +234,7 @@ def _is_added(tokenizer: Tokenizer, token: str) -> bool:
 
 
 def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -> None:
-    """Put links to the weights into the view, and a file with the embeddings; its index names those of the file."""
+    """Write links to the weights, a file with the embeddings, and an index into the folder `view`."""
     index = folder / INDEX
     file_of = read_whole_index(index) if index.is_file() else dict.fromkeys(read_header(folder / WEIGHTS), WEIGHTS)
     architecture = load_architecture(folder)
@@ -243,7 +243,7 @@ def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -
     for name, (path, entry) in found.items():
         if entry.dtype not in _NUMPY or len(entry.shape) != 2 or entry.shape[0] != grown.before:
             what = f"{name} is {entry.dtype} {list(entry.shape)}, and config.json has {grown.before} tokens"
-            why = "rows are added to embeddings in 16 or 32 bits that have a row for each token"
+            why = "rows can be added only to 16- or 32-bit embeddings with one row per token"
             fix = "use the config.json and the weights of one checkpoint"
             raise MegatuneError(Finding(what, str(path), why, fix), ExitCode.INPUT)
     for file in set(file_of.values()):
@@ -257,8 +257,7 @@ def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -
 
 
 def _places(architecture: Architecture, names: Container[str]) -> dict[str, int]:
-    """Number the embeddings that a checkpoint has, by name: tied ones, and those that a layer which predicts a further
-    token repeats, have one number."""
+    """Number the embeddings of a checkpoint, by name: tied ones, and copies in MTP layers, have the same number."""
     family, is_tied = FAMILIES[architecture.model_type], architecture.tie_word_embeddings
     own = [name for name in family.vocabulary_tensors() if name in names]
     places = {name: 0 if is_tied else place for place, name in enumerate(own)}
@@ -273,7 +272,7 @@ def _write_embeddings(
     tokens: NewTokens,
     places: Mapping[str, int],
 ) -> None:
-    """Write a safetensors file of the embeddings with their new rows; those with one number have the same."""
+    """Write a safetensors file of the embeddings with new rows, which are equal for embeddings of the same number."""
     header, offset = dict[str, Any](), 0
     for name, (_, entry) in found.items():
         size = (entry.stop - entry.start) // grown.before * grown.after
@@ -304,14 +303,14 @@ def _chunks(size: int, most: int = 2**26) -> Iterator[int]:
 def _new_rows(
     path: Path, entry: HeaderEntry, grown: _Grown, tokens: NewTokens, place: int
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """Return the first values of new rows, by id, and the mean row, in the dtype of the file.
+    """Return the initial new rows, by id, and the mean row, in the dtype of the file.
 
     A row is the mean of the matrix's old rows, or of those of its description's tokens, plus normal noise with a
-    standard deviation of 1 / √h, which is drawn from the seed, the matrix and the id alone. Means are summed row by row
-    in fp64: all machines have the same bits.
+    standard deviation of 1 / √h that depends on the seed, the matrix and the id only. Means are summed row by row in
+    fp64, so that all machines get the same bits.
 
     Args:
-        place: of the matrix among the embeddings.
+        place: index of the matrix among the embeddings.
     """
     import numpy as np
 
@@ -334,7 +333,7 @@ def _new_rows(
 
 
 def _floats(values: np.ndarray) -> np.ndarray:
-    """Return fp64 of values as files have them: bf16 as the upper half of an fp32."""
+    """Convert stored values to fp64; bf16 values are stored as uint16."""
     import numpy as np
 
     if values.dtype == np.uint16:
@@ -343,7 +342,7 @@ def _floats(values: np.ndarray) -> np.ndarray:
 
 
 def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return values as files of a dtype have them, rounded to the nearest, of two equally near to the even one."""
+    """Convert values to a file's dtype, rounded to nearest even."""
     import numpy as np
 
     if dtype != "BF16":

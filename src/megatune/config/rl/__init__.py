@@ -1,1 +1,1 @@
-"""Settings of reinforcement learning, by the names that ROLL's files have."""
+"""Settings of reinforcement learning, under the names of ROLL's files."""

@@ -1,6 +1,6 @@
-"""All that one run of reinforcement learning with verifiable rewards does: its keys, checked, with what follows.
+"""The validated settings of a reinforcement-learning run.
 
-The dialect (`config.dialects.roll`) reads ROLL's files into these; everything below it works with these alone.
+The dialect (`config.dialects.roll`) reads ROLL's files into these classes, which all other code uses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatune.config.rl.run import RLRunSettings
 from megatune.config.setting import Group, SettingInfo, describe
 from megatune.config.settings import Settings
 
-# The key of strategy_config by which an engine's part of a device's memory is set, and that part where it is not.
+# The key of strategy_config for the fraction of device memory of an engine, and its default.
 SHARE_KEYS = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 USUAL_SHARE = 0.9
 REWARD_MODEL = "reward_model"  # the kind of a reward that is the score of a reward model
 UNSCORED = "unscored"  # the kind of a reward that scores nothing, and its domain
-# Headings -> groups by where they stand; ROLE and DOMAIN mean the name of a role and of a domain.
+# Heading -> place in a file -> group; ROLE and DOMAIN are the names of a role and of a domain.
 _GROUPS: dict[str, dict[str, type[Group]]] = {
     "run": {"": RLRunSettings},
     "rollouts": {"": RolloutSettings},
@@ -35,15 +35,15 @@ _GROUPS: dict[str, dict[str, type[Group]]] = {
 
 
 class ModelRole(RoleSettings):
-    """A role with a model of our engine.
+    """A role with a model that runs in our engine.
 
     Attributes:
-        name: "actor_train", "reference", "critic", "teacher.NAME"; "rewards.DOMAIN" of a reward model.
-        settings: of the engine: model, layout, precision, optimizer, adapters; for `training` roles all are used. Those
-            of actor_train also say what the run is reported to (`logging`).
-        packed_tokens_train, packed_tokens_forward: rows are packed up to so many tokens; None: one sample a row.
-        dynamic_tokens_train, dynamic_tokens_forward: micro-batches by tokens (use_dynamic_batching_*).
-        teacher: of actor_train with opd_loss: jsd: the engine of a model that is computed in its processes.
+        name: "actor_train", "reference", "critic", "teacher.NAME"; "rewards.DOMAIN" for a reward model.
+        settings: of the engine: model, layout, precision, optimizer, adapters; `training` roles use all of them. Those
+            of actor_train also have the run's trackers (`logging`).
+        packed_tokens_train, packed_tokens_forward: maximum tokens of packed rows; None for one sample per row.
+        dynamic_tokens_train, dynamic_tokens_forward: maximum tokens of micro-batches (use_dynamic_batching_*).
+        teacher: for actor_train with opd_loss: jsd, the settings of the teacher that runs in its processes.
     """
 
     name: str
@@ -71,13 +71,13 @@ class ModelRole(RoleSettings):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether training takes the experts that the engine took."""
+        """Whether training uses the routing of the sampling engine."""
         return self.router_replay.mode == "R3"
 
 
 @dataclass(frozen=True, slots=True)
 class SentAdapter:
-    """The adapter that engines get in each update, beside a base that they have loaded themselves.
+    """The adapter that engines get in each update, for a base model that they have already loaded.
 
     Attributes:
         config: adapter_config.json, as peft writes it.
@@ -89,15 +89,15 @@ class SentAdapter:
 
 
 class InferRole(RoleSettings, SamplerSettings):
-    """A role that samples responses: the policy's, or a judge's.
+    """A role that samples responses: the policy, or a judge.
 
     Attributes:
         engine: "builtin", "vllm" or "sglang".
-        devices_per_engine: devices of one engine; there are len(devices) / devices_per_engine of them.
-        config: handed to vllm's or sglang's engine, without what stands here by a name of its own; {} for builtin.
+        devices_per_engine: devices of one engine; there are len(devices) / devices_per_engine engines.
+        config: arguments of vLLM's or SGLang's engine, without those that are attributes here; {} for builtin.
         name: of the role: "actor_infer", "reward_model", "rewards.DOMAIN".
-        return_routing: whether the experts that were chosen come with each response, for router_replay.
-        adapter: what updates bring in place of all weights, where the engine takes adapters.
+        return_routing: whether responses include the chosen experts, for router_replay.
+        adapter: sent in updates instead of all weights, if the engine supports adapters.
     """
 
     model_name_or_path: str
@@ -115,30 +115,30 @@ class InferRole(RoleSettings, SamplerSettings):
 
     @property
     def memory_share(self) -> float:
-        """The part of each device's whole memory that the engine may take; 0 of the built-in engine, which takes of
-        what is free."""
+        """The fraction of each device's memory that the engine may use; 0 for the built-in engine, which uses free
+        memory."""
         key = SHARE_KEYS.get(self.engine)
         return 0.0 if key is None else float(self.config.get(key) or USUAL_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRole:
-    """What scores the responses of one domain.
+    """The reward of one domain.
 
     Attributes:
         kind: "math_rule", "code_sandbox", "general_rule", "crossthinkqa", "llm_judge", "multiple_choice",
             "general_val", "format", "length", "swift", "python" for a user's function at `function`, "module:name",
-            "environment", whose own rewards are the score, or "reward_model", whose score is that of `model` alone;
-            UNSCORED of a distillation without rewards.
+            "environment", whose own rewards are the score, or "reward_model", whose score is that of `model` only;
+            UNSCORED for distillation without rewards.
         tag_included: tags of the rows of this domain.
-        workers: processes.
-        arguments: the keys of the role that were written and belong to the kind: code_url, use_local, judge_*,
-            format_pattern, reward_type, response_length_penalty_coef, ..., and for llm_judge `generating`; of one with
-            an environment `environment`: its name, arguments and max_turns.
-        judge: the model that judges, on devices of its own (judge_model_type: inference); `RLSettings.reward_model` is
-            the one that several domains share (cluster).
-        model: a reward model, whose score is added to what the kind says, times score_weight.
-        truncated_score: in place of the model's score of a response that was cut.
+        workers: number of processes.
+        arguments: the keys of the role for this kind: code_url, use_local, judge_*, format_pattern, reward_type,
+            response_length_penalty_coef, ..., `generating` for llm_judge, and `environment` with its name, arguments
+            and max_turns.
+        judge: the judge model on separate devices (judge_model_type: inference); `RLSettings.reward_model` is the one
+            that several domains share (cluster).
+        model: a reward model, whose score times score_weight is added.
+        truncated_score: replaces the model's score of truncated responses.
     """
 
     domain: str
@@ -156,11 +156,11 @@ class RewardRole:
 
 @dataclass(frozen=True, slots=True)
 class RLSettings:
-    """All of one run, valid.
+    """The settings of one run.
 
     Attributes:
-        algorithm: resolved: pg_clip_low and pg_clip_high are those that count, enable_reference whether one is run (of
-            adapters it is the model below them), enable_old_logprobs_recompute whether the pass is made.
+        algorithm: with resolved values: pg_clip_low and pg_clip_high are those in use, enable_reference is whether a
+            reference runs (with adapters it is the base model), enable_old_logprobs_recompute is whether the pass runs.
     """
 
     run: RLRunSettings
@@ -187,39 +187,38 @@ class RLSettings:
 
     @property
     def sleep_level(self) -> int:
-        """What the rollout engines free; weights only where every step brings all of them anew."""
+        """The sleep level of rollout engines; weights are freed only if every step updates all of them."""
         brings_all = self.actor_train.model_update_frequency == 1 and self.actor_infer.adapter is None
         return self.actor_infer.sleep_level if brings_all else 1
 
     @property
     def sampling_temperature(self) -> float:
-        """What logits are divided by for log-probabilities: the temperature of sampling. Where the likeliest token is
-        always taken there is none, and they are those of the model itself."""
+        """The temperature for log-probabilities: that of sampling, or 1 with greedy decoding."""
         generating = self.actor_infer.generating_args
         return generating.temperature if generating.do_sample and generating.temperature > 0 else 1.0
 
 
 def keys_of(group: type[Group]) -> dict[str, SettingInfo]:
-    """Describe the keys of a group that have a value of their own, by name."""
+    """Describe the keys of a group that are not nested groups, by name."""
     nested = (*mappings_of(group), *lists_of(group))
     return {info.name: info for info in describe(group.__name__, group) if info.name not in nested}
 
 
 def mappings_of(group: type[Group]) -> dict[str, type[Group]]:
-    """Return the groups that stand below keys of a group."""
+    """Return the nested groups of a group, by key."""
     found: dict[str, Any] = {name: field.annotation for name, field in group.model_fields.items()}
     return {name: kind for name, kind in found.items() if _is_group(kind)}
 
 
 def lists_of(group: type[Group]) -> dict[str, type[Group]]:
-    """Return the groups that stand in lists below keys of a group."""
+    """Return the groups in lists of a group, by key."""
     found = {name: get_args(field.annotation) for name, field in group.model_fields.items()}
     return {name: kinds[0] for name, kinds in found.items() if kinds and _is_group(kinds[0])}
 
 
 @cache
 def rl_pages() -> dict[str, dict[str, SettingInfo]]:
-    """Describe every key by its heading and where it stands: "ROLE.generating_args.top_p"."""
+    """Describe every key, by heading and dotted path: "ROLE.generating_args.top_p"."""
     return {
         heading: dict(found for above, group in groups.items() for found in _keys(above, group))
         for heading, groups in _GROUPS.items()
@@ -228,12 +227,12 @@ def rl_pages() -> dict[str, dict[str, SettingInfo]]:
 
 @cache
 def rl_keys() -> dict[str, SettingInfo]:
-    """Describe every key by where it stands."""
+    """Describe every key, by its dotted path."""
     return {dotted: info for page in rl_pages().values() for dotted, info in page.items()}
 
 
 def find_key(key: str) -> tuple[str, SettingInfo] | None:
-    """Return a key by its name, or by its end with a role in front: top_p, "actor_infer.generating_args.top_p"."""
+    """Return a key by its name, or by its dotted path with a role: top_p, "actor_infer.generating_args.top_p"."""
     parts = key.split(".")
     for start in range(len(parts)):
         end = ".".join(parts[start:])
