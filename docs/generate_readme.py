@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatune.config.derived import with_adapters
+from megatune.config.derived import with_adapter_settings
 from megatune.config.load import load
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine
@@ -56,7 +56,7 @@ def smallest(model: str, finetuning_type: str) -> int:
 def fits(model: PlannedModel, finetuning_type: str, gpus: int) -> bool:
     """Whether `megatune plan MODEL --gpus N --gpu h100-80g --seq 4096` recommends a layout that is not tight."""
     words = [f"finetuning_type={finetuning_type}", "bf16=true", f"cutoff_len={ROW_TOKENS}"]
-    settings = with_adapters(load(None, words), model.architecture).settings
+    settings = with_adapter_settings(load(None, words), model.architecture).settings
     case = Case(model=model, settings=settings, world_size=gpus, machine=find_machine(GPU))
     found = search(SearchRequest(case=case, global_batch_size=max(ROWS, gpus), keep=1)).recommended
     return found is not None and not found.is_tight

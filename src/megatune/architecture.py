@@ -313,14 +313,14 @@ class Architecture:
         return self.of_heads(True).key_value_size
 
     @property
-    def pictures_whole(self) -> bool:
+    def bidirectional_images(self) -> bool:
         """Whether image tokens also attend to later tokens of the same image."""
         return self.vision is not None and self.vision.whole
 
     @property
     def merges_attention(self) -> bool:
         """Whether attention needs a kernel that returns the log-sum-exp, in any layout."""
-        return self.attention_sinks or self.pictures_whole
+        return self.attention_sinks or self.bidirectional_images
 
     @property
     def concatenated_size(self) -> int:

@@ -54,7 +54,7 @@ class VisionLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureText:
+class MediaPlaceholder:
     """The placeholder text of an image or video.
 
     Attributes:
@@ -131,7 +131,7 @@ class Vision:
     whole: bool = False
     whole_in_windows: bool = False
     layers: VisionLayers | None = None
-    text: PictureText = PictureText()
+    text: MediaPlaceholder = MediaPlaceholder()
     image_token_id: int = 151655
     video_token_id: int = 151656
     vision_start_token_id: int = 151652

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PARENT_LOOK_SECONDS = 1.0  # between checks whether the parent is alive
+PARENT_POLL_SECONDS = 1.0  # between checks whether the parent is alive
 
 _PROCESS_BYTES = 2**28  # of Python, its libraries and a tokenizer
 # Transformers and peft import these if they are installed, for parts that are rarely used here. Each takes a second or
@@ -39,7 +39,7 @@ def when_parent_ends(parent: int, act: Callable[[], object]) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(PARENT_LOOK_SECONDS)
+            time.sleep(PARENT_POLL_SECONDS)
         act()
 
     threading.Thread(target=watch, daemon=True).start()

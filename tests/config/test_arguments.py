@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatune.config.words import Arguments, split_arguments
+from megatune.config.flags import Arguments, split_arguments
 from megatune.errors import ExitCode, MegatuneError
 
 

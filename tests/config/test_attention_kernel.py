@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.kernels import CPU, attends_in_runs, attention_kernels
+from megatune.config.kernels import CPU, attention_kernels, needs_varlen
 from megatune.config.settings import DataSettings, ParallelSettings, Settings
 
 VOLTA, AMPERE, HOPPER, BLACKWELL = (7, 0), (8, 0), (9, 0), (10, 0)
@@ -26,7 +26,7 @@ SLOWER = ("efficient", "math")
     ],
 )
 def test_rows_of_one_document(capability, backend, kernels):
-    assert attention_kernels(capability, backend, "bfloat16", 128, in_runs=False) == kernels
+    assert attention_kernels(capability, backend, "bfloat16", 128, varlen=False) == kernels
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,17 @@ def test_rows_of_one_document(capability, backend, kernels):
     ],
 )
 def test_runs_need_flash_attention_with_variable_lengths(capability, backend, dtype, channels, kernel):
-    assert attention_kernels(capability, backend, dtype, channels, in_runs=True) == (kernel,)
+    assert attention_kernels(capability, backend, dtype, channels, varlen=True) == (kernel,)
     if kernel == "plain" and backend == "auto":
         # What is left for whole rows takes no groups of queries.
-        assert attention_kernels(capability, backend, dtype, channels, in_runs=False, grouped=True) == ("math",)
+        assert attention_kernels(capability, backend, dtype, channels, varlen=False, grouped=True) == ("math",)
 
 
 @pytest.mark.parametrize(
-    ("packing", "cp", "kind", "in_runs"),
+    ("packing", "cp", "kind", "varlen"),
     [(False, 1, "p2p", False), (True, 1, "p2p", True), (False, 2, "p2p", True), (False, 2, "all_gather", True),
      (False, 2, "a2a", False), (True, 2, "a2a", True)],
 )  # fmt: skip
-def test_queries_attend_to_runs_of_packed_rows_and_of_other_ranks(packing, cp, kind, in_runs):
+def test_queries_attend_to_runs_of_packed_rows_and_of_other_ranks(packing, cp, kind, varlen):
     parallel = ParallelSettings(context_parallel_size=cp, cp_comm_type=kind)
-    assert attends_in_runs(Settings(data=DataSettings(packing=packing), parallel=parallel)) == in_runs
+    assert needs_varlen(Settings(data=DataSettings(packing=packing), parallel=parallel)) == varlen

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatune.config.words import FlagWords, flags_with_words, meant_by, value_of_words
+from megatune.config.flags import ParsedFlag, match_flags, parse_words, split_flags
 
 
 def test_words_belong_to_the_flag_before_them() -> None:
-    before, long, text, last = flags_with_words(
+    before, long, text, last = split_flags(
         ["model", "--max-length", "8", "9", "--system=a=b", "c", "--"], {"system"}.__contains__
     )
     assert (before.key, before.values) == ("", ["model"])
@@ -22,14 +22,14 @@ def test_words_belong_to_the_flag_before_them() -> None:
         ["c"],
         ["a=b", "c"],
     )
-    assert last == FlagWords("--", [])
+    assert last == ParsedFlag("--", [])
     assert last.key == ""
-    assert not flags_with_words([], bool)
+    assert not split_flags([], bool)
 
 
 def test_a_quoted_text_that_begins_like_a_flag_is_the_value_of_one_that_takes_text() -> None:
     words = ["--prompt", "--x=1 is what?", "--raw", "--system=be brief", "--system=a", "--prompt=b c"]
-    flags = flags_with_words(words, {"prompt", "system"}.__contains__)
+    flags = split_flags(words, {"prompt", "system"}.__contains__)
     assert [(flag.word, flag.values) for flag in flags] == [
         ("--prompt", ["--x=1 is what?"]),
         ("--raw", []),
@@ -60,13 +60,13 @@ def test_a_quoted_text_that_begins_like_a_flag_is_the_value_of_one_that_takes_te
     ],
 )
 def test_words_are_read_as_the_type_of_their_flag(words: list[str], kind: type | None, data: Any) -> None:
-    value = value_of_words(words, kind)
+    value = parse_words(words, kind)
     assert (None if value is None else value.data) == data
 
 
 def test_the_beginning_of_a_name_means_all_that_begin_so() -> None:
     names = ("max_length", "max_steps", "max", "seed")
-    assert meant_by("max", names) == ["max"]
-    assert meant_by("max_", names) == ["max_length", "max_steps"]
-    assert meant_by("s", names) == ["seed"]
-    assert meant_by("", names) == meant_by("x", names) == []
+    assert match_flags("max", names) == ["max"]
+    assert match_flags("max_", names) == ["max_length", "max_steps"]
+    assert match_flags("s", names) == ["seed"]
+    assert match_flags("", names) == match_flags("x", names) == []

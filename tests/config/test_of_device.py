@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatune.config.derived import Gpu, of_device
+from megatune.config.derived import Gpu, with_device_defaults
 from megatune.config.load import Loaded, dump, load
 from megatune.plan.catalogue import find_machine
 
@@ -14,7 +14,7 @@ BASE = ["model_name_or_path=m", "dataset=d", "output_dir=o"]
 
 
 def on(gpu: Gpu, *words: str, world_size: int | None = 1) -> tuple[Loaded, list[str]]:
-    loaded, lines = of_device(load(overrides=[*BASE, *words]), gpu, world_size)
+    loaded, lines = with_device_defaults(load(overrides=[*BASE, *words]), gpu, world_size)
     assert loaded.check(world_size=world_size) == []
     return loaded, lines
 
@@ -73,4 +73,4 @@ def test_a_rerun_of_what_a_gpu_decided_is_the_same(tmp_path) -> None:
     loaded, _ = on(H100)
     (tmp_path / "run.yaml").write_text(dump(loaded.settings, loaded.origins))
     again = load(tmp_path / "run.yaml")
-    assert of_device(again, Gpu("another", has_bf16=False), 8)[0].settings == loaded.settings
+    assert with_device_defaults(again, Gpu("another", has_bf16=False), 8)[0].settings == loaded.settings

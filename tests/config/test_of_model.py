@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatune.architecture import Architecture, MixtureOfExperts
-from megatune.config.derived import of_model, pooled_factor
+from megatune.config.derived import pooled_factor, with_model_defaults
 from megatune.config.load import Loaded, dump, load
 
 MOE = MixtureOfExperts(
@@ -23,8 +23,8 @@ BASE = ["model_name_or_path=m", "dataset=d", "output_dir=o"]
 
 
 def completed(*words: str, architecture: Architecture = SPARSE) -> tuple[Loaded, list[str]]:
-    loaded, lines = of_model(load(overrides=[*BASE, *words]), architecture)
-    assert of_model(loaded, architecture) == (loaded, []), "what is complete stays"
+    loaded, lines = with_model_defaults(load(overrides=[*BASE, *words]), architecture)
+    assert with_model_defaults(loaded, architecture) == (loaded, []), "what is complete stays"
     return loaded, lines
 
 

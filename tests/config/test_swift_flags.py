@@ -13,7 +13,7 @@ from megatune.cli.swift import command_of
 from megatune.config.dialects.dialect import table
 from megatune.config.dialects.swift import SwiftRun, read_swift, swift_lines
 from megatune.config.settings import all_settings, setting_value
-from megatune.config.values import as_read, parse
+from megatune.config.values import parse, to_value
 
 
 class Flag(NamedTuple):
@@ -93,7 +93,7 @@ def test_every_default_that_differs_is_applied_or_kept_with_a_reason():
         now = rows[row.now] if row.now else row
         applied = now.default_in(int(flag.versions[0]))
         differs = any(all_settings()[path].default != value for path, value in theirs.items())
-        if differs and (applied is ... or (not now.kept and row.read(as_read(applied)) != theirs)):
+        if differs and (applied is ... or (not now.kept and row.read(to_value(applied)) != theirs)):
             missing.append(flag.name)
     assert missing == []
 

@@ -10,7 +10,7 @@ import sys
 from megatune.data.bad_rows import RowError
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import Bounds, PictureProcessor
-from megatune.encoders import PictureText
+from megatune.encoders import MediaPlaceholder
 
 MOST_BYTES = 6 * 2**30  # of address space
 BOUNDS = Bounds(
@@ -18,7 +18,7 @@ BOUNDS = Bounds(
 )
 PROCESSOR = PictureProcessor(
     patch_size=14, temporal_patch_size=2, merge_size=2, image=BOUNDS, video=BOUNDS, video_fps=2.0, video_maxlen=128,
-    timestamps=False, text=PictureText(),
+    timestamps=False, text=MediaPlaceholder(),
 )  # fmt: skip
 
 

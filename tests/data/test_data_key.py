@@ -30,7 +30,7 @@ TOKENIZER = qwen_tokenizer()
 
 BY_VALUE, BY_CONTENT, BY_PICTURES = (
     {path.removeprefix("data.") for path in marked(mark) if path.startswith("data.")}
-    for mark in (Mark.ROWS, Mark.CONTENT, Mark.PICTURES)
+    for mark in (Mark.ROWS, Mark.CONTENT, Mark.MEDIA)
 )
 
 # Data settings that leave the prepared rows as they are: of the order of rows, of streaming, of processes and places.

@@ -351,7 +351,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(path.partition(".")[2] for path in marked(Mark.PICTURES)))
+@pytest.mark.parametrize("name", sorted(path.partition(".")[2] for path in marked(Mark.MEDIA)))
 def test_what_determines_pictures_determines_the_key(models: dict[str, Model], data: Path, name: str) -> None:
     model = models["internvl" if name == "crop_to_patches" else "qwen3_vl"]
     write_rows(data / "rows.jsonl", [asks("What?")])

@@ -20,10 +20,10 @@ from megatune.data.media import MediaSource
 from megatune.data.media.arguments import media_arguments
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import PictureProcessor
-from megatune.encoders import PictureText, Vision
+from megatune.encoders import MediaPlaceholder, Vision
 from megatune.errors import ExitCode, MegatuneError
 
-TEXT = PictureText(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]")
+TEXT = MediaPlaceholder(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]")
 FILE: dict[str, Any] = {
     "size": {"longest_edge": 140},
     "patch_size": 14,

@@ -42,7 +42,7 @@ def attention(
         attention_backend=AttnBackend[backend],
         windows=[window],
         softmax_type="vanilla",
-        pictures_whole=False,
+        bidirectional_images=False,
     )
     module = CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
     module.softmax_offset = None if sinks is None else torch.nn.Parameter(sinks)

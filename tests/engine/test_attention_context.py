@@ -39,7 +39,7 @@ def attention(
         attention_backend=AttnBackend[backend],
         windows=[None],
         softmax_type="vanilla",
-        pictures_whole=False,
+        bidirectional_images=False,
     )
     return CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, cp_comm_type=cp_comm_type)
 

@@ -13,7 +13,7 @@ import pytest
 from model_sizes import MakeModel
 
 from megatune.architecture import Architecture
-from megatune.config.derived import as_adapter, with_adapters
+from megatune.config.derived import resolve_finetuning, with_adapter_settings
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.load import Loaded, load
 from megatune.config.rules import trained
@@ -61,7 +61,7 @@ def loaded(*words: str) -> Loaded:
 def test_what_is_not_written_is_the_adapters(architecture: Architecture, tmp_path: Path) -> None:
     targets = {"lora_target": ["q_proj", "mlp.down_proj"], "use_rslora": True, "additional_target": ["lm_head"]}
     first, last = (save_adapter(tmp_path / name, architecture, **targets) for name in ("first", "last"))
-    found = with_adapters(loaded(f"adapter_name_or_path={first},{last}", "lora_dropout=0.1"), architecture)
+    found = with_adapter_settings(loaded(f"adapter_name_or_path={first},{last}", "lora_dropout=0.1"), architecture)
     finetuning = found.settings.finetuning
     assert not found.findings
     assert (finetuning.lora_rank, finetuning.lora_alpha, finetuning.lora_dropout) == (4, 12, 0.1)
@@ -78,7 +78,7 @@ def test_what_is_written_may_say_the_same(architecture: Architecture, tmp_path: 
     """And modules that are trained whole may be more than the adapter has."""
     adapter = save_adapter(tmp_path / "adapter", architecture)
     same = ["lora_rank=4", "lora_alpha=12", "lora_target=all", "additional_target=lm_head", "use_rslora=false"]
-    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *same), architecture)
+    found = with_adapter_settings(loaded(f"adapter_name_or_path={adapter}", *same), architecture)
     assert not found.findings
     assert found.settings.finetuning.lora_target == ["all"]
     assert found.settings.finetuning.additional_target == ["lm_head"]
@@ -92,14 +92,14 @@ def test_a_model_with_experts_everywhere_continues_with_all(tmp_path: Path) -> N
     (tmp_path / "model/config.json").write_text(json.dumps(sparse))
     architecture = load_architecture(tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", architecture)
-    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", "lora_target=all"), architecture)
+    found = with_adapter_settings(loaded(f"adapter_name_or_path={adapter}", "lora_target=all"), architecture)
     assert not found.findings
 
 
 def test_what_is_written_otherwise_is_refused(architecture: Architecture, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", architecture, lora_target=["q_proj"])
     words = ["lora_rank=16", "lora_target=all", "use_dora=true"]
-    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
+    found = with_adapter_settings(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
     text = "\n".join(map(str, found.findings))
     assert f"lora_rank=16: lora_rank is 16, that of {adapter} is 4" in text
     assert "lora_target is all, that of" in text
@@ -129,7 +129,7 @@ def test_parts_of_a_vision_language_model_are_those_of_the_adapter(
     """Refused once, with a fix that the adapter allows: which layers have adapters cannot be changed."""
     architecture = load_architecture(model_dir("qwen3_vl"))
     adapter = save_adapter(tmp_path / "adapter", architecture, **has)
-    found = with_adapters(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
+    found = with_adapter_settings(loaded(f"adapter_name_or_path={adapter}", *words), architecture)
     if refused is None:
         assert not found.findings
         kept = FinetuningSettings(finetuning_type="lora", lora_rank=4, lora_alpha=12, **has)
@@ -144,14 +144,15 @@ def test_processes_that_read_the_model_later_train_the_same(architecture: Archit
     adapter = save_adapter(tmp_path / "adapter", architecture, additional_target=["lm_head"])
     begun = loaded(f"adapter_name_or_path={adapter}", "additional_target=embed_tokens,lm_head")
     later, earlier = (
-        as_adapter(each.settings.finetuning, architecture) for each in (begun, with_adapters(begun, architecture))
+        resolve_finetuning(each.settings.finetuning, architecture)
+        for each in (begun, with_adapter_settings(begun, architecture))
     )
     for finetuning in (later, earlier):
         assert (finetuning.lora_rank, finetuning.lora_alpha) == (4, 12)
         assert set(finetuning.additional_target) == {"lm_head", "embed_tokens"}
     assert adapter_weights(architecture, later) == adapter_weights(architecture, earlier)
     new = loaded(f"adapter_name_or_path={adapter}", "create_new_adapter=true").settings.finetuning
-    assert as_adapter(new, architecture) is new
+    assert resolve_finetuning(new, architecture) is new
 
 
 def test_what_peft_could_not_load_is_not_trained(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_new_adapter_has_its_own_settings(architecture: Architecture, tmp_path
     adapter = save_adapter(tmp_path / "adapter", architecture)
     words = [f"adapter_name_or_path={adapter}", "create_new_adapter=true"]
     for more, rank in (([], 8), (["lora_rank=16"], 16)):
-        found = with_adapters(loaded(*words, *more), architecture)
+        found = with_adapter_settings(loaded(*words, *more), architecture)
         assert not found.findings
         assert found.settings.finetuning.lora_rank == rank
 
@@ -179,7 +180,7 @@ def test_all_adapters_are_read(architecture: Architecture, tmp_path: Path) -> No
     config = json.loads((broken / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
     with pytest.raises(MegatuneError) as error:
-        with_adapters(loaded(f"adapter_name_or_path={broken},{tmp_path / 'nowhere'}"), architecture)
+        with_adapter_settings(loaded(f"adapter_name_or_path={broken},{tmp_path / 'nowhere'}"), architecture)
     assert error.value.exit_code == ExitCode.INPUT
     assert "bias is 'all'" in str(error.value)
     assert "there is no folder" in str(error.value)

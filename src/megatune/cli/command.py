@@ -12,10 +12,10 @@ from typing import Generic
 
 from megatune.cli.pages import Help, write_page
 from megatune.config.entry import SETTINGS_FILES, Builder, SettingEntry, read_file
-from megatune.config.options import Given, Options
+from megatune.config.flags import Arguments, ParsedFlag, is_key, match_flags, read_overrides, split_flags, takes_text
+from megatune.config.options import Options, ParsedArguments
 from megatune.config.setting import G
 from megatune.config.values import Value, parse
-from megatune.config.words import Arguments, FlagWords, flags_with_words, is_key, meant_by, read_overrides, takes_text
 from megatune.errors import ExitCode, Finding, MegatuneError, closest, names_with
 
 _FILE_FLAGS = ("config", "config_file", "yaml")
@@ -63,7 +63,7 @@ class Command(Generic[G]):
         """Return the page of --help."""
         return write_page(self.program, self.usage, self.about, self.epilog, self.options, self.table.own)
 
-    def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> Given[G]:
+    def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> ParsedArguments[G]:
         """Read a command line.
 
         Args:
@@ -93,7 +93,7 @@ class Command(Generic[G]):
         lines = [f"accepted   {', '.join(keys)}: {why}" for why, keys in builder.ignored.items()]
         if run:
             lines.append(f"accepted   {', '.join(entry.key for entry in run)}: said of the run that the file trains")
-        return Given(self.program, options, rest, settings, entries, findings, lines)
+        return ParsedArguments(self.program, options, rest, settings, entries, findings, lines)
 
     def _of_training(
         self, file: list[SettingEntry], findings: list[Finding]
@@ -117,8 +117,8 @@ class Command(Generic[G]):
         """Return the flags that are options, settings with all overrides, and words that are neither."""
         found: list[SettingEntry] = []
         settings, rest, names = Arguments(), list[str](), self.table.names
-        for flag in flags_with_words(("--config_file" if word == "-c" else word for word in words), self._takes_text):
-            meant = meant_by(flag.key, names) if self.abbreviates else []
+        for flag in split_flags(("--config_file" if word == "-c" else word for word in words), self._takes_text):
+            meant = match_flags(flag.key, names) if self.abbreviates else []
             key = meant[0] if len(meant) == 1 else flag.key
             positive, behind = key.removeprefix("no_"), flag.behind
             negated = self.table.find(positive) if key != positive else None
@@ -150,7 +150,7 @@ class Command(Generic[G]):
         option = self.table.own.get(key)
         return takes_text(key) if option is None else option.info.kinds != {bool} and option.flag.bare is None
 
-    def _file_named_by(self, flag: FlagWords, words: Sequence[str]) -> list[str]:
+    def _file_named_by(self, flag: ParsedFlag, words: Sequence[str]) -> list[str]:
         """Return the words of `--config FILE.yaml`, as other tools name their file.
 
         Raises:
@@ -164,7 +164,7 @@ class Command(Generic[G]):
         command = shlex.join([*self.program.split(), *(named or ["FILE.yaml"]), *rest])
         raise MegatuneError(Finding("a settings file is named by itself", words[at], fix=command), ExitCode.SETTINGS)
 
-    def _misspelt(self, flag: FlagWords) -> list[str]:
+    def _misspelt(self, flag: ParsedFlag) -> list[str]:
         """Return the options of the verb that a flag may mean, where it is no setting."""
         from megatune.config.dialects.dialect import LLAMAFACTORY
 

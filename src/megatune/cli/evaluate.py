@@ -13,7 +13,7 @@ from pydantic import Field
 
 from megatune.cli.command import Command
 from megatune.cli.infer import RowOptions
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Group
 from megatune.data.text_scores import missing_libraries, text_scores
 from megatune.errors import ExitCode, Finding
@@ -94,7 +94,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _findings(given: Given[EvaluateOptions]) -> Iterator[Finding]:
+def _findings(given: ParsedArguments[EvaluateOptions]) -> Iterator[Finding]:
     """Yield which options contradict others."""
     options = given.options
     if bool(options.dataset) == bool(options.tasks):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.cli.command import Command
-from megatune.config.options import Given
+from megatune.config.options import ParsedArguments
 from megatune.errors import ExitCode
 from megatune.training.export import ExportOptions, checked, convert, merge
 
@@ -38,7 +38,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     return write(COMMAND.read(words))
 
 
-def write(given: Given[Any]) -> int:
+def write(given: ParsedArguments[Any]) -> int:
     """Merge adapters into a model, or convert it.
 
     Raises:

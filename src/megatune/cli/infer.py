@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.cli.command import Command
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Count, Group
 from megatune.data.text_scores import ROUGES, Scored, require_libraries, text_scores
 from megatune.errors import ExitCode, Finding
@@ -75,7 +75,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     return answer(COMMAND.read(words))
 
 
-def answer(given: Given[InferOptions]) -> int:
+def answer(given: ParsedArguments[InferOptions]) -> int:
     """Load the model and answer.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatune.cli.command import Command
-from megatune.config.options import Given
+from megatune.config.options import ParsedArguments
 from megatune.errors import ExitCode, Finding
 from megatune.plan.options import PlanOptions
 from megatune.processes import without_collector
@@ -107,7 +107,7 @@ def _run(words: Sequence[str]) -> int:
     return ExitCode.DONE if found.fits else ExitCode.OUT_OF_MEMORY
 
 
-def _compare(given: Given[PlanOptions], kinds: Sequence[str]) -> int:
+def _compare(given: ParsedArguments[PlanOptions], kinds: Sequence[str]) -> int:
     """Plan the run on each of several kinds of GPUs and print the table."""
     from megatune.launch.devices import count_gpus
     from megatune.plan.answer import Question
@@ -149,7 +149,7 @@ def _rl_file(words: Sequence[str]) -> str | None:
     return next((file for file in files if is_rl_file(file)), None)
 
 
-def _plan_rl(file: str, given: Given[PlanOptions]) -> int:
+def _plan_rl(file: str, given: ParsedArguments[PlanOptions]) -> int:
     """Plan a file of reinforcement learning and print."""
     from megatune.launch.devices import count_gpus
     from megatune.plan.rl.answer import plan_rl

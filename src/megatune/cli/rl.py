@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from megatune.cli.command import Command
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Group
 from megatune.errors import Finding
 
@@ -88,7 +88,7 @@ def begin(read: ReadRL, system: str) -> int:
     return start(settings, run_yaml(read))
 
 
-def _split(given: Given[RLOptions]) -> tuple[str, list[str]]:
+def _split(given: ParsedArguments[RLOptions]) -> tuple[str, list[str]]:
     """Return the file and the `key=value` words of a command line, which may name the file as ROLL's launcher does.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from megatune.cli.command import Command, require
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding
 from megatune.generation.options import WriterOptions
@@ -69,7 +69,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     return serve(COMMAND.read(words))
 
 
-def serve(given: Given[ServeOptions]) -> int:
+def serve(given: ParsedArguments[ServeOptions]) -> int:
     """Serve a model until SIGINT or SIGTERM.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.cli import export, infer, rl, serve
 from megatune.cli.command import Command, unknown_verb
 from megatune.cli.pages import Help
-from megatune.config.options import Given, NoOptions
+from megatune.config.options import NoOptions, ParsedArguments
 from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import environment
@@ -153,7 +153,7 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
 
 
 # Our verb behind each of ms-swift's, its options there, and what runs it.
-_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[Given[Any]], int]]] = {
+_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[ParsedArguments[Any]], int]]] = {
     "export": (export.COMMAND, ExportOptions, export.write),
     "merge-lora": (export.COMMAND, ExportOptions, export.write),
     "infer": (infer.COMMAND, InferOptions, infer.answer),
@@ -180,7 +180,7 @@ def command_of(program: str, verb: str) -> Command[Any]:
     return replace(ours, name=f"{program} {verb}", options=options, abbreviates=ours is export.COMMAND)
 
 
-def variables_of(given: Given[Any], env: Mapping[str, str]) -> dict[str, str]:
+def variables_of(given: ParsedArguments[Any], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a command line asks for; names of a hub are ModelScope's where nothing else is said."""
     from megatune.config.dialects.swift_command import read_variables
 

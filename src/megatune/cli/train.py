@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatune.cli.command import Command
 from megatune.config.load import Loaded
-from megatune.config.options import Given, NoOptions
+from megatune.config.options import NoOptions, ParsedArguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _STAGE = "run.stage"
@@ -53,7 +53,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     return start(loaded)
 
 
-def refuse_roles(given: Given, what: str, why: str, fix: str) -> None:
+def refuse_roles(given: ParsedArguments, what: str, why: str, fix: str) -> None:
     """Refuse a file of reinforcement learning, or another of ROLL's (exit code 64)."""
     from megatune.config.entry import is_rl_file, read_file
 
@@ -65,7 +65,7 @@ def refuse_roles(given: Given, what: str, why: str, fix: str) -> None:
         raise MegatuneError(other or Finding(f"{file} {what}", "", why, fix.format(file)), ExitCode.SETTINGS)
 
 
-def _of_stage(verb: str, given: Given) -> Loaded:
+def _of_stage(verb: str, given: ParsedArguments) -> Loaded:
     """Read settings of the stage that the verb names; another one in a file, an override or a flag contradicts it."""
     said = given.load()
     entry = said.entries.get(_STAGE)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from megatune.cli.command import Command
 from megatune.config.load import Loaded
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.progress import say
@@ -144,7 +144,7 @@ def _compare(
     return show(verdict, verbose=options.verbose)
 
 
-def _read(given: Given[VerifyOptions]) -> tuple[str, Loaded, Loaded | None]:
+def _read(given: ParsedArguments[VerifyOptions]) -> tuple[str, Loaded, Loaded | None]:
     """Return the checkpoint, the layout, and the one to compare it with."""
     from megatune.verify.question import not_as_transformers, read_against, without_part
 

@@ -34,7 +34,7 @@ _FUSIONS = (
 _REDUCE, _GATHER = "parallel.overlap_grad_reduce", "parallel.overlap_param_gather"
 
 
-def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[str]]:
+def with_model_defaults(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[str]]:
     """Return the settings with the weight of the balancing loss, and log lines on it.
 
     As in mcore_adapter and Megatron-SWIFT 3 the default is config.json's router_aux_loss_coef. A weight for
@@ -54,7 +54,7 @@ def of_model(loaded: Loaded, architecture: Architecture) -> tuple[Loaded, list[s
         f"{entry.key} {written:g}: moe_aux_loss_coeff {value:.4g}, for Transformers' loss pools the {sum(moe.layers)} "
         f"layers and grows with the {moe.router_topk} experts of a token, and Megatron-Core's is summed over layers"
     )
-    return loaded.taking({AUX_LOSS: value}, entry.where, entry.origin), [line]
+    return loaded.with_values({AUX_LOSS: value}, entry.where, entry.origin), [line]
 
 
 def pooled_factor(moe: MixtureOfExperts) -> float:
@@ -70,10 +70,10 @@ def pooled_factor(moe: MixtureOfExperts) -> float:
 def _published(loaded: Loaded, moe: MixtureOfExperts) -> tuple[Loaded, list[str]]:
     value = moe.aux_loss_coeff if loaded.settings.experts.moe_router_load_balancing_type in _ROUTED else 0.0
     lines = [f"moe_aux_loss_coeff {value:g}: router_aux_loss_coef of {CONFIG}"] if value else []
-    return loaded.taking({AUX_LOSS: value}, CONFIG, CONFIG), lines
+    return loaded.with_values({AUX_LOSS: value}, CONFIG, CONFIG), lines
 
 
-def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
+def with_adapter_settings(loaded: Loaded, architecture: Architecture) -> Loaded:
     """Return the settings with those of the last of `adapter_name_or_path`, if it is trained further.
 
     A different value of a user is a finding. The other adapters are checked, so that a run does not fail on them later.
@@ -100,7 +100,7 @@ def with_adapters(loaded: Loaded, architecture: Architecture) -> Loaded:
     return _taken(loaded, architecture, last, taken) if last is not None else loaded
 
 
-def as_adapter(finetuning: FinetuningSettings, architecture: Architecture) -> FinetuningSettings:
+def resolve_finetuning(finetuning: FinetuningSettings, architecture: Architecture) -> FinetuningSettings:
     """Return the settings of fine-tuning with those of the adapter that is trained further, if there is one.
 
     For processes that could not read the model's config.json before they were started; it has no effect in others.
@@ -122,7 +122,7 @@ def _taken(loaded: Loaded, architecture: Architecture, folder: Path, taken: Mapp
     kept = {name for name in taken if f"finetuning.{name}" in written}
     findings = [*_otherwise(finetuning, trained, kept, architecture, loaded, folder)]
     new = {f"finetuning.{name}": value for name, value in taken.items() if name not in kept}
-    changed = loaded.taking(new, str(folder / ADAPTER_CONFIG), ADAPTER_CONFIG)
+    changed = loaded.with_values(new, str(folder / ADAPTER_CONFIG), ADAPTER_CONFIG)
     return replace(changed, findings=[*loaded.findings, *map(loaded.phrased, findings)])
 
 
@@ -179,7 +179,7 @@ class Gpu:
     speedup: float | None = None
 
 
-def of_device(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded, list[str]]:
+def with_device_defaults(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded, list[str]]:
     """Return the settings with the defaults of a GPU, and log lines with the reasons.
 
     Values of a user or a dialect do not change: Megatron-SWIFT's reader sets the precision of the model's config.json.
@@ -187,7 +187,7 @@ def of_device(loaded: Loaded, gpu: Gpu, world_size: int | None) -> tuple[Loaded,
     if neither bf16 nor fp16 is set.
     """
     reasons = {path: why for path, why in _defaults(loaded, gpu, world_size) if path not in loaded.entries}
-    changed = loaded.taking(dict.fromkeys(reasons, True), gpu.name, gpu.name)
+    changed = loaded.with_values(dict.fromkeys(reasons, True), gpu.name, gpu.name)
     lines = []
     for why in dict.fromkeys(reasons.values()):
         names = [path.partition(".")[2] for path, each in reasons.items() if each == why]

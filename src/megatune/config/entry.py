@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from megatune.config.setting import G, SettingInfo, fitted
+from megatune.config.setting import G, SettingInfo, validate_group
 from megatune.config.values import (
     TooLarge,
     Value,
@@ -221,7 +221,7 @@ class Builder:
 
     def group(self, model: type[G], written: Mapping[str, Written]) -> G:
         """Build a group from the valid values."""
-        built, wrong = fitted(model, {name: each.value for name, each in written.items()})
+        built, wrong = validate_group(model, {name: each.value for name, each in written.items()})
         for name, items in wrong.items():
             self.wrong(written[name], items)
         return built

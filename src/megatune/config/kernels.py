@@ -54,7 +54,7 @@ def c_compiler(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def attention_kernels(
-    capability: Capability, backend: str, dtype: str, channels: int, *, in_runs: bool, grouped: bool = False
+    capability: Capability, backend: str, dtype: str, channels: int, *, varlen: bool, grouped: bool = False
 ) -> tuple[AttentionKernel, ...]:
     """Return the kernels that can compute attention, the best first.
 
@@ -63,7 +63,7 @@ def attention_kernels(
         backend: the setting attention_backend.
         dtype: the name of the torch dtype of queries.
         channels: the largest head dimension of queries, keys or values.
-        in_runs: see `attends_in_runs`.
+        varlen: see `needs_varlen`.
         grouped: whether several query heads share a key/value head.
 
     Returns:
@@ -72,9 +72,9 @@ def attention_kernels(
     """
     on_cpu = capability == CPU
     has_flash = on_cpu or (dtype in _FLASH_DTYPES and channels <= _FLASH_CHANNELS and capability >= _FLASH_SINCE)
-    if backend in PLAIN_BACKENDS or (in_runs and not has_flash):
+    if backend in PLAIN_BACKENDS or (varlen and not has_flash):
         return ("plain",)
-    if in_runs:
+    if varlen:
         return ("varlen",)
     if on_cpu:
         return "flash", "math"
@@ -88,7 +88,7 @@ def attention_kernels(
     return "flash", "cudnn", "efficient", "math"
 
 
-def attends_in_runs(settings: Settings) -> bool:
+def needs_varlen(settings: Settings) -> bool:
     """Return whether attention needs variable lengths, which cuDNN's kernels in torch do not support: for packed
     sequences, or chunks of a sequence that other context-parallel ranks hold."""
     parallel = settings.parallel

@@ -13,12 +13,12 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.config.dialects.dialect import ACCUMULATION, LLAMAFACTORY, Dialect, foreign_keys
 from megatune.config.entry import Builder, SettingEntry, Written, read_file
+from megatune.config.flags import read_flags, read_overrides
 from megatune.config.rules import RULES, check
 from megatune.config.rules.rule import Rule, either, multiples_around
 from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
 from megatune.config.values import Value, coerce, is_long_name, quoted, shown
-from megatune.config.words import read_flags, read_overrides
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, names_with, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
@@ -68,7 +68,7 @@ class Loaded:
         entries = {path: entry for path, entry in self.entries.items() if path not in self.secrets}
         return replace(self, entries=entries, secrets={})
 
-    def taking(self, changes: Mapping[str, Any], where: str, origin: str) -> Loaded:
+    def with_values(self, changes: Mapping[str, Any], where: str, origin: str) -> Loaded:
         """Return a copy with other values, by "group.name", as if a user had written them at a place."""
         entries = {
             path: SettingEntry(all_settings()[path].name, Value(v), where, origin) for path, v in changes.items()

@@ -13,7 +13,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.families.rope import rope_parameters, rope_problems, with_rope_scaling
 from megatune.hub.models import MAIN, ChangedModel, Model, open_model
-from megatune.hub.vocabulary import TOKENIZER, GrownModel, NewTokens, padded_rows, rows_of, with_rows
+from megatune.hub.vocabulary import TOKENIZER, ExtendedModel, NewTokens, padded_rows, rows_of, with_rows
 
 
 def as_scaled(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def is_changed(settings: Settings) -> bool:
 def changed(model: Model, settings: Settings) -> Model:
     """Return a model with the changes of a run: added tokens, and a config.json with rotary scaling."""
     if (tokens := new_tokens(settings)) is not None:
-        model = GrownModel(model, tokens)
+        model = ExtendedModel(model, tokens)
     if settings.model.rope_scaling is None:
         return model
 
@@ -98,11 +98,11 @@ def as_changed(config: Mapping[str, Any], settings: Settings, folder: Path | Non
         folder: of the model, whose tokenizer decides which rows new tokens get; without it each gets a new row.
 
     Raises:
-        MegatuneError: see `as_scaled`, `new_tokens` and `GrownModel`.
+        MegatuneError: see `as_scaled`, `new_tokens` and `ExtendedModel`.
     """
     tokens = new_tokens(settings)
     if tokens is not None and folder is not None and (folder / TOKENIZER).is_file():
-        config = read_config(GrownModel(Model(folder), tokens).config_dir())
+        config = read_config(ExtendedModel(Model(folder), tokens).config_dir())
     elif tokens is not None and (number := len({*tokens.plain, *tokens.special})):
         config = with_rows(config, padded_rows(rows_of(config) + number))
     return as_scaled(config, settings)
@@ -112,7 +112,7 @@ def lines_of(model: Model, settings: Settings) -> list[str]:
     """Return log lines on the changes of a model by its settings."""
     tokens, lines = new_tokens(settings), list[str]()
     if tokens is not None:
-        lines.append(GrownModel(model, tokens).line())
+        lines.append(ExtendedModel(model, tokens).line())
     if settings.model.rope_scaling is not None:
         lines.append(scaling_line(read_config(model.config_dir()), settings))
     return lines

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from megatune.config.entry import Builder, SettingEntry, Written
+from megatune.config.flags import Arguments, ParsedFlag, parse_words
 from megatune.config.setting import G, Group, SettingInfo, describe
 from megatune.config.values import TRUTH, Value, coerce, parse, shown
-from megatune.config.words import Arguments, FlagWords, value_of_words
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, in_order
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Options(Generic[G]):
         fix = did_you_mean(key, [dashes + name for name in self.names], otherwise)
         return Finding(what, where, fix=fix)
 
-    def take(self, key: str, flag: FlagWords) -> tuple[Value | None, list[str]]:
+    def take(self, key: str, flag: ParsedFlag) -> tuple[Value | None, list[str]]:
         """Return the value of a flag, None if it is missing, and the words after it that are not part of it."""
         option = self.find(key)
         if option is None:  # ignored or refused
@@ -124,7 +124,7 @@ class Options(Generic[G]):
         if not words and typed.bare is not None:
             words = [typed.bare]
         kind = list if list in info.kinds else next(iter(info.kinds)) if len(info.kinds) == 1 else object
-        return value_of_words(words, kind), behind[count:]
+        return parse_words(words, kind), behind[count:]
 
     def build(self, written: Iterable[SettingEntry], builder: Builder) -> tuple[G, list[SettingEntry]]:
         """Build the group from entries; return it with the entries of options, by their own names."""
@@ -163,7 +163,7 @@ class Options(Generic[G]):
 
 
 @dataclass(slots=True)
-class Given(Generic[G]):
+class ParsedArguments(Generic[G]):
     """A parsed command line.
 
     Attributes:

@@ -54,7 +54,7 @@ class Mark(Enum):
     NAME = "it may be the name of a file or folder"
     ROWS = "its value determines the token rows"
     CONTENT = "the files that it names, or what it decides, determine the token rows"
-    PICTURES = "it determines the rows of a vision-language model"
+    MEDIA = "it determines the rows of a vision-language model"
     MACHINE = "the machines of one run may have different values"
     START = "it sets where a run starts, not how it trains"
 
@@ -121,7 +121,7 @@ class Group(BaseModel):
 G = TypeVar("G", bound=Group)
 
 
-def fitted(group: type[G], values: Mapping[str, Any]) -> tuple[G, dict[str, list[Any]]]:
+def validate_group(group: type[G], values: Mapping[str, Any]) -> tuple[G, dict[str, list[Any]]]:
     """Build a group from the valid values; return it with the names of invalid ones, each with a list's invalid
     items."""
     try:

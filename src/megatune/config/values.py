@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from megatune.config.setting import SettingInfo
-from megatune.errors import closest
+from megatune.errors import ExitCode, Finding, MegatuneError, closest
 
 _MAX_DEPTH = 8  # an alias inside its own anchor nests infinitely
 
@@ -41,10 +44,10 @@ class Value:
     items: tuple[Value, ...] = ()
 
 
-def as_read(data: Any) -> Value:
+def to_value(data: Any) -> Value:
     """Return data as a value, as if it had been written in a file."""
     if isinstance(data, list):
-        return Value(data, items=tuple(map(as_read, data)))
+        return Value(data, items=tuple(map(to_value, data)))
     return Value(
         data, None if data is None or isinstance(data, dict) else data if isinstance(data, str) else shown(data)
     )
@@ -258,6 +261,29 @@ def ranges(numbers: Iterable[int]) -> str:
 def is_variable(name: str) -> bool:
     """Return whether an environment variable can have this name."""
     return bool(name) and "=" not in name
+
+
+def import_object(path: str, what: str, where: str = "") -> Any:
+    """Import an object by its path, "module:name" or "package.module.name", from the working directory or PYTHONPATH.
+
+    Args:
+        what, where: the kind of object, and the place of its path, for messages.
+
+    Raises:
+        MegatuneError: SETTINGS, if it cannot be imported.
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    if os.getcwd() not in sys.path:  # a console script does not have it
+        sys.path.append(os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a user's module may raise anything
+        said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        fix = "write it as package.module.name, with the package's folder as the working folder or in PYTHONPATH"
+        raise MegatuneError(Finding(f"{what} {path!r}: {said}", where, fix=fix), ExitCode.SETTINGS) from error
+    return found
 
 
 def _text(node: yaml.ScalarNode) -> str:

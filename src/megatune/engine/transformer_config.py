@@ -45,7 +45,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.fp8_scaling = settings.precision.fp8
     config.uses_transformer_engine = uses_transformer_engine(settings, architecture)
     config.windows = architecture.windows or (None,) * (architecture.num_layers + architecture.mtp_num_layers)
-    config.pictures_whole = architecture.pictures_whole
+    config.bidirectional_images = architecture.bidirectional_images
     config.whole_in_windows = architecture.vision is not None and architecture.vision.whole_in_windows
     config.query_scaling = architecture.query_scaling
     config.value_norms, config.keys_are_values = architecture.value_norms, False

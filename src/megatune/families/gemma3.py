@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from megatune.encoders import PictureText, VisionLayers
+from megatune.encoders import MediaPlaceholder, VisionLayers
 from megatune.families import gemma3_text
 from megatune.families.family import Config
 from megatune.families.values import side
@@ -78,7 +78,7 @@ VISION = VisionDeclaration(
     defaults={"depth": 12, "num_heads": 12, "hidden_size": 768, "intermediate_size": 3072, "patch_size": 16},
     constants={
         "temporal_patch_size": 1, "video_token_id": -1, "whole": True,
-        "text": PictureText(
+        "text": MediaPlaceholder(
             image="<image_soft_token>", video="", start="<start_of_image>", end="<end_of_image>", around="\n\n"
         ),
     },

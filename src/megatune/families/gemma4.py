@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.encoders import PictureText, VisionLayers
+from megatune.encoders import MediaPlaceholder, VisionLayers
 from megatune.families import gemma4_text
 from megatune.families.family import Config
 from megatune.families.sparse import fused_experts
@@ -97,7 +97,7 @@ VISION = VisionDeclaration(
     },
     constants={
         "gated": True, "temporal_patch_size": 1, "video_token_id": -1, "whole_in_windows": True,
-        "text": PictureText(image="<|image|>", video="", start="<|image>", end="<image|>"),
+        "text": MediaPlaceholder(image="<|image|>", video="", start="<|image>", end="<image|>"),
     },
     read=_vision,
 )  # fmt: skip

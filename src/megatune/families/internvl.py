@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatune.encoders import PictureText, VisionLayers
+from megatune.encoders import MediaPlaceholder, VisionLayers
 from megatune.families import qwen2, qwen3
 from megatune.families.dense import DECODER, QK_NORMS, QKV_BIAS
 from megatune.families.family import Config
@@ -79,7 +79,7 @@ VISION = VisionDeclaration(
     constants={
         "temporal_patch_size": 1, "video_token_id": -1, "vision_start_token_id": -1, "vision_end_token_id": -1,
         "tiles": True,
-        "text": PictureText(image="<IMG_CONTEXT>", video="", start="<img>", end="</img>"),
+        "text": MediaPlaceholder(image="<IMG_CONTEXT>", video="", start="<img>", end="</img>"),
     },
     read=_vision,
 )  # fmt: skip

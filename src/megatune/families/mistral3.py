@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.encoders import PictureText, VisionLayers
+from megatune.encoders import MediaPlaceholder, VisionLayers
 from megatune.families import ministral3, mistral
 from megatune.families.family import Config, Family
 from megatune.families.vision import FORMS, PATCH_SHAPE, H, V, VisionDeclaration, as_decoder, layers, projector, tower
@@ -84,7 +84,7 @@ VISION = VisionDeclaration(
     constants={
         "gated": True, "temporal_patch_size": 1, "video_token_id": -1, "vision_start_token_id": -1,
         "vision_end_token_id": -1,
-        "text": PictureText(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]"),
+        "text": MediaPlaceholder(image="[IMG]", video="", start="", end="[IMG_END]", row_end="[IMG_BREAK]"),
     },
     read=_vision,
 )  # fmt: skip

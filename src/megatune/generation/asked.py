@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatune.config.options import Given
+from megatune.config.options import ParsedArguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import AdaptedModel, adapted_model, nearest_folder
 from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 
 def checked(
-    given: Given[Any],
+    given: ParsedArguments[Any],
     more: Iterable[Finding] = (),
     pictures: Iterable[tuple[str, str]] = (),
     *,
@@ -72,7 +72,7 @@ def checked(
     return Asked(name, generation, adapted, vllm)
 
 
-def model_of(given: Given[Any]) -> tuple[str | None, str | None]:
+def model_of(given: ParsedArguments[Any]) -> tuple[str | None, str | None]:
     """Return the model, and the base of one that is an adapter; a file's model_name_or_path is the model."""
     options = given.options
     model, base = next(iter(given.words), options.model), options.model_name_or_path
@@ -81,7 +81,7 @@ def model_of(given: Given[Any]) -> tuple[str | None, str | None]:
     return model, base
 
 
-def model_findings(given: Given[Any], model: str | None) -> Iterator[Finding]:
+def model_findings(given: ParsedArguments[Any], model: str | None) -> Iterator[Finding]:
     """Yield what is wrong with how the model is named."""
     if given.words and given.options.model is not None:
         why = f"MODEL is {given.words[0]} already"

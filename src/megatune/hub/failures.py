@@ -18,7 +18,7 @@ _LOG_IN = "log in: hf auth login, or set HF_TOKEN"
 
 
 @contextmanager
-def explained(repository: Repository) -> Iterator[None]:
+def translated_errors(repository: Repository) -> Iterator[None]:
     """Convert errors of the hub's library in the block to findings.
 
     Raises:
@@ -42,7 +42,7 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
 
     kind, name = repository.kind, f"{repository.repo_id} on {repository.host}"
     if isinstance(error, errors.HFValidationError):
-        return no_id(repository.repo_id, kind, kind.key)
+        return invalid_id(repository.repo_id, kind, kind.key)
     if isinstance(error, errors.GatedRepoError):
         fix = f"request access on its page, then {_LOG_IN}"
         return _missing(repository, f"access to {name} must be requested", fix)
@@ -88,10 +88,10 @@ def _of_system(repository: Repository, error: Exception) -> MegatuneError | None
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
         return _unavailable(repository, why(error))
     what = f"cannot store the files of {repository.repo_id}: {error.strerror or type(error).__name__}"
-    return not_kept(repository, what, str(error.filename or ""))
+    return cannot_store(repository, what, str(error.filename or ""))
 
 
-def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
+def cannot_store(repository: Repository, what: str, where: str) -> MegatuneError:
     """Return the error of a cache that cannot be written."""
     fix = "set HF_HOME or MODELSCOPE_CACHE to a folder that can be written"
     if repository.kind.revision_key:
@@ -99,7 +99,7 @@ def not_kept(repository: Repository, what: str, where: str) -> MegatuneError:
     return MegatuneError(Finding(what, where, fix=fix), ExitCode.CANNOT_WRITE)
 
 
-def no_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
+def invalid_id(repo_id: str, kind: Kind, where: str) -> MegatuneError:
     """Return the error of an invalid repository id."""
     what = f"{repo_id!r} is not the id of a {kind.noun} on a hub"
     return MegatuneError(Finding(what, where, fix="write OWNER/NAME"), ExitCode.SETTINGS)

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import remembered_digest
-from megatune.hub.failures import explained, no_id, not_kept
+from megatune.hub.failures import cannot_store, invalid_id, translated_errors
 from megatune.progress import Progress, amount
 
 
@@ -160,7 +160,7 @@ def open_repository(
             library cannot be reached (69); the cache cannot be written (73).
     """
     if not is_repository_id(repo_id, owner=hub == "ms"):
-        raise no_id(repo_id, kind, where)
+        raise invalid_id(repo_id, kind, where)
     return _repository(hub, repo_id, kind, revision, cache_dir)
 
 
@@ -211,7 +211,7 @@ def _check_room(repository: Repository, size: int) -> None:
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if size > free:
         what = f"no disk space for {repository.repo_id}: {amount(size)} are needed, and {amount(free)} are free"
-        raise not_kept(repository, what, str(folder))
+        raise cannot_store(repository, what, str(folder))
 
 
 class HuggingFaceRepository(Repository):
@@ -233,7 +233,7 @@ class HuggingFaceRepository(Repository):
         self.sizes = self._sizes()
 
     def _call(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        with explained(self):
+        with translated_errors(self):
             return function(self.repo_id, *args, repo_type=self.kind.repo_type, cache_dir=self.cache_dir, **more)
 
     def _sizes(self) -> dict[str, int]:
@@ -249,7 +249,7 @@ class HuggingFaceRepository(Repository):
             if self.kind is MODEL:
                 files = (file for file in self.folder.rglob("*") if file.is_file())
                 return {file.relative_to(self.folder).as_posix(): file.stat().st_size for file in files}
-            with explained(self):
+            with translated_errors(self):
                 raise error
         return {file.path: file.size for file in tree if _is_inside(file.path)}
 
@@ -260,13 +260,13 @@ class HuggingFaceRepository(Repository):
     def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
         from huggingface_hub import hf_hub_download
 
-        with explained(self):
+        with translated_errors(self):
             _remove(self.folder / path)  # it is incomplete, as `cached` found
         bar = progress.bar_class() if progress else None
         file = Path(self._call(hf_hub_download, path, revision=self.commit, tqdm_class=bar))
         # A large file's name in the cache is its SHA-256, which the library does not check.
         name = Path(os.readlink(file)).name if file.is_symlink() else ""
-        with explained(self), open(file, "rb") as content:
+        with translated_errors(self), open(file, "rb") as content:
             if len(name) == 64 and hashlib.file_digest(content, "sha256").hexdigest() != name:
                 _remove(file)
                 what = f"{path} of {self.repo_id} from {self.host} is damaged: it does not have the listed digest"
@@ -295,7 +295,7 @@ class ModelScopeRepository(Repository):
         super().__init__(kind, repo_id, host_of(config.endpoint), revision if revision != MAIN else "master", cache_dir)
         self._api, self.commit = HubApi(config), self.revision
         self.folder = Path(cache_dir or config.cache_dir)
-        with explained(self):
+        with translated_errors(self):
             files = self._api.list_repo_files(repo_id, kind.repo_type, revision=self.revision)
         # Size in bytes and SHA-256 of each file.
         self._files = {f.path: (f.size, f.sha256) for f in files if not f.is_dir and _is_inside(f.path)}
@@ -316,7 +316,7 @@ class ModelScopeRepository(Repository):
 
     def fetch(self, path: str, progress: FetchProgress | None = None) -> Path:
         size, digest = self._files[path]
-        with explained(self):
+        with translated_errors(self):
             file = self._download(path, expected_sha256=digest, file_size=size)
         if progress:
             progress.add(size)

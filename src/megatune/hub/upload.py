@@ -51,7 +51,7 @@ def start(order: Mapping[str, Any], log: Path | int) -> subprocess.Popen[bytes]:
     return process
 
 
-def answer_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+def read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Return the answer of a process that has ended."""
     assert process.stdout is not None
     said = process.stdout.read()
@@ -62,7 +62,7 @@ def answer_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
         return {"why": f"its process ended with code {process.wait()}", "is_refused": False}
 
 
-def later(hub: Hub, repo_id: str, checkpoint: Path) -> str:
+def push_command(hub: Hub, repo_id: str, checkpoint: Path) -> str:
     """Return the command that pushes a checkpoint by hand."""
     program = "hf upload" if hub == "hf" else "modelscope upload"
     return f'{program} {repo_id} {checkpoint} . --exclude "training/*" --exclude "iter_*"'
@@ -81,7 +81,7 @@ def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[st
     process = start(order, subprocess.DEVNULL)
     try:
         process.wait(_PREPARE_SECONDS)
-        answer = answer_of(process)
+        answer = read_answer(process)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

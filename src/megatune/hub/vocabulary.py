@@ -55,7 +55,7 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grown:
+class _Extension:
     """The changes of a model by new tokens.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Grown:
     meanings: Mapping[int, tuple[int, ...]]
 
 
-class GrownModel(Model):
+class ExtendedModel(Model):
     """A model with added tokens; the model itself if it has all of them.
 
     Raises:
@@ -106,7 +106,7 @@ class GrownModel(Model):
         rows = f"in spare rows of the {grown.before}" if grown.after == grown.before else rows
         return f"model      {len(grown.ids)} new tokens, ids {grown.ids[0]} to {grown.ids[-1]}: {rows}"
 
-    def _seen(self, folder: Path) -> tuple[Path, _Grown | None]:
+    def _seen(self, folder: Path) -> tuple[Path, _Extension | None]:
         if is_torch_dist(folder):
             what, why = (
                 "tokens are added to a model in Megatron-Core's format",
@@ -133,7 +133,7 @@ def as_adapted(model: Model, adapters: Sequence[Path]) -> Model:
     known = {each["content"] for each in _added(base)}
     new = [each for each in _added(folder / TOKENIZER) if each["content"] not in known]
     plain, special = (tuple(each["content"] for each in new if each["special"] is kind) for kind in (False, True))
-    return GrownModel(model, NewTokens(plain, special)) if new else model
+    return ExtendedModel(model, NewTokens(plain, special)) if new else model
 
 
 def _has_embeddings(adapter: Path) -> bool:
@@ -151,7 +151,7 @@ def _added(tokenizer: Path) -> list[dict[str, Any]]:
 
 
 @cache
-def _small_view(folder: Path, tokens: NewTokens, identity: tuple[tuple[int, int], ...]) -> tuple[Path, _Grown | None]:
+def _small_view(folder: Path, tokens: NewTokens, identity: tuple[object, ...]) -> tuple[Path, _Extension | None]:
     """Return a folder without weights, and the changes; the original folder if there are none. The folder is deleted
     with this process, and cached for unchanged files (`identity`)."""
     config = read_config(folder)
@@ -198,7 +198,7 @@ def padded_rows(rows: int) -> int:
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
-def _grow(folder: Path, config: Mapping[str, Any], tokens: NewTokens) -> _Grown | None:
+def _grow(folder: Path, config: Mapping[str, Any], tokens: NewTokens) -> _Extension | None:
     """Add tokens to a tokenizer; return None if it had all of them, with rows."""
     from tokenizers import Tokenizer
 
@@ -219,7 +219,7 @@ def _grow(folder: Path, config: Mapping[str, Any], tokens: NewTokens) -> _Grown 
     }
     meanings = {id_: tuple(each for each in found if each not in ids and each < rows) for id_, found in known.items()}
     parts = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return _Grown(
+    return _Extension(
         tokenizer.to_str(pretty=True),
         {id_: {part: getattr(each, part) for part in parts} for id_, each in added.items()},
         tuple(sorted(ids)),
@@ -233,7 +233,7 @@ def _is_added(tokenizer: Tokenizer, token: str) -> bool:
     return any(each.content == token for each in tokenizer.get_added_tokens_decoder().values())
 
 
-def _write_weights(folder: Path, view: Path, grown: _Grown, tokens: NewTokens) -> None:
+def _write_weights(folder: Path, view: Path, grown: _Extension, tokens: NewTokens) -> None:
     """Write links to the weights, a file with the embeddings, and an index into the folder `view`."""
     index = folder / INDEX
     file_of = read_whole_index(index) if index.is_file() else dict.fromkeys(read_header(folder / WEIGHTS), WEIGHTS)
@@ -268,7 +268,7 @@ def _places(architecture: Architecture, names: Container[str]) -> dict[str, int]
 def _write_embeddings(
     target: BinaryIO,
     found: Mapping[str, tuple[Path, HeaderEntry]],
-    grown: _Grown,
+    grown: _Extension,
     tokens: NewTokens,
     places: Mapping[str, int],
 ) -> None:
@@ -301,7 +301,7 @@ def _chunks(size: int, most: int = 2**26) -> Iterator[int]:
 
 
 def _new_rows(
-    path: Path, entry: HeaderEntry, grown: _Grown, tokens: NewTokens, place: int
+    path: Path, entry: HeaderEntry, grown: _Extension, tokens: NewTokens, place: int
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
     """Return the initial new rows, by id, and the mean row, in the dtype of the file.
 

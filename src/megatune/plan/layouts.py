@@ -158,7 +158,7 @@ class Space:
         whole_rows = self.settings.performance.attention_backend == "fused"
         if whole_rows and self._cp_comm_type(layout) != "a2a":
             return False
-        if self.architecture.pictures_whole and self.architecture.num_attention_heads % (layout.tp * layout.cp):
+        if self.architecture.bidirectional_images and self.architecture.num_attention_heads % (layout.tp * layout.cp):
             return False
         return self.cutoff >= layout.cp * TOKENS_OF_A_CONTEXT_PART
 
@@ -233,14 +233,14 @@ class Space:
         """Return the settings' own where it can be, or a ring; exchanged heads where pictures stay whole."""
         asked = self.settings.parallel.cp_comm_type
         heads = self.architecture.num_attention_heads
-        if self.architecture.pictures_whole:
+        if self.architecture.bidirectional_images:
             return "a2a"
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with the other exchanges of context parallelism."""
         parallel = settings.parallel
-        only_a2a = settings.performance.attention_backend == "fused" or self.architecture.pictures_whole  # whole rows
+        only_a2a = settings.performance.attention_backend == "fused" or self.architecture.bidirectional_images
         if parallel.context_parallel_size == 1 or only_a2a:
             return
         heads = self.architecture.num_attention_heads

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatune.config.derived import of_device, of_model, with_adapters
+from megatune.config.derived import with_adapter_settings, with_device_defaults, with_model_defaults
 from megatune.config.load import load
-from megatune.config.options import Given
+from megatune.config.options import ParsedArguments
 from megatune.config.rules import RULES, finetuning, trained
 from megatune.config.rules.rule import Rule
 from megatune.config.settings import Settings, with_settings
@@ -46,7 +46,7 @@ class PlanReader:
         missing: what ends with `missing_code` where nothing is wrong with the settings.
     """
 
-    given: Given[PlanOptions]
+    given: ParsedArguments[PlanOptions]
     count_gpus: Callable[[], int]
     describe_machine: Callable[[int, int, str | None], tuple[Machine | None, str]]
     notes: list[str] = field(default_factory=list)
@@ -186,13 +186,13 @@ class QuestionReader(PlanReader):
         self.written = {path.partition(".")[0] for path in loaded.written}
         model = self._model(loaded.settings)
         if model is not None:
-            self.loaded = self.found(lambda: with_adapters(loaded, model.architecture)) or loaded
-            self.loaded, lines = of_model(self.loaded, model.architecture)
+            self.loaded = self.found(lambda: with_adapter_settings(loaded, model.architecture)) or loaded
+            self.loaded, lines = with_model_defaults(self.loaded, model.architecture)
             self.notes += lines
         world, machine = self._machine(self.loaded.settings)
         self.keys = frozenset(self.loaded.written)
         if self.file is not None and machine is not None and not machine.device.on_cpu:
-            self.loaded, lines = of_device(self.loaded, machine.device.gpu, world)
+            self.loaded, lines = with_device_defaults(self.loaded, machine.device.gpu, world)
             self.notes += lines
         before = len(self.loaded.findings)
         self.loaded = self.loaded.for_world(world)

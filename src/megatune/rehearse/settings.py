@@ -183,7 +183,7 @@ def rehearsed_world(parallel: ParallelSettings, world_size: int) -> int:
 
 def describe_layout(parallel: ParallelSettings, world_size: int) -> str:
     """Name every size above 1, as every plan does, and sequence parallelism: tp2 pp4 vpp2 ep8 dp4 sp."""
-    words = parallel.words(world_size, has_experts=parallel.expert_model_parallel_size > 1)
+    words = parallel.layout_name(world_size, has_experts=parallel.expert_model_parallel_size > 1)
     return f"{words} sp" if parallel.sequence_parallel else words or "one process"
 
 

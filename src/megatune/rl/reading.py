@@ -12,9 +12,9 @@ from pathlib import Path
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll import ReadRL, read_roll
 from megatune.config.dialects.roll_roles import ModelOf
-from megatune.config.named import named
 from megatune.config.rl.settings import InferRole, RLSettings
 from megatune.config.settings import Settings
+from megatune.config.values import import_object
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.rl.rewards.pool import load_rewards
@@ -64,7 +64,7 @@ def _load_functions(settings: RLSettings, places: Mapping[str, str]) -> None:
     algorithm, findings, code = settings.algorithm, list[Finding](), ExitCode.SETTINGS
     paths = {key: getattr(algorithm, key) for key in ("advantage_function", "loss_function")}
     loads: list[Callable[[], object]] = [partial(load_rewards, settings.rewards)]
-    loads += [partial(named, path, key, key) for key, path in paths.items() if path]
+    loads += [partial(import_object, path, key, key) for key, path in paths.items() if path]
     for load in loads:
         try:
             load()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatune.config.options import Flag, Given
+from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -68,7 +68,7 @@ class ExportOptions(Group):
         return self.to_mcore or self.to_hf
 
 
-def checked(given: Given[Any]) -> ExportOptions:
+def checked(given: ParsedArguments[Any]) -> ExportOptions:
     """Return the options, with the model that is named by itself.
 
     Raises:
@@ -81,7 +81,7 @@ def checked(given: Given[Any]) -> ExportOptions:
     return export
 
 
-def _missing(export: ExportOptions, given: Given[Any]) -> Iterator[Finding]:
+def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Finding]:
     """Yield what has to be said, or contradicts."""
     if given.words and given.options.model_name_or_path is not None:
         where = next(entry.where for entry in reversed(given.entries) if entry.key == "model_name_or_path")

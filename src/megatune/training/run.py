@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.bridge.assemble import LoadedModel, attach_optimizer, load_model
-from megatune.config.derived import as_adapter, of_model
+from megatune.config.derived import resolve_finetuning, with_model_defaults
 from megatune.config.load import Loaded
 from megatune.config.settings import Settings, counted_steps, with_settings
 from megatune.data.encode import load_tokenizer, padding_token
@@ -119,8 +119,8 @@ def _train_from(
     resumed, notes = choose_checkpoint(context, settings, output_dir, damaged)
     source = model_on_node(context, settings, model_dir, resumed)
     architecture = load_architecture(source, *settings.task)
-    experts = settings.experts if asked is None else of_model(asked, architecture)[0].settings.experts
-    finetuning = as_adapter(settings.finetuning, architecture)
+    experts = settings.experts if asked is None else with_model_defaults(asked, architecture)[0].settings.experts
+    finetuning = resolve_finetuning(settings.finetuning, architecture)
     settings = on_its_day(settings.model_copy(update={"finetuning": finetuning, "experts": experts}), resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:

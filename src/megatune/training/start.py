@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatune.config.derived import of_device
+from megatune.config.derived import with_device_defaults
 from megatune.config.load import Loaded, dump
 from megatune.config.settings import Settings, with_settings
 from megatune.data.check import Checked
@@ -70,7 +70,7 @@ class Launch:
         world_size = here.world_size if here else None
         loaded, lines = loaded.for_world(world_size), list[str]()
         if num_gpus:
-            loaded, lines = of_device(loaded, this_gpu(env), world_size)
+            loaded, lines = with_device_defaults(loaded, this_gpu(env), world_size)
         return Launch(
             loaded=loaded,
             rank_env=rank_env,

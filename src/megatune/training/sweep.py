@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatune.config.flags import is_key
 from megatune.config.load import load
 from megatune.config.values import parse, shown
-from megatune.config.words import is_key
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.picture import new_figure, write

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.architecture import Architecture
+from megatune.config.flags import split_arguments
 from megatune.config.load import Loaded, load
 from megatune.config.rules import check
 from megatune.config.settings import BatchSettings, FinetuningSettings, Settings, setting_value, with_settings
-from megatune.config.words import split_arguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.scores import CLASSES
 from megatune.launch.devices import count_gpus

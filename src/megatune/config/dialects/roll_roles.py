@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.config.derived import of_model
+from megatune.config.derived import with_model_defaults
 from megatune.config.dialects.dialect import Dialect, rows_below, table
 from megatune.config.dialects.roll_reader import Part, Section, part_of
 from megatune.config.dialects.roll_run import environment, profiled, reported
@@ -183,7 +183,7 @@ def model_role(
     if roles.model_of is not None and settings.model.model_name_or_path:
         architecture = roles.model_of(settings, SCORER if name.startswith("rewards.") else settings.run.stage)
     if trains and architecture is not None:
-        loaded, lines = of_model(_with_encoder(loaded, architecture), architecture)
+        loaded, lines = with_model_defaults(_with_encoder(loaded, architecture), architecture)
         part.reader.lines += lines
     settings, said = loaded.settings, replace(loaded, dialect=part.reader.dialect or ROLL)
     found = said.check_rules(architecture, len(devices), rules=RULES)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 
 from megatune.config.entry import Builder, SettingEntry, read_mapping, yaml_finding
-from megatune.config.values import Value, as_read, compose, short, shown, value_of
-from megatune.config.words import place_of
+from megatune.config.flags import place_of
+from megatune.config.values import Value, compose, short, shown, to_value, value_of
 from megatune.errors import Finding
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Reading(Builder):
         for name in key[:-1]:
             below = below.setdefault(name, {})
         dotted, below[key[-1]] = ".".join(key), value
-        self.entries[dotted] = SettingEntry(dotted, as_read(value), where, origin)
+        self.entries[dotted] = SettingEntry(dotted, to_value(value), where, origin)
 
     def entry(self, dotted: str, data: Any) -> SettingEntry:
         """Return the value at a key, with its own place, or that of the first value in it, or of what it is in."""
@@ -77,7 +77,7 @@ class Reading(Builder):
         while near is None and "." in at:
             near = self.entries.get(at := at.rpartition(".")[0])
         near = near or SettingEntry("", Value(None), "", "")
-        return replace(near, key=dotted, value=as_read(data) if own is None else own.value)
+        return replace(near, key=dotted, value=to_value(data) if own is None else own.value)
 
 
 def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
@@ -313,7 +313,7 @@ class _Resolver:
                 self._find(entry, error)
                 value = None
             is_own = own is not None and "${" not in str(own.value.data)
-            entry = entry if is_own else replace(entry, value=as_read(value))
+            entry = entry if is_own else replace(entry, value=to_value(value))
             found[name], self.reading.entries[dotted] = entry.value.data, entry
         return found
 

@@ -17,9 +17,9 @@ from typing import Any
 from megatune.config.dialects.checks import checks
 from megatune.config.dialects.dialect import Row, table
 from megatune.config.entry import SETTINGS_FILES, SettingEntry, read_file
+from megatune.config.flags import match_flags, parse_words, split_flags
 from megatune.config.settings import setting_paths
-from megatune.config.values import Value, as_read, is_number, is_variable, shown
-from megatune.config.words import flags_with_words, meant_by, value_of_words
+from megatune.config.values import Value, is_number, is_variable, shown, to_value
 from megatune.errors import Finding, did_you_mean
 
 # Attributes that conditions of checks name.
@@ -95,7 +95,7 @@ class Command:
         rest, rows = list(words), table("swift")
         if rest and rest[0].endswith(SETTINGS_FILES):
             self._read_file(rest.pop(0))
-        for flag in flags_with_words(rest, lambda key: kinds().get(key, bool) is not bool):
+        for flag in split_flags(rest, lambda key: kinds().get(key, bool) is not bool):
             key, values = _known(flag.key), flag.values
             if not flag.typed:
                 fix = "write --flag VALUE; a file of flags is the first word, and ends in .yaml, .yml or .json"
@@ -106,7 +106,7 @@ class Command:
                 self._type(SettingEntry(key.removeprefix("no_"), Value(False, "false"), f"--{key}", "flag"))
                 if values:
                     self.findings.append(Finding(f"{key} takes no value", f"--{key}", fix=f"write --{key[3:]} VALUE"))
-            elif (value := value_of_words(values, kinds()[key])) is None:
+            elif (value := parse_words(values, kinds()[key])) is None:
                 self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
             else:
                 self._type(SettingEntry(key, value, f"--{key}", "flag"))
@@ -188,7 +188,7 @@ class Command:
         for entries in (self.flags, self.defaults):
             if name in entries:
                 entry = entries[name]
-                entries[name] = SettingEntry(entry.key, as_read(data), entry.where, entry.origin)
+                entries[name] = SettingEntry(entry.key, to_value(data), entry.where, entry.origin)
                 if why:
                     self.whys[entry.where] = why
                 return
@@ -198,14 +198,14 @@ class Command:
         entries = self.flags if name in self.flags else self.defaults
         where = entries[name].where if name in entries else self.default_origin
         origin = entries[name].origin if name in entries else self.default_origin
-        entries[key] = SettingEntry(key, as_read(data), where, origin)
+        entries[key] = SettingEntry(key, to_value(data), where, origin)
         if why:
             self.whys[where] = why
 
     def default(self, key: str, data: Any, why: str = "") -> None:
         """Say what a flag, or one of our settings, is where nobody says it."""
         where = f"{self.default_origin} of {key}"
-        self.defaults[key] = SettingEntry(key, as_read(data), where, self.default_origin)
+        self.defaults[key] = SettingEntry(key, to_value(data), where, self.default_origin)
         if why:
             self.whys[where] = why
 
@@ -266,7 +266,7 @@ def _known(name: str, *, negates: bool = True) -> str | Finding:
     """Return the flag that a name means, or what is wrong with it."""
     known = kinds()
     negated = [f"no_{each}" for each, row in table("swift").items() if row.negatable] if negates else []
-    meant = meant_by(name, (*known, *negated))
+    meant = match_flags(name, (*known, *negated))
     if len(meant) == 1:
         return meant[0]
     if meant:
@@ -293,5 +293,5 @@ def _of_file(value: Value, kind: type) -> Value:
     """Make of a file's value what the same words on a command line are."""
     texts = [shown(item.data) if item.text is None else item.text for item in value.items]
     if kind is list:
-        return value_of_words(texts or [value.text or shown(value.data)], list) or value
-    return value if value.text is None else value_of_words([value.text], kind) or value
+        return parse_words(texts or [value.text or shown(value.data)], list) or value
+    return value if value.text is None else parse_words([value.text], kind) or value

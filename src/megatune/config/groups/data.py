@@ -281,47 +281,47 @@ class DataSettings(Group):
     """Keep batches in pinned (page-locked) memory, so that copies to a GPU overlap with computation.
     How: It takes the host memory of a few batches; without a GPU it has no effect.
     When: Turn it off only if the host does not allow pinned memory."""
-    image_max_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 768 * 768
+    image_max_pixels: Annotated[Count, "pixels", Mark.MEDIA] = 768 * 768
     """Images with more pixels are scaled down to this area.
     How: The encoder splits an image into patches, and a square of patches becomes a token: the tokens of a row and the
     time of the encoder are proportional to the area. The model's own processor then resizes to the limits of its
     configuration.
     When: Lower it if images need no detail, raise it for small print; `megatune data preview` shows sizes and
     tokens."""
-    image_min_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 32 * 32
+    image_min_pixels: Annotated[Count, "pixels", Mark.MEDIA] = 32 * 32
     """Images with fewer pixels are scaled up to this area.
     How: It is done before the image is split into patches; the model's own processor has a minimum area, too.
     When: Rarely needed."""
-    image_scale_pixels: Annotated[Count, "pixels", Mark.PICTURES, _SWIFT_RULES] | None = None
+    image_scale_pixels: Annotated[Count, "pixels", Mark.MEDIA, _SWIFT_RULES] | None = None
     """With ms-swift's rules: images with more pixels are first scaled down to this area.
     How: Then every image is resized to whole tokens, between image_min_pixels and image_max_pixels; the limits of the
     model's processor are not used.
     When: Set it to ms-swift's --max_pixels of the run that should be matched."""
-    crop_to_patches: Annotated[bool, Mark.PICTURES] = False
+    crop_to_patches: Annotated[bool, Mark.MEDIA] = False
     """For InternVL: split an image into at most 12 tiles that keep its aspect ratio, plus the whole image as a
     thumbnail.
     How: Each tile has as many tokens as an image that is not split, 256 in the published models. Transformers'
     processor does this at inference.
     When: Turn it on for documents and small print; without it an image is one tile, as in LLaMA-Factory.
     - true: up to 13 times the tokens per image"""
-    video_max_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 256 * 256
+    video_max_pixels: Annotated[Count, "pixels", Mark.MEDIA] = 256 * 256
     """Frames of a video with more pixels are scaled down to this area.
     How: The tokens of a video are those of its frames.
     When: Lower it for long videos."""
-    video_min_pixels: Annotated[Count, "pixels", Mark.PICTURES] = 16 * 16
+    video_min_pixels: Annotated[Count, "pixels", Mark.MEDIA] = 16 * 16
     """Frames of a video with fewer pixels are scaled up to this area.
     How: It is done before the frames are split into patches.
     When: Rarely needed."""
-    video_fps: Annotated[Positive, "frames per second", Mark.PICTURES] = 2.0
+    video_fps: Annotated[Positive, "frames per second", Mark.MEDIA] = 2.0
     """Number of frames that are sampled per second of a video.
     How: They are evenly spaced, at most video_maxlen of them. If a video is a list of frames, they are taken to have
     this rate.
     When: Raise it if motion matters."""
-    video_maxlen: Annotated[Count, "frames", Mark.PICTURES, Limit(10**5, "every frame is decoded")] = 128
+    video_maxlen: Annotated[Count, "frames", Mark.MEDIA, Limit(10**5, "every frame is decoded")] = 128
     """Maximum number of frames per video.
     How: The frames of a longer video are evenly spaced over its whole length.
     When: Lower it to limit the tokens of a row."""
-    media_dir: Annotated[str, Mark.PICTURES, Mark.NAME, Mark.MACHINE] | None = None
+    media_dir: Annotated[str, Mark.MEDIA, Mark.NAME, Mark.MACHINE] | None = None
     """Folder that paths of images and videos in the data are relative to. null takes dataset_dir.
     How: Absolute paths in the data are used as they are, and so is a path that is not a file in this folder.
     When: Set it if the images are not next to the data."""

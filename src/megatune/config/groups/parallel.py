@@ -168,7 +168,7 @@ class ParallelSettings(Group):
             "dp": world_size // self.model_parallel_size,
         }
 
-    def words(self, world_size: int, *, has_experts: bool) -> str:
+    def layout_name(self, world_size: int, *, has_experts: bool) -> str:
         """Return the layout as text with every size above 1: tp2 pp4 vpp2 ep8 etp1 dp4; "" for one process."""
         sizes = self.sizes(world_size)
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]

@@ -75,7 +75,7 @@ def context_parallel(context: Context) -> Iterator[Problem]:
             fix = f"write `context_parallel_size: {nearest(cp, divisors(key_heads))}`, the nearest that divides them"
             yield Problem((_CP, _TP), what, why, fix)
     if parallel.cp_comm_type != "a2a":
-        if architecture.pictures_whole:
+        if architecture.bidirectional_images:
             what = f"`{_CP} {cp}` with `cp_comm_type {parallel.cp_comm_type}` splits images that attend to themselves"
             why = "in this model image tokens also attend to later tokens of the image, which needs whole rows"
             yield Problem((_CP, "cp_comm_type"), what, why, "write `cp_comm_type: a2a`")
@@ -86,7 +86,7 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     what = f"`{_CP} {cp}` with `cp_comm_type a2a` does not divide the {heads} attention heads of a process"
     why = "a2a gives each context-parallel process an equal number of heads"
     valid = nearest(cp, divisors(heads))
-    other = "" if architecture.pictures_whole else "`cp_comm_type: p2p`, or "
+    other = "" if architecture.bidirectional_images else "`cp_comm_type: p2p`, or "
     fix = f"write {other}`{_CP}: {valid}`, the nearest that divides them"
     yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
 

@@ -29,7 +29,7 @@ from megatune.data.media.sizes import (
     token_size,
 )
 from megatune.data.media.video import VideoHeader, decode_frames, read_header, sample_frames
-from megatune.encoders import PictureText
+from megatune.encoders import MediaPlaceholder
 
 _PATCHES_AT_ONCE = 64  # normalized together, so that they stay in the CPU cache
 
@@ -107,7 +107,7 @@ class PictureProcessor:
     video_fps: float
     video_maxlen: int
     timestamps: bool
-    text: PictureText
+    text: MediaPlaceholder
 
     def measure(self, source: MediaSource) -> MediaShape:
         """Return grid and timestamps of an image or a video; only a video's first frame is decoded.
@@ -268,7 +268,7 @@ def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:
     return [image.crop((left, top, left + side, top + side)) for left, top in corners]
 
 
-def pad_media(text: str, pictures: PictureText) -> str:
+def pad_media(text: str, pictures: MediaPlaceholder) -> str:
     """Insert the text around images and videos into a rendered conversation: some templates would trim it."""
     if not pictures.around or pictures.start not in text:
         return text

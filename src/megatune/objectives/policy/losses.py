@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatune.config.named import named
 from megatune.config.rl.algorithm import Aggregation, AlgorithmSettings
 from megatune.config.rl.role import PolicyVariant
+from megatune.config.values import import_object
 from megatune.engine.sequences import MicroBatch, Sequences, sequence_totals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.base import tokens_of_documents
@@ -102,7 +102,7 @@ def token_losses(
 
 def _given(terms: Terms, path: str) -> Tensor:
     """Return what a user's function says of each token."""
-    found = named(path, "loss_function")(terms)
+    found = import_object(path, "loss_function")(terms)
     if not isinstance(found, Tensor) or found.shape != terms.log_probs.shape:
         what = f"loss_function {path} returns {tuple(found.shape) if isinstance(found, Tensor) else type(found)}"
         why = f"expected a tensor of the shape of log_probs, {tuple(terms.log_probs.shape)}"

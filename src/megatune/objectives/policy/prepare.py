@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatune.config.named import named
 from megatune.config.rl.algorithm import AlgorithmSettings
+from megatune.config.values import import_object
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.policy.losses import correct
 from megatune.objectives.policy.rewards import (
@@ -208,7 +208,7 @@ def _advantages(
 
 def _given(samples: StepSamples, tokens: Tokens, path: str) -> np.ndarray:
     """Return what a user's function says of each token, fp64 [tokens]."""
-    found = named(path, "advantage_function")(samples)
+    found = import_object(path, "advantage_function")(samples)
     try:
         of_samples = [np.asarray(each, np.float64) for each in found]
         pairs = zip(of_samples, tokens.lengths, strict=True)

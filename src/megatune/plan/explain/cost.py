@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any, Literal, TypeAlias
 
 from megatune.architecture import Architecture
-from megatune.config.derived import of_device, of_model
+from megatune.config.derived import with_device_defaults, with_model_defaults
 from megatune.config.load import Loaded
 from megatune.config.pipeline import pipeline_chunks, write_layout
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
@@ -163,9 +163,9 @@ def case_of_file(
     except MegatuneError as error:
         return BaseCase(None, assumed, error.findings[0].what)
     world = asked or size * -(-DEFAULT_GPUS // size)
-    loaded = of_model(loaded, model.architecture)[0].for_world(world)
+    loaded = with_model_defaults(loaded, model.architecture)[0].for_world(world)
     if not machine.device.on_cpu:
-        loaded, _ = of_device(loaded, machine.device.gpu, world)
+        loaded, _ = with_device_defaults(loaded, machine.device.gpu, world)
     settings = loaded.settings
     return _plannable(Case(model=model, settings=settings, world_size=world, machine=machine), assumed)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.config.derived import of_model
+from megatune.config.derived import with_model_defaults
 from megatune.config.dialects.dialect import LLAMAFACTORY, Row, read_part, table
 from megatune.config.dialects.roll import ReadRL, read_roll
 from megatune.config.dialects.roll_roles import engine_sections
@@ -133,7 +133,7 @@ def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language =
     """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
     words, case = words_of(language), base.case
     if base.architecture is not None:
-        loaded, _ = of_model(loaded, base.architecture)
+        loaded, _ = with_model_defaults(loaded, base.architecture)
     given = {path for path, origin in loaded.origins.items() if origin != "default"}
     findings = loaded.check(base.architecture, base.world_size)
     lines = [words.settings.format(file=name)]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatune.architecture import Architecture, LayerKind, MixtureOfExperts
 from megatune.config.groups.finetuning import FinetuningSettings
-from megatune.config.kernels import CPU, attends_in_runs, attention_kernels
+from megatune.config.kernels import CPU, attention_kernels, needs_varlen
 from megatune.config.settings import ExpertSettings, PerformanceSettings, Settings
 from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
@@ -185,7 +185,7 @@ def shapes_of(case: Case) -> Shapes:
         length=(rows * length if settings.packing else length) // cp,
         document=case.document,
         packing=settings.packing,
-        varlen=attends_in_runs(settings),
+        varlen=needs_varlen(settings),
         kernel=_kernel(case),
         tp=parallel.tensor_model_parallel_size,
         cp=cp,
@@ -287,7 +287,7 @@ def _kernel(case: Case) -> Kernel:
         settings.performance.attention_backend,
         settings.precision.params_dtype,
         max(queries, values),
-        in_runs=attends_in_runs(settings),
+        varlen=needs_varlen(settings),
         grouped=architecture.num_query_groups != architecture.num_attention_heads,
     )
     match best:

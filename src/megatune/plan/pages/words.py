@@ -172,7 +172,7 @@ _MODULES = {
 def describe_layout(case: Case) -> str:
     """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
     has_experts = case.model.architecture.moe is not None
-    return case.settings.parallel.words(case.world_size, has_experts=has_experts) or "one device"
+    return case.settings.parallel.layout_name(case.world_size, has_experts=has_experts) or "one device"
 
 
 def describe_recompute(recompute: RecomputeSettings) -> str:

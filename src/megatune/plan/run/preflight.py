@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.config.derived import of_model, with_adapters
+from megatune.config.derived import with_adapter_settings, with_model_defaults
 from megatune.config.load import Loaded
 from megatune.config.rules.finetuning import warnings
 from megatune.config.rules.rule import unused
@@ -89,7 +89,7 @@ def preflight(
             folder = model_dir(path)
             architecture = load_architecture(folder, *loaded.settings.task) if folder is not None else None
             if architecture is not None:
-                loaded, of_config = of_model(with_adapters(loaded, architecture), architecture)
+                loaded, of_config = with_model_defaults(with_adapter_settings(loaded, architecture), architecture)
         except MegatuneError as error:
             refusal = error
     findings = [*loaded.check(architecture, world_size), *extra]

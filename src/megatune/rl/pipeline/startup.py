@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatune.config.derived import as_adapter
+from megatune.config.derived import resolve_finetuning
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
 from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -110,7 +110,7 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
     if role.engine != "vllm" or selection.finetuning_type != "lora" or continues:
         return settings
     architecture = load_architecture(source, settings.actor_train.settings.run.stage)
-    selection = as_adapter(selection, architecture)
+    selection = resolve_finetuning(selection, architecture)
     if not is_standard_lora(architecture, selection) or role.model_name_or_path != str(source):
         return settings
     shapes = {place.name: place.shape for _, place in trained_tensors(architecture, selection)}

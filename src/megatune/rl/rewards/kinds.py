@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatune.config.named import named
 from megatune.config.rl.settings import REWARD_MODEL, UNSCORED
+from megatune.config.values import import_object
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.environments import BUILT_IN, Environment, Play
 from megatune.rl.rewards.answer import Answer, Reward, Verdict
@@ -119,7 +119,7 @@ def _made(reward: type, name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _environments(path: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
     """Return what makes environments, of a name or "module:class"; one is made here, to see whether it can be."""
-    kind = named(BUILT_IN.get(path, path), "environment")
+    kind = import_object(BUILT_IN.get(path, path), "environment")
     if not isinstance(kind, type) or not all(callable(getattr(kind, name, None)) for name in ("reset", "step")):
         finding = Finding(f"environment {path!r} is not a class with reset(row) and step(action)")
         raise MegatuneError(finding, ExitCode.SETTINGS)
@@ -128,7 +128,7 @@ def _environments(path: str, arguments: Mapping[str, Any]) -> Callable[[], Envir
 
 
 def _users(path: str, arguments: Mapping[str, Any]) -> Reward:
-    found = named(path, "reward function")
+    found = import_object(path, "reward function")
     if isinstance(found, type):
         return _verdicts(_made(found, path, arguments))
     if not callable(found):

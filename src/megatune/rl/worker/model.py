@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megatune.bridge.assemble import Assembly, LoadedModel, load_model
-from megatune.config.derived import as_adapter
+from megatune.config.derived import resolve_finetuning
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED
@@ -132,7 +132,7 @@ class ModelWorker(ABC):
     def _source(self, resumed: Path | None = None) -> tuple[Path, Settings]:
         """Find the model's own folder, and settings with what its adapters say of them. Collective."""
         source = model_on_node(self.context, self.settings, None, resumed)
-        finetuning = as_adapter(self.settings.finetuning, load_architecture(source, self.settings.run.stage))
+        finetuning = resolve_finetuning(self.settings.finetuning, load_architecture(source, self.settings.run.stage))
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
     def _ready(self, num_tensors: int = 0) -> Ready:

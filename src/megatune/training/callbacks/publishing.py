@@ -25,7 +25,7 @@ from megatune.config.values import construct, shown
 from megatune.errors import MegatuneError
 from megatune.hub.models import is_hub_id
 from megatune.hub.repository import Hub, is_repository_id, use_modelscope
-from megatune.hub.upload import CARD, OWN_CARD, answer_of, endpoint, later, start
+from megatune.hub.upload import CARD, OWN_CARD, endpoint, push_command, read_answer, start
 from megatune.plan.pages.words import seconds, size
 from megatune.plan.run.record import PLAN_NAME, compare_memory, read_records
 from megatune.training.callbacks.base import Callback, StepReport, TrainSummary
@@ -259,7 +259,7 @@ class HubPush(Callback):
     def _go_on(self) -> None:
         """See whether the push under way has ended, and start the next one."""
         if self._process is not None and self._process.poll() is not None:
-            answer, self._process = answer_of(self._process), None
+            answer, self._process = read_answer(self._process), None
             if "repo_id" in answer:
                 print(f"pushed {self._sent.name} to {answer['repo_id']} on {endpoint(self._hub)}", flush=True)
             else:
@@ -308,13 +308,13 @@ class HubPush(Callback):
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        answer_of(self._process)
+        read_answer(self._process)
         self._process = None
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            command = later(self._hub, self._repo_id, self._sent)
+            command = push_command(self._hub, self._repo_id, self._sent)
             _logger.warning("pushing %s to %s failed: %s; later: %s", self._sent.name, self._repo_id, why, command)
 
 

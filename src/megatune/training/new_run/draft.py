@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from megatune.config.flags import Arguments
 from megatune.config.load import load
-from megatune.config.options import Given
+from megatune.config.options import ParsedArguments
 from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Count
 from megatune.config.settings import Settings
 from megatune.config.values import counted, shown
-from megatune.config.words import Arguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.devices import count_gpus
 from megatune.plan.answer import Answer, answer
@@ -205,7 +205,7 @@ class _Drafting:
         """Search the layout for training all weights ("full"), or adapters ("lora")."""
         options = PlanOptions(gpu=self.answers.gpu, gpus=self.answers.gpus, global_batch=self._global_batch)
         words = [f"{key}={shown(value, quoted=True)}" for key, value in self._decided(trained).items()]
-        given = Given("megatune new", options, [], Arguments(self.answers.model, words, []), [], [], [])
+        given = ParsedArguments("megatune new", options, [], Arguments(self.answers.model, words, []), [], [], [])
         try:
             return answer(QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question())
         except MegatuneError as error:  # model and data are known to be right
@@ -303,7 +303,7 @@ class _Drafting:
             file = Path(folder) / "run.yaml"
             file.write_text(text, encoding="utf-8")
             options = PlanOptions(gpu=self.answers.gpu)
-            given = Given("megatune new", options, [str(file)], Arguments(None, [], []), [], [], [])
+            given = ParsedArguments("megatune new", options, [str(file)], Arguments(None, [], []), [], [], [])
             question = RLQuestionReader(given, count_gpus, this_machine).question(str(file))
         planned, lengths, steps = plan_rl(question), question.lengths, question.settings.run.max_steps
         whole = steps * planned.seconds.total

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from megatune.architecture import Architecture
-from megatune.config.kernels import PLAIN_BACKENDS, attends_in_runs, attention_kernels
+from megatune.config.kernels import PLAIN_BACKENDS, attention_kernels, needs_varlen
 from megatune.config.settings import Settings
 from megatune.engine import device
 from megatune.engine.layers.attention.kernels import FlashOnGPU, Kernel
@@ -45,7 +45,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
     if not device.HAS_GPU:
         return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
     capability, channels = device.compute_capability(), max(_channels(architecture))
-    kernels = attention_kernels(capability, backend, dtype, channels, in_runs=_in_runs(settings, architecture))
+    kernels = attention_kernels(capability, backend, dtype, channels, varlen=_needs_varlen(settings, architecture))
     version = activate_newest(settings, architecture)
     match kernels[0]:
         case "plain":
@@ -53,9 +53,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
             return f"plain matrix products: {obstacle}"
         case "varlen":
             what = "packed rows" if settings.packing else "context parallelism"
-            what = (
-                what if attends_in_runs(settings) else "attention sinks" if architecture.attention_sinks else "pictures"
-            )
+            what = what if needs_varlen(settings) else "attention sinks" if architecture.attention_sinks else "pictures"
             return f"flash with variable lengths ({version}), for {what}"
     names = {"cudnn": "cuDNN", "flash": f"flash ({version})" if version else "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
@@ -88,15 +86,15 @@ def activate_newest(settings: Settings, architecture: Architecture) -> str:
     """
     backend, dtype = settings.performance.attention_backend, settings.precision.params_dtype
     channels, has_window = _channels(architecture), any(each is not None for each in architecture.windows or ())
-    found = attention_kernels(device.compute_capability(), backend, dtype, max(channels), in_runs=True)
+    found = attention_kernels(device.compute_capability(), backend, dtype, max(channels), varlen=True)
     if not device.HAS_GPU or found != ("varlen",):
         return ""
     return activate(FlashOnGPU(), getattr(torch, dtype), *channels, has_window)
 
 
-def _in_runs(settings: Settings, architecture: Architecture) -> bool:
+def _needs_varlen(settings: Settings, architecture: Architecture) -> bool:
     """Return whether attention needs a kernel that returns its log-sum-exp, see `kernels`."""
-    return architecture.merges_attention or attends_in_runs(settings)
+    return architecture.merges_attention or needs_varlen(settings)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

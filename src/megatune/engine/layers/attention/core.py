@@ -81,7 +81,7 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backe
     """Attend with torch SDPA, which supports cuDNN, too: the fastest choice for rows of one sequence."""
     channels, grouped, dtype = value.shape[-1], key.shape[2] != query.shape[2], str(query.dtype).removeprefix("torch.")
     kernels = attention_kernels(
-        device.compute_capability(), backend.name, dtype, max(query.shape[-1], channels), in_runs=False, grouped=grouped
+        device.compute_capability(), backend.name, dtype, max(query.shape[-1], channels), varlen=False, grouped=grouped
     )
     if kernels[0] == "flash":
         query, key, value = equal_channels(query, key, value)
@@ -296,7 +296,8 @@ class CoreAttention(torch.nn.Module):
         self.window: int | None = config.windows[layer_number - 1]
         if self.window is not None and cp_comm_type == "p2p":
             cp_comm_type = "all_gather"
-        self.pictures_whole: bool = config.pictures_whole and (self.window is not None or not config.whole_in_windows)
+        is_whole = self.window is not None or not config.whole_in_windows
+        self.bidirectional_images: bool = config.bidirectional_images and is_whole
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -313,7 +314,7 @@ class CoreAttention(torch.nn.Module):
         boundaries = packed_seq_params.boundaries
         options: dict[str, Any] = {} if self.window is None else {"window": self.window}
         options |= {} if self.softmax_offset is None else {"sinks": self.softmax_offset}
-        if self.pictures_whole and packed_seq_params.pictures:
+        if self.bidirectional_images and packed_seq_params.pictures:
             options["pictures"] = packed_seq_params.pictures
         if self.cp_comm_type is None:
             return attend_rows(query, key, value, boundaries, scale, self.backend, **options).flatten(2)

@@ -191,7 +191,7 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
     """Return the kernel for these tensors: flash, unless the backend or the device requires plain matrix products."""
     channels, dtype = max(query.shape[-1], value.shape[-1]), str(query.dtype).removeprefix("torch.")
     capability = device.compute_capability()
-    (kernel,) = attention_kernels(capability, backend.name, dtype, channels, in_runs=True)
+    (kernel,) = attention_kernels(capability, backend.name, dtype, channels, varlen=True)
     return _MATH if kernel == "plain" else _FLASH
 
 

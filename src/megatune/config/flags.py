@@ -13,7 +13,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 _LONGEST_PLACE = 200  # characters
 
 
-class FlagWords(NamedTuple):
+class ParsedFlag(NamedTuple):
     """A flag with the words after it.
 
     Attributes:
@@ -51,30 +51,30 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and " " not in word.partition("=")[0]
 
 
-def flags_with_words(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[FlagWords]:
+def split_flags(words: Iterable[str], takes_text: Callable[[str], bool]) -> list[ParsedFlag]:
     """Group each flag with the words that follow it; words before the first flag are a separate group.
 
     Args:
         takes_text: whether the value of a key may be a quoted text that starts like a flag, "--x=1 is what?".
     """
-    grouped: list[FlagWords] = []
+    grouped: list[ParsedFlag] = []
     for word in words:
         is_value = " " in word and bool(grouped) and not grouped[-1].values and takes_text(grouped[-1].key)
         if is_flag(word) and not is_value:
-            grouped.append(FlagWords(word, []))
+            grouped.append(ParsedFlag(word, []))
         else:
-            grouped = grouped or [FlagWords("", [])]
+            grouped = grouped or [ParsedFlag("", [])]
             grouped[-1].behind.append(word)
     return grouped
 
 
-def meant_by(key: str, names: Iterable[str]) -> list[str]:
+def match_flags(key: str, names: Iterable[str]) -> list[str]:
     """Return the flag of this name, or all flags with this prefix: a unique prefix is enough."""
     known = dict.fromkeys(names)
     return [key] if key in known else [name for name in known if key and name.startswith(key)]
 
 
-def value_of_words(words: Sequence[str], kind: type | None = None) -> Value | None:
+def parse_words(words: Sequence[str], kind: type | None = None) -> Value | None:
     """Convert the words of a flag to its type if possible; return None if words are missing.
 
     Args:
@@ -102,7 +102,7 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
 
-    def take(self, flag: FlagWords) -> list[str]:
+    def take(self, flag: ParsedFlag) -> list[str]:
         """Store a flag with its value, and return the words after them.
 
         The value ends before an override, and for a boolean or unknown flag also before a settings file. A word with =
@@ -142,7 +142,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         MegatuneError: two words could be the settings file (exit 64).
     """
     found = Arguments()
-    for flag in flags_with_words(arguments, takes_text):
+    for flag in split_flags(arguments, takes_text):
         found.place(found.take(flag) if flag.typed else flag.behind)
     return found
 
@@ -184,8 +184,8 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     """Read `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true); a dash is an underscore."""
     entries: list[SettingEntry] = []
     findings: list[Finding] = []
-    for flag in flags_with_words(flags, takes_text):
-        value = value_of_words(flag.values)
+    for flag in split_flags(flags, takes_text):
+        value = parse_words(flag.values)
         if not flag.key:
             what = f"{flag.typed or flag.behind[0]!r} is not a flag"
             findings.append(Finding(what, fix="write --key value, or --key=value"))
