@@ -178,7 +178,7 @@ def test_what_cannot_be_extended_is_named(models: dict[bool, Path], tmp_path: Pa
     with pytest.raises(MegatuneError, match=r"weight is F32 \[1001, 64\], and config.json has 1005 tokens"):
         open_changed(settings, str(model)).fetch()
     (model / "tokenizer.json").unlink()
-    with pytest.raises(MegatuneError, match=r"there is no tokenizer.json, which tokens are added to"):
+    with pytest.raises(MegatuneError, match=r"there is no tokenizer.json"):
         open_changed(settings, str(model)).tokenizer_dir()
 
 

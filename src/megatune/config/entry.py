@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from megatune.config.setting import G, SettingInfo, validate_group
-from megatune.config.values import (
-    TooLarge,
-    Value,
-    coerce,
-    compose,
-    nearest_valid,
-    quoted,
-    read_text,
-    shown,
-    value_of,
-)
+from megatune.config.values import TooLarge, Value, coerce, compose, nearest_valid, quoted, read_text, shown, value_of
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:

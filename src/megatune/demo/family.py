@@ -96,27 +96,15 @@ _DEEPSEEK_BOS = "<｜begin▁of▁sentence｜>"
 _DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"
 
 _QWEN2 = DemoFamily(
-    model_type="qwen2",
-    tokenizer_class="Qwen2Tokenizer",
-    chat_template="qwen2.jinja",
-    digits_per_token=1,
-    nfc=True,
-    added_tokens=_QWEN2_TOKENS,
-    bos_token=None,
-    eos_token="<|im_end|>",
-    pad_token="<|endoftext|>",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    tie_word_embeddings=True,
-    rope_theta=1_000_000.0,
-    norm_epsilon=1e-6,
-)
+    model_type="qwen2", tokenizer_class="Qwen2Tokenizer", chat_template="qwen2.jinja", digits_per_token=1, nfc=True,
+    added_tokens=_QWEN2_TOKENS, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"), tie_word_embeddings=True, rope_theta=1_000_000.0, norm_epsilon=1e-6,
+)  # fmt: skip
 _QWEN3 = replace(
-    _QWEN2,
-    model_type="qwen3",
-    chat_template="qwen3.jinja",
+    _QWEN2, model_type="qwen3", chat_template="qwen3.jinja",
     added_tokens=(*_QWEN2_TOKENS, *_visible("<tool_response>", "</tool_response>", "<think>", "</think>")),
     wide_heads=True,
-)
+)  # fmt: skip
 _QWEN2_VL = replace(
     _QWEN2, model_type="qwen2_vl", chat_template="qwen2_vl.jinja", added_tokens=_QWEN2_VL_TOKENS, vision=QWEN2_VL
 )
@@ -124,12 +112,9 @@ _QWEN3_VL = replace(
     _QWEN3, model_type="qwen3_vl", chat_template="qwen3_vl.jinja", rope_theta=5_000_000.0, vision=QWEN3_VL
 )
 _QWEN3_5 = replace(
-    _QWEN3_VL,
-    model_type="qwen3_5",
-    rope_theta=10_000_000.0,
-    has_delta_nets=True,
+    _QWEN3_VL, model_type="qwen3_5", rope_theta=10_000_000.0, has_delta_nets=True,
     vision=replace(QWEN3_VL, deepstack=False),
-)
+)  # fmt: skip
 _LLAMA = DemoFamily(
     model_type="llama",
     tokenizer_class="PreTrainedTokenizerFast",
@@ -174,17 +159,10 @@ _DEEPSEEK_V3 = DemoFamily(
 _DEEPSEEK_R1 = replace(_DEEPSEEK_V3, chat_template="deepseek_r1.jinja", has_experts=False, has_latent_attention=False)
 
 _MISTRAL = replace(
-    _LLAMA,
-    model_type="mistral",
-    chat_template="mixtral.jinja",
-    digits_per_token=1,
-    added_tokens=_special("<s>", "</s>"),
-    bos_token="<s>",
-    eos_token="</s>",
-    stop_tokens=("</s>",),
-    rope_theta=1_000_000.0,
-    llama3_rope_scaling=False,
-)
+    _LLAMA, model_type="mistral", chat_template="mixtral.jinja", digits_per_token=1,
+    added_tokens=_special("<s>", "</s>"), bos_token="<s>", eos_token="</s>", stop_tokens=("</s>",),
+    rope_theta=1_000_000.0, llama3_rope_scaling=False,
+)  # fmt: skip
 _MINISTRAL3 = replace(
     _MISTRAL,
     model_type="ministral3",
@@ -215,41 +193,21 @@ _GLM4_MOE = replace(
     own={"use_qk_norm": True, "partial_rotary_factor": 0.5},
 )
 _GLM = replace(
-    _GLM4_MOE,
-    model_type="glm",
-    has_experts=False,
-    norm_epsilon=1.5625e-7,
-    wide_heads=False,
+    _GLM4_MOE, model_type="glm", has_experts=False, norm_epsilon=1.5625e-7, wide_heads=False,
     own={"partial_rotary_factor": 0.5, "attention_bias": True},
-)
+)  # fmt: skip
 _SEED_OSS = replace(
-    _LLAMA,
-    model_type="seed_oss",
-    chat_template="seed_oss.jinja",
-    digits_per_token=1,
-    added_tokens=_special("<seed:bos>", "<seed:pad>", "<seed:eos>"),
-    bos_token=None,
-    eos_token="<seed:eos>",
-    pad_token="<seed:pad>",
-    stop_tokens=("<seed:eos>",),
-    rope_theta=10_000_000.0,
-    norm_epsilon=1e-6,
-    llama3_rope_scaling=False,
-    wide_heads=True,
-    own={"attention_dropout": 0.0, "residual_dropout": 0.0},
-)
+    _LLAMA, model_type="seed_oss", chat_template="seed_oss.jinja", digits_per_token=1,
+    added_tokens=_special("<seed:bos>", "<seed:pad>", "<seed:eos>"), bos_token=None, eos_token="<seed:eos>",
+    pad_token="<seed:pad>", stop_tokens=("<seed:eos>",), rope_theta=10_000_000.0, norm_epsilon=1e-6,
+    llama3_rope_scaling=False, wide_heads=True, own={"attention_dropout": 0.0, "residual_dropout": 0.0},
+)  # fmt: skip
 _GEMMA3 = replace(
-    _SEED_OSS,
-    model_type="gemma3_text",
-    chat_template="gemma3.jinja",
-    added_tokens=_special("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
-    bos_token="<bos>",
-    eos_token="<eos>",
-    pad_token="<pad>",
-    stop_tokens=("<eos>", "<end_of_turn>"),
-    tie_word_embeddings=True,
+    _SEED_OSS, model_type="gemma3_text", chat_template="gemma3.jinja",
+    added_tokens=_special("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), bos_token="<bos>",
+    eos_token="<eos>", pad_token="<pad>", stop_tokens=("<eos>", "<end_of_turn>"), tie_word_embeddings=True,
     own={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
-)
+)  # fmt: skip
 _GEMMA4 = replace(
     _GEMMA3,
     model_type="gemma4_text",
@@ -265,39 +223,26 @@ _GEMMA4 = replace(
     },
 )
 _OLMO3 = replace(
-    _SEED_OSS,
-    model_type="olmo3",
-    chat_template="smollm3.jinja",
-    digits_per_token=3,
-    added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"),
-    eos_token="<|im_end|>",
-    pad_token="<|pad|>",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    rope_theta=500_000.0,
-    wide_heads=False,
+    _SEED_OSS, model_type="olmo3", chat_template="smollm3.jinja", digits_per_token=3,
+    added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"), eos_token="<|im_end|>",
+    pad_token="<|pad|>", stop_tokens=("<|im_end|>", "<|endoftext|>"), rope_theta=500_000.0, wide_heads=False,
     own={"sliding_window": 16},
-)
+)  # fmt: skip
 _ERNIE4_5 = replace(
-    _MISTRAL,
-    model_type="ernie4_5",
-    chat_template="ernie4_5.jinja",
+    _MISTRAL, model_type="ernie4_5", chat_template="ernie4_5.jinja",
     added_tokens=_special("<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>"),
-    stop_tokens=("</s>", "<|end_of_sentence|>"),
-    tie_word_embeddings=True,
-    rope_theta=500_000.0,
-)
+    stop_tokens=("</s>", "<|end_of_sentence|>"), tie_word_embeddings=True, rope_theta=500_000.0,
+)  # fmt: skip
 
 _MIXTURE: dict[str, Any] = {"tie_word_embeddings": False, "has_experts": True}
 
+# fmt: off
 FAMILIES: dict[str, DemoFamily] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "deepseek_r1_distill_qwen": replace(
-        _DEEPSEEK_R1,
-        model_type="qwen2",
-        digits_per_token=1,
-        nfc=True,
+        _DEEPSEEK_R1, model_type="qwen2", digits_per_token=1, nfc=True,
         added_tokens=(
             *_special(_DEEPSEEK_EOS),
             *_visible("<｜User｜>", "<｜Assistant｜>"),
@@ -308,24 +253,18 @@ FAMILIES: dict[str, DemoFamily] = {
         ),
     ),
     "deepseek_r1_distill_llama": replace(
-        _DEEPSEEK_R1,
-        model_type="llama",
+        _DEEPSEEK_R1, model_type="llama",
         added_tokens=(
             *_special(_DEEPSEEK_BOS, _DEEPSEEK_EOS),
             *_LLAMA3_RESERVED_AND_HEADERS,
             *_visible("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
             *_special("<｜▁pad▁｜>"),
         ),
-        rope_theta=500_000.0,
-        norm_epsilon=1e-5,
-        llama3_rope_scaling=True,
+        rope_theta=500_000.0, norm_epsilon=1e-5, llama3_rope_scaling=True,
     ),
     "qwen2_moe": replace(
-        _QWEN2,
-        model_type="qwen2_moe",
-        chat_template="qwen2_moe.jinja",
-        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        **_MIXTURE,
+        _QWEN2, model_type="qwen2_moe", chat_template="qwen2_moe.jinja",
+        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **_MIXTURE,
     ),
     "qwen3_moe": replace(_QWEN3, model_type="qwen3_moe", **_MIXTURE),
     "mistral": replace(_MISTRAL, own={"sliding_window": None}),
@@ -333,15 +272,9 @@ FAMILIES: dict[str, DemoFamily] = {
     "mixtral": replace(_MISTRAL, model_type="mixtral", has_experts=True),
     "seed_oss": _SEED_OSS,
     "granite": replace(
-        _SEED_OSS,
-        model_type="granite",
-        chat_template="granite.jinja",
-        added_tokens=_special("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
-        eos_token="<|end_of_text|>",
-        pad_token="<|end_of_text|>",
-        stop_tokens=("<|end_of_text|>",),
-        tie_word_embeddings=True,
-        wide_heads=False,
+        _SEED_OSS, model_type="granite", chat_template="granite.jinja",
+        added_tokens=_special("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), eos_token="<|end_of_text|>",
+        pad_token="<|end_of_text|>", stop_tokens=("<|end_of_text|>",), tie_word_embeddings=True, wide_heads=False,
         own={
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.1,
@@ -350,32 +283,16 @@ FAMILIES: dict[str, DemoFamily] = {
         },
     ),
     "smollm3": replace(
-        _SEED_OSS,
-        model_type="smollm3",
-        chat_template="smollm3.jinja",
-        digits_per_token=3,
+        _SEED_OSS, model_type="smollm3", chat_template="smollm3.jinja", digits_per_token=3,
         added_tokens=(*_special("<|im_start|>", "<|im_end|>"), *_visible("<think>", "</think>")),
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        stop_tokens=("<|im_end|>",),
-        tie_word_embeddings=True,
-        rope_theta=5_000_000.0,
-        wide_heads=False,
-        own={"no_rope_layer_interval": 2},
+        eos_token="<|im_end|>", pad_token="<|im_end|>", stop_tokens=("<|im_end|>",), tie_word_embeddings=True,
+        rope_theta=5_000_000.0, wide_heads=False, own={"no_rope_layer_interval": 2},
     ),
     "phi3": replace(
-        _SEED_OSS,
-        model_type="phi3",
-        chat_template="phi4.jinja",
-        digits_per_token=3,
-        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>"),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        stop_tokens=("<|im_end|>", "<|endoftext|>"),
-        rope_theta=250_000.0,
-        norm_epsilon=1e-5,
-        wide_heads=False,
-        own={},
+        _SEED_OSS, model_type="phi3", chat_template="phi4.jinja", digits_per_token=3,
+        added_tokens=_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>"), eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", stop_tokens=("<|im_end|>", "<|endoftext|>"), rope_theta=250_000.0, norm_epsilon=1e-5,
+        wide_heads=False, own={},
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, model_type="glm4"),
@@ -391,16 +308,12 @@ FAMILIES: dict[str, DemoFamily] = {
     "gemma4_text": _GEMMA4,
     "gemma4_text_moe": replace(_GEMMA4, has_experts=True),
     "gemma4": replace(
-        _GEMMA4,
-        model_type="gemma4",
-        added_tokens=_GEMMA4.added_tokens
+        _GEMMA4, model_type="gemma4", added_tokens=_GEMMA4.added_tokens
         + _special("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
-        own={**_GEMMA4.own, "use_bidirectional_attention": "vision"},
-        vision=GEMMA4,
+        own={**_GEMMA4.own, "use_bidirectional_attention": "vision"}, vision=GEMMA4,
     ),
     "gemma3": replace(
-        _GEMMA3,
-        model_type="gemma3",
+        _GEMMA3, model_type="gemma3",
         added_tokens=_GEMMA3.added_tokens + _special("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
         vision=SIGLIP,
     ),
@@ -409,33 +322,19 @@ FAMILIES: dict[str, DemoFamily] = {
     "olmoe": replace(_OLMO3, model_type="olmoe", has_experts=True, own={}),
     "exaone4": replace(_OLMO3, model_type="exaone4", own={"sliding_window": 16, "sliding_window_pattern": 2}),
     "minimax_m2": replace(
-        _GLM4_MOE,
-        model_type="minimax_m2",
-        chat_template="minimax_m2.jinja",
-        added_tokens=(*_special("]~!b[", "]~b]", "[e~["), *_visible("<think>", "</think>")),
-        bos_token="]~!b[",
-        eos_token="[e~[",
-        pad_token="[e~[",
-        stop_tokens=("[e~[",),
-        rope_theta=5_000_000.0,
+        _GLM4_MOE, model_type="minimax_m2", chat_template="minimax_m2.jinja",
+        added_tokens=(*_special("]~!b[", "]~b]", "[e~["), *_visible("<think>", "</think>")), bos_token="]~!b[",
+        eos_token="[e~[", pad_token="[e~[", stop_tokens=("[e~[",), rope_theta=5_000_000.0,
         own={"partial_rotary_factor": 0.5},
     ),
     "gpt_oss": replace(
-        _SEED_OSS,
-        model_type="gpt_oss",
-        chat_template="gpt_oss.jinja",
-        digits_per_token=3,
+        _SEED_OSS, model_type="gpt_oss", chat_template="gpt_oss.jinja", digits_per_token=3,
         added_tokens=(
             *_special("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>"),
             *_special("<|start|>", "<|end|>", "<|message|>", "<|call|>"),
         ),
-        eos_token="<|return|>",
-        pad_token="<|endoftext|>",
-        stop_tokens=("<|return|>", "<|endoftext|>", "<|call|>"),
-        rope_theta=150_000.0,
-        norm_epsilon=1e-5,
-        has_experts=True,
-        own={"sliding_window": 16},
+        eos_token="<|return|>", pad_token="<|endoftext|>", stop_tokens=("<|return|>", "<|endoftext|>", "<|call|>"),
+        rope_theta=150_000.0, norm_epsilon=1e-5, has_experts=True, own={"sliding_window": 16},
     ),
     "deepseek_v2": replace(_DEEPSEEK_V3, model_type="deepseek_v2", chat_template="deepseek_v2.jinja"),
     "qwen3_5_text": replace(_QWEN3_5, model_type="qwen3_5_text", chat_template="qwen3.jinja", vision=None),
@@ -444,28 +343,19 @@ FAMILIES: dict[str, DemoFamily] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(
-        _DEEPSEEK_V3,
-        model_type="kimi_k2",
-        chat_template="kimi_k2.jinja",
+        _DEEPSEEK_V3, model_type="kimi_k2", chat_template="kimi_k2.jinja",
         added_tokens=_special(
             "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[PAD]"
         ),
-        bos_token=None,
-        eos_token="<|im_end|>",
-        pad_token="[PAD]",
-        stop_tokens=("<|im_end|>",),
-        rope_theta=50_000.0,
+        bos_token=None, eos_token="<|im_end|>", pad_token="[PAD]", stop_tokens=("<|im_end|>",), rope_theta=50_000.0,
         own={"n_group": 1, "topk_group": 1},
     ),
     "qwen3_next": replace(_QWEN3, model_type="qwen3_next", **_MIXTURE, rope_theta=10_000_000.0, has_delta_nets=True),
     "mistral3": replace(_MINISTRAL3, model_type="mistral3", vision=PIXTRAL),
     "internvl": replace(
-        _QWEN3,
-        model_type="internvl",
-        chat_template="internvl.jinja",
+        _QWEN3, model_type="internvl", chat_template="internvl.jinja",
         added_tokens=(*_QWEN3.added_tokens, *_special("<img>", "</img>", "<IMG_CONTEXT>", "<video>")),
-        tie_word_embeddings=False,
-        vision=INTERN_VIT,
+        tie_word_embeddings=False, vision=INTERN_VIT,
     ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": replace(_QWEN2_VL, model_type="qwen2_5_vl", added_tokens=_QWEN2_TOKENS, vision=QWEN2_5_VL),
@@ -474,6 +364,7 @@ FAMILIES: dict[str, DemoFamily] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(_QWEN3_5, model_type="qwen3_5_moe", **_MIXTURE),
 }
+# fmt: on
 
 
 def demo_family(name: str) -> DemoFamily:

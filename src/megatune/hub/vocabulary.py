@@ -108,17 +108,11 @@ class ExtendedModel(Model):
 
     def _seen(self, folder: Path) -> tuple[Path, _Extension | None]:
         if is_torch_dist(folder):
-            what, why = (
-                "tokens are added to a model in Megatron-Core's format",
-                "its embeddings are in files of its own",
-            )
+            what, why = "tokens are added to a model in Megatron-Core's format", "its embeddings cannot be extended"
             fix = "make a Hugging Face model of it first: megatune export --to_hf true"
             raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
         if not (folder / TOKENIZER).is_file():
-            what, why = (
-                f"there is no {TOKENIZER}, which tokens are added to",
-                "other files of tokenizers are not changed",
-            )
+            what, why = f"there is no {TOKENIZER}", "tokens cannot be added to other tokenizer files"
             fix = "save it with Transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
             raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)
         files = (folder / TOKENIZER).stat(), (folder / CONFIG).stat()

@@ -212,26 +212,12 @@ class FinetuningSettings(Group):
 
 class PreferenceSettings(Group):
     pref_loss: Annotated[
-        list[
-            Literal[
-                "sigmoid",
-                "hinge",
-                "ipo",
-                "robust",
-                "simpo",
-                "orpo",
-                "cpo",
-                "apo_zero",
-                "apo_down",
-                "bco_pair",
-                "sppo_hard",
-                "nca_pair",
-                "exo_pair",
-                "discopop",
-            ]
-        ],
+        list[Literal[
+            "sigmoid", "hinge", "ipo", "robust", "simpo", "orpo", "cpo", "apo_zero", "apo_down", "bco_pair",
+            "sppo_hard", "nca_pair", "exo_pair", "discopop",
+        ]],
         _DPO,
-    ] = Field(default=["sigmoid"])
+    ] = Field(default=["sigmoid"])  # fmt: skip
     """With stage dpo: the loss of a pair; several names give their weighted sum, see pref_loss_weights.
     How: Most compare the log-probability of each answer with that of a reference model, which is computed for all
     answers in one forward pass before the first step. simpo, orpo and cpo have no reference and compare the answers'

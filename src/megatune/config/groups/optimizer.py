@@ -32,11 +32,9 @@ _16_BITS = "gradients have the dtype of the model, which is fp32"
 _SHORT = Needs("precision.bf16", (True,), _16_BITS, otherwise=Needs("precision.fp16", (True,)))
 _BF16 = Needs("precision.bf16", (True,), "inputs and outputs of 8-bit products are bf16")
 _NOT_QUANTIZED = Needs(
-    "finetuning.quantization_bit",
-    (None,),
-    "quantized matrices are multiplied in bf16",
+    "finetuning.quantization_bit", (None,), "quantized matrices are multiplied in bf16",
     "remove `fp8` or `quantization_bit`",
-)
+)  # fmt: skip
 
 
 class BatchSettings(Group):
@@ -88,16 +86,9 @@ class OptimizerSettings(Group):
     trained: freeze_multi_modal_projector: false.
     When: Raise it above learning_rate to align a frozen encoder and a frozen language model quickly."""
     lr_scheduler_type: Literal[
-        "cosine",
-        "linear",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "polynomial",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "warmup_stable_decay",
-    ] = "linear"
+        "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts",
+        "cosine_with_min_lr", "warmup_stable_decay",
+    ] = "linear"  # fmt: skip
     """How the learning rate changes after warm-up, as in Transformers' schedulers of these names.
     How: The rate is a pure function of the step and of the total number of steps, so a resumed run continues as if it
     had not stopped.

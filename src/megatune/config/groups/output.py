@@ -36,11 +36,9 @@ _WHOLE_MODEL = Needs(
     "write `save_format: hf` and `merge_lora: true`, then megatune export --to_mcore true of output_dir/merged",
 )
 _NO_SCORE = Needs(
-    "run.stage",
-    ("pt", "sft", "dpo", "kto"),
-    "Megatron-Core's language model has no score layer",
+    "run.stage", ("pt", "sft", "dpo", "kto"), "Megatron-Core's language model has no score layer",
     "write `save_format: hf`",
-)
+)  # fmt: skip
 _ADAPTER = Needs("finetuning.finetuning_type", ("lora",), "there is no adapter to merge")
 _PUSH = Needs("checkpoint.push_to_hub", (True,))
 _PUSHED = Needs("checkpoint.push_to_hub", (True,), "nothing would be pushed", is_lenient=True)

@@ -27,11 +27,9 @@ _HAS_EXPERTS = Needs(EXPERTS, why="the model has none", off=(0.0,))
 _WEIGHED = Needs("experts.moe_aux_loss_coeff", of=_BY_LOSS)
 _BALANCED = Needs(_BALANCING, _BY_LOSS, "there is no auxiliary loss to weigh", off=(0.0,))
 _TRAINED_BASE = Needs(
-    "finetuning.finetuning_type",
-    ("full", "freeze"),
-    "the bias belongs to the base model, which is frozen",
+    "finetuning.finetuning_type", ("full", "freeze"), "the bias belongs to the base model, which is frozen",
     "remove `{name}`",
-)
+)  # fmt: skip
 _NO_SINKHORN = Needs(_BALANCING, (*_BY_LOSS, "none"), "sinkhorn itself balances the load", "remove `{name}`")
 _CAPACITY = Needs(
     "experts.moe_expert_capacity_factor",

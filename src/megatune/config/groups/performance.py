@@ -65,11 +65,9 @@ class RecomputeSettings(Group):
 
 
 _NOT_CUDNN = Needs(
-    "performance.attention_backend",
-    ("auto", "flash", "unfused", "local"),
-    "the backward pass of cuDNN's attention is not deterministic",
-    "write `attention_backend: auto`, or remove {name}",
-)
+    "performance.attention_backend", ("auto", "flash", "unfused", "local"),
+    "the backward pass of cuDNN's attention is not deterministic", "write `attention_backend: auto`, or remove {name}",
+)  # fmt: skip
 
 
 class PerformanceSettings(Group):

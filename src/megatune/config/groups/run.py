@@ -13,18 +13,14 @@ PAIR_STAGES = ("dpo", "rm")
 
 
 _NO_OVERWRITE = Needs(
-    "run.overwrite_output_dir",
-    (False,),
-    "one starts over, the other resumes from the newest checkpoint of the same folder",
-    of=(True,),
-)
+    "run.overwrite_output_dir", (False,),
+    "one starts over, the other resumes from the newest checkpoint of the same folder", of=(True,),
+)  # fmt: skip
 _WHOLE_MODEL = Needs(
-    "finetuning.finetuning_type",
-    ("full", "freeze"),
+    "finetuning.finetuning_type", ("full", "freeze"),
     "an adapter does not record that its base model has scaled rotary embeddings",
-    "write `merge_lora: true`, or remove `rope_scaling`",
-    otherwise=Needs("checkpoint.merge_lora", (True,)),
-)
+    "write `merge_lora: true`, or remove `rope_scaling`", otherwise=Needs("checkpoint.merge_lora", (True,)),
+)  # fmt: skip
 _ONE_MORE = Limit(1, "published checkpoints have one such layer, and more are not supported")
 _TOKENS = Needs("run.stage", ("pt", "sft"), "they predict tokens of texts, and other stages train on whole answers")
 _WEIGHTS = Needs(
@@ -44,19 +40,13 @@ _DESCRIBED = Needs(
     "model.new_special_tokens_config", (), "new tokens are initialized from the descriptions in its file"
 )
 _SAVES = Needs(
-    "checkpoint.save_strategy",
-    ("steps", "epoch"),
-    "there would be no checkpoint to go back to",
-    "write `save_strategy: steps`, or `on_bad_step: skip`",
-    of=("go_back",),
-)
+    "checkpoint.save_strategy", ("steps", "epoch"), "there would be no checkpoint to go back to",
+    "write `save_strategy: steps`, or `on_bad_step: skip`", of=("go_back",),
+)  # fmt: skip
 _WHOLE = Needs(
-    "checkpoint.save_only_model",
-    (False,),
-    "a run cannot resume from a checkpoint without its training state",
-    "write `save_only_model: false`, or `on_bad_step: skip`",
-    of=("go_back",),
-)
+    "checkpoint.save_only_model", (False,), "a run cannot resume from a checkpoint without its training state",
+    "write `save_only_model: false`, or `on_bad_step: skip`", of=("go_back",),
+)  # fmt: skip
 _GOES_ON = Needs("run.on_bad_step", ("skip", "go_back"), "the first bad step ends the run", is_method=True)
 _CLASSIFIES = Needs("run.stage", ("cls",), "it sets what a classifier outputs for a row", is_method=True)
 _MOST_LABELS = Limit(100_000, "every rank holds the whole score layer, and its outputs for every token")

@@ -42,11 +42,9 @@ def classes(context: Context) -> Iterator[Problem]:
         fix = "write `num_labels: N`, one more than the largest label, or 1 if labels are numbers to predict"
         yield Problem(("num_labels", "stage"), "`num_labels` is missing, which `stage: cls` needs", why, fix)
     elif run.stage == "cls" and run.num_labels == 1 and run.problem_type == "single_label_classification":
-        what, why = (
-            "`problem_type: single_label_classification` with `num_labels: 1`",
-            "a single class is always right",
-        )
-        yield Problem(("problem_type", "num_labels"), what, why, "write `num_labels: 2`, or `problem_type: regression`")
+        what, fix = "`problem_type: single_label_classification` with `num_labels: 1`", "write `num_labels: 2`"
+        fix += ", or `problem_type: regression`"
+        yield Problem(("problem_type", "num_labels"), what, "a single class is always right", fix)
 
 
 def own_folder(context: Context) -> Iterator[Problem]:
@@ -189,14 +187,10 @@ SCHEDULER_KWARGS: dict[str, dict[str, _Check]] = {
     "cosine_with_restarts": {"num_cycles": _TIMES},
     "cosine_with_min_lr": {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _CYCLES},
     "warmup_stable_decay": {
-        "num_decay_steps": _STEPS,
-        "num_stable_steps": _STEPS,
-        "warmup_type": _SHAPE,
-        "decay_type": _SHAPE,
-        "min_lr_ratio": _SHARE,
-        "num_cycles": _CYCLES,
+        "num_decay_steps": _STEPS, "num_stable_steps": _STEPS, "warmup_type": _SHAPE, "decay_type": _SHAPE,
+        "min_lr_ratio": _SHARE, "num_cycles": _CYCLES,
     },
-}
+}  # fmt: skip
 
 
 def scheduler_kwargs(context: Context) -> Iterator[Problem]:

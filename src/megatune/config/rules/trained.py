@@ -206,19 +206,10 @@ def known_modules(context: Context) -> Iterator[Problem]:
     architecture, finetuning = context.architecture, context.settings.finetuning
     if architecture is None or finetuning.finetuning_type != "freeze":
         return
+    of_layers, others = [ALL_MODULES, *modules(architecture, per_layer=True)], modules(architecture, per_layer=False)
     for name, asked, known, where in (
-        (
-            "freeze_trainable_modules",
-            finetuning.freeze_trainable_modules,
-            [ALL_MODULES, *modules(architecture, per_layer=True)],
-            "inside a layer",
-        ),
-        (
-            "freeze_extra_modules",
-            finetuning.freeze_extra_modules,
-            modules(architecture, per_layer=False),
-            "outside of layers",
-        ),
+        ("freeze_trainable_modules", finetuning.freeze_trainable_modules, of_layers, "inside a layer"),
+        ("freeze_extra_modules", finetuning.freeze_extra_modules, others, "outside of layers"),
     ):
         if unknown := [module for module in asked if module not in known]:
             what = f"`{name}` has {', '.join(unknown)}"
