@@ -255,7 +255,7 @@ WRONG = [
         "lr_scheduler_type warmup_stable_decay without num_decay_steps\n"
         "    why: the length of the decay has no default\n"
         "    fix: write lr_scheduler_kwargs: {num_decay_steps: 100}, "
-        "with the steps in which the rate falls at the end",
+        "with the number of final steps in which the rate decays",
     ),
     (
         ["lr_scheduler_type=warmup_stable_decay", "lr_scheduler_kwargs={num_decay_step: 5, num_decay_steps: 5}"],

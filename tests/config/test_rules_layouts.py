@@ -205,7 +205,7 @@ WRONG = [
         QWEN,
         ["pipeline_model_parallel_size=2", "decoder_first_pipeline_num_layers=5", "decoder_last_pipeline_num_layers=5"],
         "decoder_first_pipeline_num_layers 5 and decoder_last_pipeline_num_layers 5: 10 layers are "
-        "asked for, the model has 12\n"
+        "requested, the model has 12\n"
         "    why: the parts together must have the model's 12 layers\n"
         "    fix: write decoder_last_pipeline_num_layers: 7",
     ),
@@ -241,8 +241,8 @@ WRONG = [
     (
         QWEN,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|t*6"],
-        "pipeline_model_parallel_layout 'Et*6|t*6' cannot be read: E comes first, once, then layers, "
-        "and L last, once\n"
+        "pipeline_model_parallel_layout 'Et*6|t*6' cannot be read: it must have one E, then layers, "
+        "then one L\n"
         "    fix: write E first, t for each layer, L last, and | between stages: Et*3|t*3L",
     ),
     (
@@ -288,7 +288,7 @@ WRONG = [
         "2 processes are not a multiple of the 4 that one replica of the experts takes\n"
         "    why: expert_tensor_parallel_size 2 times expert_model_parallel_size 2 times "
         "pipeline_model_parallel_size 1 is 4; expert_tensor_parallel_size is tensor_model_parallel_size "
-        "where it is not set\n"
+        "if it is not set\n"
         "    fix: write expert_tensor_parallel_size: 1, or write num_processes: 4",
     ),
     (

@@ -217,8 +217,8 @@ WRONG = [
     (
         DENSE,
         ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*6|(t*6L"],
-        "pipeline_model_parallel_layout 'Et*6|(t*6L' cannot be read: a parenthesis is not followed by *, a number, or "
-        "not closed\n"
+        "pipeline_model_parallel_layout 'Et*6|(t*6L' cannot be read: a parenthesis is not closed, or not followed "
+        "by * and a number\n"
         "    fix: write E first, t for each layer, L last, and | between stages: Et*3|t*3L",
     ),
     (

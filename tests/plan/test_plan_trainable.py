@@ -144,7 +144,7 @@ WRONG = [
         [LORA, r"lora_target=.*\.[12]\..*q_proj"],
         "lora_target has .*\\.[12]\\..*q_proj\n"
         "    why: it matches layers 1, 2 only; an adapter must be in all layers that have the matrix\n"
-        "    fix: write \\d+ in place of the layers' numbers",
+        "    fix: write \\d+ instead of the layers' numbers",
     ),
     (
         "qwen3_vl",
