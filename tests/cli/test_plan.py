@@ -143,7 +143,7 @@ def test_too_few_devices_are_told_how_many_would_do(run: Run) -> None:
     words = ("Qwen2.5-7B", "--gpu", "rtx-4090", "--gpus")
     code, out, _ = run(*words, "2")
     assert code == ExitCode.OUT_OF_MEMORY
-    told = re.search(r"\n(\d+) devices hold it, as ", out)
+    told = re.search(r"\n(\d+) devices are enough, as ", out)
     assert told is not None
     assert "finetuning_type: lora fits: " in out
     assert run(*words, "4")[0] == ExitCode.OUT_OF_MEMORY

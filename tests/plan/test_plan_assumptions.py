@@ -24,7 +24,7 @@ def test_memory_that_is_no_tensor_is_named() -> None:
     assert "fragments of freed memory are not planned" in said
     assert "expert" not in said
     on_cpu = notes("Qwen3-0.6B", cpu_machine(2**34, 2))
-    assert "a process takes 350 MiB before it makes a model" in on_cpu
+    assert "a process takes 350 MiB before it builds a model" in on_cpu
     assert "NCCL" not in on_cpu
 
 
@@ -39,10 +39,10 @@ def test_the_main_memory_of_saves_in_the_background_is_named() -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        ({}, "vary by 50% of their mean (20% where something balances them), so the fullest of 8 "),
+        ({}, "vary by 50% of their mean (20% with load balancing), so the fullest of 8 "),
         (
             {"moe_aux_loss_coeff": 1e-3},
-            "vary by 20% of their mean (50% where nothing balances them), so the fullest of ",
+            "vary by 20% of their mean (50% without load balancing), so the fullest of ",
         ),
     ],
 )

@@ -124,8 +124,8 @@ def test_the_first_run_of_a_device_replaces_what_is_assumed(
     assert known == Calibration(framework=known.framework, num_runs=1)
     assert known.framework == pytest.approx(2**29, rel=0.05)
     after = estimate(replace(planned, machine=replace(machine, calibration=known)))
-    assert "plan       memory beyond tensors is as 1 run on this device held it" in list(_plan_lines(after))
-    assert "memory beyond tensors is as 1 run on this device held it" in list(standing_notes(after.case))
+    assert "plan       memory beyond tensors was measured in 1 run on this device" in list(_plan_lines(after))
+    assert "memory beyond tensors was measured in 1 run on this device" in list(standing_notes(after.case))
     assert keep_first(run) is None
     path.unlink()
     path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""What a user asks the planner, and its answer: the plan of the settings themselves, and what a search found."""
+"""The question of `megatune plan` and its answer: the plan of the settings, and the result of a search."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megatune.plan.pages.words import amount
 from megatune.plan.search import SearchResult, search
 from megatune.plan.time import answers
 
-# A layout is called better where a step gains more than this; the order of plans is surer than their seconds.
+# A layout is better if a step gains more than this: the order of plans is more certain than their seconds.
 WORTH_CHANGING = 0.02
-_MANY = 2500  # layouts; of more only what gains most is searched again
+_MANY = 2500  # with more layouts, only the last entry of `LOSSY` is searched
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned.
+    """A question to the planner.
 
     Attributes:
-        case: the settings' own layout.
+        case: the layout of the settings.
         global_batch_size: rows of a step.
-        origins: as `Loaded.origins`; empty for a plan of a bare model.
-        plans_own: whether the settings' own layout is planned, before a better one is searched for.
-        dataset_tokens: of the whole run; None where not known.
-        notes: what was assumed, in sentences.
-        keep: how many layouts are ranked.
-        file: the settings file that was planned.
-        written: settings, "group.name", that the user gave a value.
+        origins: as `Loaded.origins`; empty for a model without a file.
+        plans_own: whether to plan the layout of the settings before the search for a better one.
+        dataset_tokens: tokens of the whole run; None if unknown.
+        notes: assumptions, in sentences.
+        keep: number of layouts to rank.
+        file: the settings file.
+        written: settings that the user set, by "group.name".
     """
 
     case: Case
@@ -50,9 +50,9 @@ class Question:
     written: frozenset[str] = frozenset()
 
     def run_seconds(self, planned: Estimate) -> tuple[float, str] | None:
-        """Return how long the whole run takes with a plan of its step, and of how many tokens or steps that is: by the
-        tokens of its data, or where these are not known by its steps; None where neither is known. Answers that are
-        written every so many steps count, and evaluations of held-out rows whose number is known."""
+        """Return the seconds of the whole run with this plan of a step, and its tokens or steps as text: by the tokens
+        of its data, or by its steps; None if neither is known. Includes answers that are generated during training,
+        and evaluations if the number of held-out rows is known."""
         steps, about = float(self.case.settings.optimizer.max_steps), ""
         if self.dataset_tokens is not None:
             steps, about = self.dataset_tokens / planned.time.tokens, f"{amount(self.dataset_tokens)} tokens"
@@ -64,10 +64,10 @@ class Question:
         return steps * of_step + self._evaluation_seconds(planned, steps), about or f"{steps:,.0f} steps"
 
     def _evaluation_seconds(self, planned: Estimate, steps: float) -> float:
-        """Return seconds of forward passes over the held-out rows, before the first step and during so many steps."""
+        """Return the seconds of all evaluations on held-out rows in this many steps."""
         settings = self.case.settings
         evaluation, epochs, held_out = settings.evaluation, settings.optimizer.num_train_epochs, settings.data.val_size
-        of_epoch = steps / epochs if self.dataset_tokens is not None else math.inf  # not known
+        of_epoch = steps / epochs if self.dataset_tokens is not None else math.inf  # unknown
         if held_out < 1:  # a share of an epoch's rows
             held_out *= of_epoch * self.global_batch_size if of_epoch < math.inf else 0.0
         interval = whole_steps(settings.eval_interval, steps)
@@ -78,21 +78,21 @@ class Question:
 
     @property
     def request(self) -> SearchRequest:
-        """All layouts with the same global batch."""
+        """A search for all layouts with the same global batch."""
         rows = self.global_batch_size
         return SearchRequest(case=self.case, global_batch_size=rows, keep=self.keep, written=self.written)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was found.
+    """The answer of the planner.
 
     Attributes:
-        own: the plan of the settings' own layout; None where none is written.
-        fixes: where that does not fit, the cheapest changes after which it does.
-        enough: where no layout fits, one on more devices that does; None where sixteen times as many do not do.
-        lossy: the best layout with what rounds more, by its name in `LOSSY`, where it is faster or fits more surely.
-        less: where no layout fits, changes of what is trained after which one does, with the best such layout.
+        own: the plan of the layout of the settings; None if they have none.
+        fixes: if that does not fit, the cheapest changes that make it fit.
+        enough: if no layout fits, one that fits on more devices; None if it does not fit on up to 16 times as many.
+        lossy: the best layout with each trade-off of `LOSSY` that is faster or fits more surely, by its name.
+        less: if no layout fits, changes of the run that need less memory, each with the best layout that fits then.
     """
 
     question: Question
@@ -105,19 +105,19 @@ class Answer:
 
     @property
     def recommended(self) -> Estimate | None:
-        """The plan that is recommended of those found."""
+        """The recommended plan of the search."""
         return self.result.recommended
 
     @property
     def best(self) -> Estimate | None:
-        """The plan to run: the settings' own where no other one is worth a change."""
+        """The plan to run: that of the settings if no other one is worth a change."""
         if self.own is not None and self.own.fits and not self.is_better:
             return self.own
         return self.recommended
 
     @property
     def is_better(self) -> bool:
-        """Whether a layout was found that is worth changing the settings for."""
+        """Whether the search found a layout that is worth a change of the settings."""
         found = self.recommended
         if found is None or self.own is None:
             return False
@@ -125,12 +125,12 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether what was asked for fits: the settings' own layout, or any at all."""
+        """Whether the layout of the settings fits, or any layout if they have none."""
         return self.own.fits if self.own is not None else self.result.best is not None
 
 
 def answer(question: Question) -> Answer:
-    """Plan the settings, where a layout is among them, and search for the best one."""
+    """Plan the layout of the settings, if they have one, and search for the best layout."""
     own = estimate(question.case) if question.plans_own else None
     fixes = tuple(savings(own)) if own is not None and not own.fits else ()
     result = search(question.request)
@@ -141,8 +141,8 @@ def answer(question: Question) -> Answer:
 
 
 def _more_devices(question: Question) -> Estimate | None:
-    """Search on two, four, eight and sixteen times as many devices for a layout that surely fits, or fits as planned;
-    None where sixteen times are too few."""
+    """Search on 2, 4, 8 and 16 times as many devices for a layout that surely fits, or else for one that is planned to
+    fit; None if there is none."""
     likely: Estimate | None = None
     for factor in (2, 4, 8, 16) if not question.case.machine.device.on_cpu else ():
         case = replace(question.case, world_size=factor * question.case.world_size)
@@ -154,7 +154,7 @@ def _more_devices(question: Question) -> Estimate | None:
 
 
 def _best_with(question: Question, changes: Changes, below: float = math.inf) -> Estimate | None:
-    """Search again with other settings, where the rules have nothing more against them."""
+    """Search with other settings; None if they are the same or break another rule."""
     settings, architecture = with_settings(question.case.settings, changes), question.case.model.architecture
     known = set(check(question.case.settings, architecture))
     if settings == question.case.settings or set(check(settings, architecture)) - known:
@@ -163,16 +163,16 @@ def _best_with(question: Question, changes: Changes, below: float = math.inf) ->
 
 
 def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
-    """Search with what needs less memory: the optimizer on the host, adapters, shorter rows."""
+    """Search with settings that need less memory: the optimizer on the host, adapters, shorter rows."""
     for kind in smaller_runs(question.case.settings):
         fitting = ((changes, best) for changes in kind if (best := _best_with(question, changes)) is not None)
         yield from islice(fitting, 1)
 
 
 def _lossy(found: Answer) -> Iterator[tuple[str, Estimate]]:
-    """Search with what rounds more, for what is worth it: a faster layout, or one that surely fits.
+    """Search for a faster layout, or one that surely fits, with each trade-off of `LOSSY`.
 
-    Of full training in 16 bits on GPUs; settings that the user wrote stay.
+    Only for full training in 16 bits with Adam on GPUs; settings that the user set are kept.
     """
     reference, question, settings = found.best, found.question, found.question.case.settings
     is_wide = settings.precision.params_dtype == "float32" or question.case.machine.device.on_cpu

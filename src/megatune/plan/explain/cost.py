@@ -1,5 +1,5 @@
-"""What another value of a setting would change in memory and time, by the planner's own answers; and the cases that
-these costs are computed for."""
+"""Computes with the planner how another value of a setting changes memory and time, and the cases to compute this
+for."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatune.plan.fixes import Fix, try_change
 from megatune.plan.machine import Machine
 
 DEFAULT_MODEL, DEFAULT_GPUS, DEFAULT_GPU = "Qwen3-8B", 8, "h100-80g"
-# For settings of experts, of shared ones, and of a bias on them; and of a vision encoder.
+# Models for the settings of experts, of shared experts, of an expert bias, and of a vision encoder.
 _OTHERS = ("Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V3", "Qwen3-VL-8B")
-# What keeps a case from being planned; the other rules are about data, schedules and folders.
+# Rules that a case must meet to be planned; the others are about data, schedules and folders.
 PLANNED_RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *pipeline.RULES,
@@ -39,7 +39,7 @@ PLANNED_RULES: tuple[Rule, ...] = (
     *finetuning.PREFERENCE_RULES,
     run.cutoff,
 )
-# How such a model is usually trained, so that a setting is impact against a sensible run.
+# Usual settings for such a model, so that a setting is compared with a sensible run.
 _USUAL: Mapping[str, Any] = {
     "precision.bf16": True,
     "batch.per_device_train_batch_size": 1,
@@ -48,7 +48,7 @@ _USUAL: Mapping[str, Any] = {
     "parallel.overlap_param_gather": True,
 }
 _LENGTH = 4096
-_DOUBLINGS = 7  # of the fewest GPUs, until a model fits
+_DOUBLINGS = 7  # at most, of the fewest GPUs until a model fits
 _TP, _SP, _PP, _EP = (
     "parallel.tensor_model_parallel_size",
     "parallel.sequence_parallel",
@@ -60,14 +60,14 @@ _EXPERTS: Mapping[str, Any] = {
     "recompute.recompute_modules": ["layernorm", "moe_act"],
 }
 Assumed: TypeAlias = Literal["", "case", "machines"]
-# Laid over a case in turn, together with what a setting declares to need, until the setting has an effect.
+# Changes of a case, tried one after the other together with the needs of a setting until it has an effect.
 _OVERLAYS: tuple[Mapping[str, Any], ...] = (
     {},
     {_TP: 2, _SP: True},
     {_TP: 1, _SP: False, _PP: 8},
     {"recompute.recompute_num_layers": 4},
 )
-# What lists of a model's modules, and of losses, are compared with.
+# Values to compare lists of modules and losses with.
 _NAMES: Mapping[str, list[list[str]]] = {
     "freeze_trainable_modules": [["mlp"], ["self_attn"]],
     "freeze_extra_modules": [["embed_tokens"], ["lm_head"]],
@@ -79,12 +79,12 @@ _NAMES: Mapping[str, list[list[str]]] = {
 
 @dataclass(frozen=True)
 class BaseCase:
-    """A case, and how much of it the user asked for.
+    """A case to compute costs for.
 
     Attributes:
-        assumed: what nobody named, the model and all else or the machines; said with every number.
-        why_not: what keeps the case from being planned; there are no costs then.
-        architecture, world_size: as far as they are known all the same, for the rules.
+        assumed: what the user did not give: the whole "case", or the "machines"; printed with the costs.
+        why_not: why the case cannot be planned; there are no costs then.
+        architecture, world_size: for the rules; None if unknown.
     """
 
     case: Case | None
@@ -95,12 +95,12 @@ class BaseCase:
 
 
 def default_cases(model: str | None = None, gpus: int | None = None, gpu: str | None = None) -> list[BaseCase]:
-    """Return the cases that a setting is impact in where no file says more, the first one first.
+    """Return the cases to compute costs for if there is no file, in the order in which they are tried.
 
-    Without a model there are several: a dense one, and for what needs experts or an encoder some that have them.
+    Without a model there are several: a dense one, and others with experts or a vision encoder.
 
     Raises:
-        MegatuneError: INPUT, where model or device are not known.
+        MegatuneError: INPUT if the model or the device is unknown.
     """
     machine = find_machine(gpu or DEFAULT_GPU)
     names = [model] if model else [DEFAULT_MODEL, *_OTHERS]
@@ -109,8 +109,8 @@ def default_cases(model: str | None = None, gpus: int | None = None, gpu: str | 
 
 
 def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Case:
-    """Return a model as it is usually trained, on the GPUs named or on as few as it fits on in a usual layout; where
-    none fits, in the layout that takes least memory."""
+    """Return the usual case of a model, on the given or the fewest GPUs with a usual layout that fits; if none fits,
+    in the layout with the least memory."""
     fewest = DEFAULT_GPUS if model.architecture.moe is None else 2 * DEFAULT_GPUS
     worlds = [world_size] if world_size else [fewest * 2**power for power in range(_DOUBLINGS + 1)]
     planned: list[Estimate] = []
@@ -124,7 +124,7 @@ def _usual(model: PlannedModel, world_size: int | None, machine: Machine) -> Cas
 
 
 def _usual_cases(model: PlannedModel, world: int, machine: Machine) -> list[Case]:
-    """Return the usual layouts, the simplest first, and last the defaults."""
+    """Return the usual layouts, the simplest first and the default last."""
     moe = model.architecture.moe
     usual = {**_USUAL, "data.cutoff_len": min(_LENGTH, model.architecture.max_position_embeddings)}
     if moe is None:
@@ -148,9 +148,9 @@ def case_of_file(
     """Return the case of a settings file.
 
     Args:
-        world_size: processes of the whole run; None takes num_processes, or as many as one usual machine has, made
-            up to whole copies of the model.
-        is_assumed: nobody asked for these machines.
+        world_size: processes of the whole run; None for num_processes, or else those of one usual machine, rounded up
+            to whole copies of the model.
+        is_assumed: whether the machine is a default.
     """
     settings, name = loaded.settings, loaded.settings.model.model_name_or_path
     size = settings.parallel.smallest_world
@@ -177,14 +177,14 @@ def _plannable(case: Case, assumed: Assumed) -> BaseCase:
 
 
 def problems(case: Case) -> list[Problem]:
-    """Return what the rules have against a case, as far as it is planned, with our own names of settings."""
+    """Return the problems that `PLANNED_RULES` find in a case, with our own names of settings."""
     context = Context(case.settings, case.model.architecture, case.world_size)
     return [replace(problem, what=plain(problem.what)) for rule in PLANNED_RULES for problem in rule(context)]
 
 
 @dataclass(frozen=True)
 class Effect(Fix):
-    """Another value of a setting with the plans before and after; `path` is its "group.name"."""
+    """Another value of a setting with the plans before and after it; `path` is its "group.name"."""
 
     path: str
 
@@ -194,7 +194,7 @@ class Effect(Fix):
 
     @property
     def memory(self) -> int:
-        """Bytes more on the fullest stage."""
+        """Additional bytes on the fullest stage."""
         return -self.saving
 
     @property
@@ -204,17 +204,17 @@ class Effect(Fix):
 
     @property
     def side_changes(self) -> dict[str, Any]:
-        """What else had to change, by "group.name"."""
+        """Values of other settings that had to change, by "group.name"."""
         return {path: value for path, value in self.changes.items() if path != self.path}
 
 
 @dataclass(frozen=True)
 class SettingImpact:
-    """A setting's value now in a case, and the effects of others; () where the setting has none.
+    """The present value of a setting in a case, and the effects of other values; () if they have none.
 
     Attributes:
-        companions: settings changed in the case so that the setting has an effect.
-        refused: why a value was not compared, where none could be.
+        companions: settings that were changed in the case so that the setting has an effect.
+        refused: why no other value could be compared.
     """
 
     base: BaseCase
@@ -225,8 +225,8 @@ class SettingImpact:
 
 
 def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | None:
-    """Find the first case in which the setting changes memory or time; where it never does, one without effects; None
-    where no case could be planned."""
+    """Find the first case in which the setting changes memory or time. If there is none, return one without effects;
+    if no case can be planned, None."""
     compared, refused, found = False, "", None
     for base in cases:
         if base.case is None:
@@ -250,7 +250,7 @@ def impact_of(info: SettingInfo, cases: Iterable[BaseCase]) -> SettingImpact | N
 
 
 def needed(info: SettingInfo, case: Case) -> dict[str, Any]:
-    """Return changes of a case after which a setting has what it declares to need, and these what they need."""
+    """Return changes of a case that meet the declared needs of a setting, and recursively the needs of these."""
     changes: dict[str, Any] = {}
     for need in info.needs:
         if need.path == EXPERTS or need.of or is_met(need, case.settings, case.model.architecture):
@@ -273,13 +273,13 @@ def compare_with(case: Case, path: str, value: Any) -> Effect | None:
 
 
 def _effect(path: str, case: Case, value: Any) -> Effect | None:
-    """Return what another value changes; None where it cannot be."""
+    """Return the effect of another value; None if it is not valid."""
     found = try_change(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
     return None if found is None else Effect(found.changes, found.before, found.after, path)
 
 
 def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
-    """Return the effect of each value worth comparing, and why the first of those that are not valid is not."""
+    """Return the effect of each alternative, and why the first invalid one is refused."""
     effects: list[Effect] = []
     refused = ""
     for value in alternatives(info, case):
@@ -292,7 +292,7 @@ def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
 
 
 def alternatives(info: SettingInfo, case: Case) -> list[Any]:
-    """Return values worth comparing: the other truth, each other choice, half and double of a number."""
+    """Return the values to compare with: the other boolean, the other choices, half and double of a number."""
     now = value_of(case, info.path)
     compare = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     return [
@@ -322,7 +322,7 @@ def _candidates(info: SettingInfo, now: Any, case: Case) -> Iterable[Any]:
 
 
 def _moved_layer(case: Case) -> list[str]:
-    """Return the layout of the case with the last stage's layer moved to the first."""
+    """Return the layout of the case with one layer moved from the last stage to the first."""
     parallel = case.settings.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return []
@@ -332,7 +332,7 @@ def _moved_layer(case: Case) -> list[str]:
 
 
 def _unread(info: SettingInfo, case: Case | None) -> bool:
-    """Return whether the planner says the same with other text, or other names, that no rule has looked at."""
+    """Return whether other text or names in place of the value leave the plan unchanged; the rules are not checked."""
     samples = {str: "text", list: [0.5] if info.items is float else ["text"], dict: {"name": 1}}
     sample = next((samples[kind] for kind in samples if kind in info.kinds), None)
     if case is None or sample is None or info.choices:

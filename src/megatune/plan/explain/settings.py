@@ -1,5 +1,5 @@
-"""What `megatune explain` prints: of one setting, a settings file, the reference of all settings in Markdown, the same
-of keys of reinforcement learning, and of a run's folder."""
+"""The output of `megatune explain`: for a setting, a settings file, or the folder of a run; and the references of all
+settings and of all keys of reinforcement learning in Markdown."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") 
     """Explain what a key is, how it works, when to change it, and what it costs; for a terminal.
 
     Args:
-        key: of the dialect, or "group.name"; a dash is an underscore.
-        cases: the first one in which the setting has an effect says what it costs.
+        key: a key of the dialect, or "group.name"; dashes count as underscores.
+        cases: candidates to compute the cost with: the first one in which the setting has an effect is used.
 
     Raises:
-        MegatuneError: SETTINGS, where nobody knows the key, with the nearest names.
+        MegatuneError: SETTINGS if the key is unknown, with the nearest names.
     """
     name = _name(key)
     infos, words = all_settings(), words_of(language)
@@ -81,7 +81,7 @@ def explain_key(key: str, cases: Sequence[BaseCase], language: Language = "en") 
 
 
 def knows(key: str) -> bool:
-    """Return whether `explain_key` has something to say of it."""
+    """Return whether `explain_key` knows this key."""
     return LLAMAFACTORY.knows(_name(key)) or _name(key) in all_settings()
 
 
@@ -130,7 +130,7 @@ def _refusal(key: str, refused: Row, words: Words, language: Language) -> Iterat
 
 
 def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language = "en") -> tuple[str, list[Finding]]:
-    """Explain every setting that is written, for a terminal; return the text, and what is wrong with the file."""
+    """Explain every setting in a file, for a terminal; return the text, and the findings about the file."""
     words, case = words_of(language), base.case
     if base.architecture is not None:
         loaded, _ = with_model_defaults(loaded, base.architecture)
@@ -149,7 +149,7 @@ def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language =
         )
         uncertainty = words.uncertainty.format(percent=percent(whole.time.uncertainty))
         lines += [wrapped(text + words.stop), wrapped(uncertainty[:1].upper() + uncertainty[1:] + words.stop)]
-    if not given and not loaded.findings:  # otherwise nobody knows what it would set
+    if not given and not loaded.findings:  # with findings it is unknown what the file sets
         lines += ["", words.none_set]
     for path in sorted(given - loaded.invalid, key=lambda path: _place(loaded.origins[path])):
         lines += ["", *_written(all_settings()[path], loaded, base, language)]
@@ -162,7 +162,7 @@ def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language =
 
 
 def _without_effect(loaded: Loaded, architecture: Architecture | None) -> Iterator[tuple[str, Needs]]:
-    """Yield what is written and lacks what it needs without being refused for it."""
+    """Yield settings that are set and have no effect because a need is not met, which is not an error."""
     for path, info in all_settings().items():
         value = setting_value(loaded.settings, path)
         noted = (need for need in info.needs if not need.why and (not need.of or value in need.of))
@@ -185,7 +185,7 @@ def _written(info: SettingInfo, loaded: Loaded, base: BaseCase, language: Langua
 
 
 def _place(origin: str) -> tuple[int, str]:
-    """Return the line of an origin in its file, what came from the command line behind all of them; and the origin."""
+    """Return a sort key: the line of an origin in its file, with the command line after all lines; and the origin."""
     return line_of(origin), origin
 
 
@@ -193,7 +193,7 @@ def _place(origin: str) -> tuple[int, str]:
 
 
 def settings_page(language: Language = "en") -> str:
-    """Return the reference of all settings: what `explain --all` prints, and the page of the documents."""
+    """Return the reference of all settings: the output of `explain --all`, and a page of the documentation."""
     words = words_of(language)
     parts = [f"# {words.title}\n\n{words.head}"]
     for group in GROUPS:
@@ -239,7 +239,7 @@ def _explained_rl(dotted: str, info: SettingInfo, language: Language) -> str:
 
 
 def explain_rl_file(name: str, read: ReadRL, language: Language = "en") -> str:
-    """Explain every key that is written in a file, then say what is wrong with it, for a terminal."""
+    """Explain every key in a file, then list its findings, for a terminal."""
     words = words_of(language)
     lines = [words.settings.format(file=name)]
     for entry in read.reading.entries.values():
@@ -252,7 +252,7 @@ def explain_rl_file(name: str, read: ReadRL, language: Language = "en") -> str:
 
 
 def rl_page(language: Language = "en") -> str:
-    """Return the reference of all keys, in Markdown."""
+    """Return the reference of all keys of reinforcement learning, in Markdown."""
     words = words_of(language)
     parts = [words.rl_head]
     for heading, infos in rl_pages().items():
@@ -274,7 +274,7 @@ def _refused_rl_rows(words: Words, language: Language) -> Iterator[str]:
 
 
 def _accepted_rl_rows(language: Language) -> Iterator[str]:
-    """Give a row for each reason and mapping, with the keys that it is of."""
+    """Yield a row for each reason and mapping, with its keys."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for dotted, row in table("roll").items():
         above, _, key = dotted.rpartition(".")
@@ -285,7 +285,7 @@ def _accepted_rl_rows(language: Language) -> Iterator[str]:
         yield f"| {f'`{above}`' if above else ''} | {', '.join(names)} | {why} |\n"
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def explain(
@@ -298,20 +298,20 @@ def explain(
     gpus: int | None = None,
     gpu: str | None = None,
 ) -> tuple[str, ExitCode]:
-    """Return the explanation, and SETTINGS where a file is one that would be refused.
+    """Return the explanation, and SETTINGS if a file would be refused.
 
     Args:
-        name: of a setting, a file or a folder.
-        changes: of a setting, the file that it stands in; then `key=value` words.
-        machine_here: describes this machine; None where it has no GPUs, or the catalogue does not know them.
-        model, gpus, gpu: the case that costs are of, where it is named.
+        name: a setting, a file or a folder.
+        changes: for a setting, a file with it; then `key=value` overrides.
+        machine_here: describes this machine; None if it has no GPUs, or unknown ones.
+        model, gpus, gpu: the case to compute costs for, if given.
 
     Raises:
-        MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
+        MegatuneError: SETTINGS or INPUT if the name is unknown.
     """
 
     def base_case(loaded: Loaded) -> BaseCase:
-        """Return the case of a file, on the machines that are named, on this one, or on usual ones."""
+        """Return the case of a file on the given machines, on this one, or on the default ones."""
         if model is not None:
             loaded = replace(loaded, settings=with_settings(loaded.settings, {"model.model_name_or_path": model}))
         machine = find_machine(gpu) if gpu else machine_here()
@@ -335,7 +335,7 @@ def explain(
             loaded = load(name, changes)
             text, findings = explain_file(name, loaded, base_case(loaded), language)
         return text, ExitCode.SETTINGS if findings else ExitCode.DONE
-    if os.sep in name:  # no setting's name
+    if os.sep in name:  # not the name of a setting
         finding = Finding(f"there is no folder or file {path}", fix="name the output_dir of a run, or a file")
         raise MegatuneError(finding, ExitCode.INPUT)
     return explain_key(name, [], language), ExitCode.DONE

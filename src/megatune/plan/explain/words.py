@@ -1,4 +1,4 @@
-"""Texts of explanations in English and Chinese: of settings, headings and connecting words, and costs in words."""
+"""Texts of explanations in English and Chinese: settings, headings and phrases, and the costs of settings."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HARDLY_BYTES, _HARDLY_TIME = 2**20, 0.0005
 
 
 def language_of(environment: Mapping[str, str]) -> Language:
-    """Return Chinese where LC_ALL, LC_MESSAGES or LANG, the first that is set, begins with zh."""
-    said = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
-    return "zh" if said.lower().startswith("zh") else "en"
+    """Return Chinese if the first one set of LC_ALL, LC_MESSAGES and LANG begins with zh, and English otherwise."""
+    locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
+    return "zh" if locale.lower().startswith("zh") else "en"
 
 
 class Texts(NamedTuple):
-    """What a setting is, how it works, when to change it, its type with range and unit, and what each choice does."""
+    """Texts of a setting: what it is, how it works, when to change it, its type with range and unit, its choices."""
 
     what: str
     how: str
@@ -41,11 +41,7 @@ class Texts(NamedTuple):
 
 
 def texts_of(info: SettingInfo, language: Language, *, is_rl: bool = False) -> Texts:
-    """Return a setting's texts in a language.
-
-    Args:
-        is_rl: it is a key of reinforcement learning.
-    """
+    """Return the texts of a setting in a language; `is_rl` for keys of reinforcement learning."""
     if language == "en":
         unit = f" ({info.unit})" if info.unit else ""
         return Texts(*info.texts[:3], info.expected + unit, info.texts.values)
@@ -58,7 +54,7 @@ def texts_of(info: SettingInfo, language: Language, *, is_rl: bool = False) -> T
 
 
 def needs_text(need: Needs, words: Words) -> str:
-    """Say what other setting's values will do: `finetuning_type: lora`, `tensor_model_parallel_size ≥ 2`."""
+    """Describe the required values of another setting: `finetuning_type: lora`, `tensor_model_parallel_size ≥ 2`."""
     name = need.path.partition(".")[2]
     if need.path == EXPERTS:
         text = words.experts
@@ -70,7 +66,7 @@ def needs_text(need: Needs, words: Words) -> str:
 
 
 def all_needs(info: SettingInfo, words: Words) -> list[str]:
-    """Say what a setting needs, each with the values of the setting that need it, where not all do."""
+    """List what a setting needs, each with the values of the setting that need it unless all do."""
     said = {
         needs_text(need, words) + (words.parentheses.format(words.comma.join(map(shown, need.of))) if need.of else "")
         for need in info.needs
@@ -79,7 +75,7 @@ def all_needs(info: SettingInfo, words: Words) -> list[str]:
 
 
 def phrase_of(text: str, kind: str, language: Language) -> str:
-    """Return a sentence of the tables of keys in a language: of "refusals", "fixes", "accepted", or RL's "reasons"."""
+    """Translate a sentence of the tables of keys, of kind "refusals", "fixes", "accepted", or of RL's "reasons"."""
     if language == "en":
         return text
     from megatune.config.chinese import phrases
@@ -88,22 +84,22 @@ def phrase_of(text: str, kind: str, language: Language) -> str:
 
 
 WIDTH = 100
-# What does not begin a line.
+# Characters that must not begin a line.
 _CLOSING = "，。；：、）！？”%"
 
 
 def columns_of(text: str) -> int:
-    """Count the columns that a text takes."""
+    """Return the width of a text in terminal columns."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """Wrap a paragraph in lines of `WIDTH`, with `indent` before each, or `first` before the first one."""
+    """Wrap a paragraph to `WIDTH` columns, with `indent` before each line, or `first` before the first one."""
     head = first or indent
     if text.isascii():
         return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
     lines, line, used = [], head, columns_of(head)
-    # Words of other scripts with their space, and single Chinese characters, stay together.
+    # The pieces that are not split: words of other scripts with the space after them, and single Chinese characters.
     for word in re.findall(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
         if used + columns_of(word.rstrip()) > WIDTH and word[0] not in _CLOSING and line.strip():
             lines.append(line.rstrip())
@@ -115,17 +111,17 @@ def wrapped(text: str, indent: str = "", first: str = "") -> str:
 
 @cache
 def words_of(language: Language) -> Words:
-    """Return the words of a language, by their names in its file."""
+    """Read the headings and phrases of a language."""
     file = Path(__file__).with_name("english.yaml" if language == "en" else "chinese.yaml")
     return Words(**yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 class Words(SimpleNamespace):
-    """Headings, connecting words and phrases of one language; `parts` are those of `StageMemory`."""
+    """Headings and phrases of one language, by their names in its file; `parts` are those of `StageMemory`."""
 
 
 def rows(words: Words, *entries: tuple[str, Iterable[str]], hang: int = 0) -> Iterator[str]:
-    """Yield paragraphs beside their headings, each heading once; what follows the first line hangs by some columns."""
+    """Yield paragraphs to the right of their headings; lines after the first are indented by `hang` more columns."""
     heads = (words.takes, words.default, words.also, words.what, words.how, words.when, words.values, words.needs)
     width = max(map(columns_of, (*heads, words.cost))) + 2
     for heading, texts in entries:
@@ -136,7 +132,7 @@ def rows(words: Words, *entries: tuple[str, Iterable[str]], hang: int = 0) -> It
 
 
 def what_it_does(texts: Texts, words: Words) -> Iterator[str]:
-    """Yield what a setting is, how it works, when to change it, and what its values do, for a terminal."""
+    """Yield the texts of a setting and of its values, for a terminal."""
     yield from rows(words, (words.what, [texts.what]), (words.how, [texts.how]), (words.when, [texts.when]))
     yield from rows(
         words, (words.values, [f"{value}{words.colon}{text}" for value, text in texts.values.items()]), hang=2
@@ -144,7 +140,7 @@ def what_it_does(texts: Texts, words: Words) -> Iterator[str]:
 
 
 def written(key: str, value: Any, default: Any, origin: str, texts: Texts, words: Words) -> Iterator[str]:
-    """Yield what a file sets a key to, the default, and what it does, for a terminal."""
+    """Yield the value of a key in a file, its default, and its description, for a terminal."""
     usual = words.is_default if value == default else f"{words.default} {shown(default)}"
     yield wrapped(f"{key}: {shown(value)}{words.parentheses.format(origin + words.semicolon + usual)}")
     yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
@@ -165,7 +161,7 @@ def section(name: str, default: Any, texts: Texts, words: Words, also: Sequence[
 
 
 def case_line(base: BaseCase, words: Words) -> str:
-    """Name the case: model, machines, layout, and the rows of a step."""
+    """Describe the case: model, machines, layout, and the rows of a step."""
     assert base.case is not None
     case = base.case
     text = words.ground.format(
@@ -178,7 +174,7 @@ def case_line(base: BaseCase, words: Words) -> str:
 def cost_lines(
     info: SettingInfo, impact: SettingImpact | None, cases: Sequence[BaseCase], words: Words
 ) -> Iterator[str]:
-    """Say what the setting costs: the case, the value now, and other values against it."""
+    """Describe the cost of a setting: the case, its present value, and other values compared with it."""
     if impact is None:
         yield words.not_planned.format(why=cases[0].why_not)
         return
@@ -204,7 +200,7 @@ def cost_lines(
 
 
 def describe_comparison(effect: Effect, value: Any, words: Words) -> str:
-    """Put an effect against what else the setting could be."""
+    """Describe an effect compared with another value of the setting."""
     other = shown(value)
     if effect.side_changes:
         other += words.parentheses.format(words.beside.format(changes=written_changes(effect.side_changes)))
@@ -213,7 +209,7 @@ def describe_comparison(effect: Effect, value: Any, words: Words) -> str:
 
 
 def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> str:
-    """Put an effect in a line: memory, time, what else had to change, and whether it fits."""
+    """Describe an effect in a line: memory, time, settings that changed with it, and whether it fits."""
     memory = words.no_memory
     if abs(effect.memory) >= _HARDLY_BYTES:
         memory = words.memory.format(change=signed_bytes(effect.memory))
@@ -222,7 +218,7 @@ def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> 
             memory += words.parentheses.format(f"{words.parts[part]} {signed_bytes(change)}")
     time = words.no_time
     if abs(effect.time) >= _HARDLY_TIME:
-        share = ("+" if effect.time > 0 else "−") + percent(abs(effect.time))  # −12 %, or ×2.4 from the double on
+        share = ("+" if effect.time > 0 else "−") + percent(abs(effect.time))  # −12 %, or ×2.4 from 2 on
         share = f"×{1 + effect.time:.1f}" if effect.time >= 1 else share
         time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
     parts = [memory, time]
@@ -234,7 +230,7 @@ def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> 
 
 
 def fullest(planned: Estimate, words: Words) -> str:
-    """Write `58.2 of 79.2 GiB on the fullest stage`."""
+    """Format the memory: `58.2 of 79.2 GiB on the fullest stage`."""
     total, memory = planned.fullest.total, planned.case.machine.device.memory
     unit = bytes_unit(total)
     text = words.fullest.format(size=unit.of(total), device=unit.with_name(memory))
@@ -242,5 +238,5 @@ def fullest(planned: Estimate, words: Words) -> str:
 
 
 def signed_bytes(number: int) -> str:
-    """Write a change of memory: +3.1 GiB."""
+    """Format a change of memory: +3.1 GiB."""
     return ("+" if number > 0 else "−") + size(abs(number))

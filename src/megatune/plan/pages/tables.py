@@ -1,4 +1,4 @@
-"""Pages of text: paragraphs and tables below headings, laid out for a terminal or a file; and the tables of plans."""
+"""Lays out pages of paragraphs and tables for a terminal or a file; and the tables of plans."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound
 
 _MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
-# Times the time of the fastest: what is slower would press the others together in a picture.
+# Layouts that take more than this multiple of the fastest time are left out: they would compress a figure.
 SLOWEST = 4.0
 _GROUPS = ("parallel", "batch", "recompute", "performance", "experts")
 
 
 class Entry(NamedTuple):
-    """A line of the head of a page: what is planned, beside its name."""
+    """A named line at the head of a page."""
 
     name: str
     text: str
@@ -54,9 +54,9 @@ class Table(NamedTuple):
     """Rows of cells.
 
     Attributes:
-        rows: the first has the names of the columns, or none has.
-        left: columns of words, which are aligned to the left.
-        instead: what is printed where the table is too wide; () for the table all the same.
+        rows: the first one may have the names of the columns.
+        left: indices of the columns that are aligned to the left.
+        instead: items to print if the table is too wide; () to print it anyway.
     """
 
     rows: Sequence[Sequence[str]]
@@ -68,15 +68,15 @@ Item = str | Entry | Table
 
 
 class Page(NamedTuple):
-    """Paragraphs and tables under a heading, "" for none. What of a paragraph follows its first line is indented."""
+    """Paragraphs and tables under a heading, "" for none. Lines of a paragraph after the first are indented."""
 
     heading: str
     items: Iterable[Item]
 
 
 def show_pages(pages: Iterable[Page]) -> None:
-    """Print the pages that are not empty, with a blank line between them: headings bold on a terminal, plain ASCII
-    where the output cannot show more."""
+    """Print the pages that are not empty, separated by blank lines: with bold headings on a terminal, and in ASCII if
+    the output supports nothing else."""
     is_terminal, width = sys.stdout.isatty(), 80
     if is_terminal:
         width = max(min(120, shutil.get_terminal_size().columns), 40)
@@ -87,7 +87,7 @@ def show_pages(pages: Iterable[Page]) -> None:
 
 
 def as_text(page: Page, width: int = 80, *, is_plain: bool = True, is_bold: bool = False) -> str:
-    """Return a page as text, in ASCII where it is plain; "" where it has no items."""
+    """Return a page as text, in ASCII if `is_plain`; "" if it has no items."""
     lines = [line.rstrip() for item in page.items for line in _laid_out(item, width)]
     lines = list(map(plain, lines)) if is_plain else lines
     heading = f"\x1b[1m{page.heading}\x1b[0m" if is_bold else page.heading
@@ -109,7 +109,7 @@ def _laid_out(item: Item, width: int) -> Iterator[str]:
 
 
 def time_table(parts: Iterable[tuple[str, float]], total: float, factor: float) -> Table:
-    """Return a row for each part of a step's seconds with its share, and the total, which is likely within a factor."""
+    """Return a row for each part of a step's seconds with its share, and the total with its range: / and × `factor`."""
     unit = seconds_unit(total)
     rows = [
         [name, unit.of(seconds), f"{seconds / total:.1%}", "█" * round(30 * seconds / total)] for name, seconds in parts
@@ -118,12 +118,12 @@ def time_table(parts: Iterable[tuple[str, float]], total: float, factor: float) 
     return Table([*rows, ["total", unit.of(total), "", likely]], left=(0, 3))
 
 
-# --- one plan, and layouts below each other ---------------------------------------------------------------------------
+# --- one plan, and tables of layouts ----------------------------------------------------------------------------------
 
 
 def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
-    """Print a row for each part and a column for each stage, or a row for each stage where there are many; the verdict.
-    `lead` are words before the heading."""
+    """Yield a row for each part and a column for each stage, transposed if that is too wide; then the verdict. `lead`
+    is text before the heading."""
     unit, stages = bytes_unit(estimate.fullest.total), estimate.stages
     parts = [part for part in MEMORY_PARTS if any(getattr(stage, part) for stage in stages)]
     yield f"{lead}Memory, {unit.name}, of " + ("each rank" if len(stages) == 1 else "each stage's fullest rank")
@@ -148,9 +148,7 @@ def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
         return
     yield f"{said} It fits, with {unit.with_name(limit - fullest.total)} to spare."
     bound = memory_bound(estimate.case)
-    upper = (
-        f"Nine of ten runs of its class hold at most {bound:.0%} more, {unit.with_name((1 + bound) * fullest.total)}"
-    )
+    upper = f"Nine of ten such runs hold at most {bound:.0%} more, {unit.with_name((1 + bound) * fullest.total)}"
     yield f"{upper}: that is tight." if estimate.is_tight else f"{upper}: that fits, too."
     least, planned, at_most = beyond_tensors(estimate.case, fullest)
     if least < at_most:
@@ -159,9 +157,9 @@ def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
 
 
 def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> Iterator[Item]:
-    """Print a row for each part, then tokens/s, the share of the devices' peak, and how long the `whole` run takes,
-    see `Question.run_seconds`."""
-    # Two of three published measurements of such cases lay within this factor: an uncertainty of 0.25 is 1.25.
+    """Yield a row for each part, then tokens/s, MFU, and the duration of the `whole` run, see
+    `Question.run_seconds`."""
+    # Two of three published measurements of such models are within this factor.
     time, factor = estimate.time, 1 + estimate.time.uncertainty
     yield f"Time of a step, {seconds_unit(time.total).name}, slowest stage, communication not overlapped with compute"
     parts = ((TIME_WORDS[part], getattr(time, part)) for part in TIME_PARTS)
@@ -178,7 +176,7 @@ def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> It
 
 
 def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
-    """Return of each layout and micro-batch the first estimate: its best virtual stages and recomputation."""
+    """Keep the first estimate of each layout and micro-batch: that with its best virtual stages and recomputation."""
     chosen: dict[object, Estimate] = {}
     for each in estimates:
         sizes = each.case.settings.parallel.sizes(each.case.world_size) | {"vpp": 1}
@@ -188,8 +186,8 @@ def distinct(estimates: Iterable[Estimate], most: int) -> list[Estimate]:
 
 
 def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset[int] = frozenset()) -> Iterator[Table]:
-    """Print a row for each layout, numbered from `first` on, if not 0; without tokens/s where these are too wide.
-    `equal` are ids of estimates to be marked by =."""
+    """Yield a row for each layout, numbered from `first` if not 0; without tokens/s if it is too wide. `equal` are ids
+    of the estimates to mark with =."""
     if not estimates:
         return
     memory = bytes_unit(max(estimate.peak_bytes for estimate in estimates))
@@ -207,29 +205,29 @@ def ranked_lines(estimates: Sequence[Estimate], first: int = 1, equal: frozenset
 
 
 def frontier_lines(result: SearchResult) -> Iterator[Item]:
-    """Print the layouts that no other is both faster and smaller than."""
+    """Print the layouts on the frontier: no other one is both faster and smaller."""
     if len(frontier := worth_seeing(result.frontier)) > 1:
-        yield "Memory against time: each is the fastest of those that take no more memory"
+        yield "Memory and time: each layout is the fastest of those that need no more memory"
         yield from ranked_lines(spread(frontier, _MOST_OF_FRONTIER), first=0)
 
 
 def worth_seeing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Leave out those that are many times slower than the fastest."""
+    """Return the estimates that take at most `SLOWEST` times as long as the fastest."""
     fastest = min((each.time.total for each in estimates), default=0.0)
     return [each for each in estimates if each.time.total <= SLOWEST * fastest]
 
 
 def spread(estimates: Sequence[Estimate], most: int) -> list[Estimate]:
-    """Return `most` of them at most, evenly chosen, the first and the last among them."""
+    """Return at most `most` estimates at even intervals, with the first and the last."""
     if len(estimates) <= most:
         return list(estimates)
     return [estimates[round(index * (len(estimates) - 1) / (most - 1))] for index in range(most)]
 
 
 def refused_lines(result: SearchResult) -> Iterator[Item]:
-    """Say why other layouts are not among those ranked."""
+    """List the reasons why layouts are invalid."""
     if result.refused:
-        yield "What cannot be"
+        yield "Invalid layouts"
     for refusal in result.refused[:_MOST_REFUSED]:
         why = f" ({refusal.why})" if refusal.why else ""
         yield f"  {counted(refusal.count, 'layout')}: {refusal.what}{why}"
@@ -238,10 +236,10 @@ def refused_lines(result: SearchResult) -> Iterator[Item]:
 
 
 def too_large_lines(result: SearchResult) -> Iterator[Item]:
-    """Print the nearest misses."""
+    """Print the smallest layouts that do not fit."""
     if result.too_large:
         limit = result.too_large[0].case.machine.device.memory
-        yield f"Too large for {GIB.with_name(limit)}, the nearest first"
+        yield f"Too large for {GIB.with_name(limit)}, the smallest first"
         yield from ranked_lines(result.too_large[:_MOST_TOO_LARGE], first=0)
 
 
@@ -249,7 +247,7 @@ def too_large_lines(result: SearchResult) -> Iterator[Item]:
 
 
 def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, object]:
-    """Return the keys of layout, batch, recomputation and kernels that differ, with what to write."""
+    """Return the keys of layout, batch, recomputation and kernels that differ, with their new values."""
     first, second = (_effective(estimate.case.settings.recompute) for estimate in (mine, other))
     changed = differences(mine.case.settings, other.case.settings, _GROUPS)
     named = {LLAMAFACTORY.key_of(path): value for path, value in changed.items()}
@@ -257,7 +255,7 @@ def _changed_settings(mine: Estimate, other: Estimate) -> dict[str, object]:
 
 
 def _effective(recompute: RecomputeSettings) -> dict[str, object]:
-    """Return what the settings of recomputation amount to: null is one of the values."""
+    """Return the effective values of the recomputation settings: null means one of the others."""
     full = recompute.recompute_granularity == "full"
     block = full and recompute.recompute_method == "block"
     return {
@@ -268,7 +266,7 @@ def _effective(recompute: RecomputeSettings) -> dict[str, object]:
 
 
 def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[Item]:
-    """Print what to write, and both plans next to each other."""
+    """Print the settings to change, and both plans next to each other."""
     yield from (f"  {key}: {shown(value)}" for key, value in _changed_settings(mine, better).items())
     yield "Why, part by part:"
     unit = seconds_unit(max(mine.time.total, better.time.total))

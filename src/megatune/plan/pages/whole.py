@@ -1,4 +1,4 @@
-"""All of an answer: page after page, and as one JSON document."""
+"""Prints the answer of `megatune plan`: as pages of text, and as one JSON document."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from megatune.plan.search import equal_within
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound, safe_bytes
 
-# Settings of what is trained, as they are written.
+# Settings that decide what is trained.
 _TRAINABLE = (
     "lora_rank", "lora_target", "additional_target", "use_dora", "freeze_vision_tower", "freeze_multi_modal_projector",
     "freeze_deepstack_mergers", "freeze_language_model",
@@ -68,7 +68,7 @@ _TRAINABLE = (
 
 
 def pages(found: Answer, top: int) -> Iterator[Page]:
-    """Yield what the user asked for, then what could be better, then what was assumed."""
+    """Yield the plan that was asked for, then better layouts, then the assumptions."""
     question, result, own = found.question, found.result, found.own
     yield Page("", _head(found))
     if own is not None:
@@ -78,7 +78,7 @@ def pages(found: Answer, top: int) -> Iterator[Page]:
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [f"  {fix}" for fix in found.fixes]
-            more = "; another layout is, see below" if result.best else ""
+            more = "; another layout fits, see below" if result.best else ""
             lines += [] if enough else [f"  No change of one or two settings is enough{more}."]
             yield Page("What would make it fit" if enough else "What helps most", lines)
         yield Page("Is there a better layout?", _better(found, own))
@@ -112,7 +112,7 @@ def _plan(estimate: Estimate, question: Question, lead: str = "") -> Iterator[Pa
 
 
 def _head(found: Answer) -> Iterator[Item]:
-    """Say what is planned."""
+    """Describe the model, what is trained, the devices, the layout and the batch."""
     question, model = found.question, found.question.case.model
     yield f"model    {model.name}, {amount(num_parameters(model.architecture))} parameters"
     yield Entry("trained", describe_trained(question.case))
@@ -153,23 +153,23 @@ def _searched(found: Answer, top: int) -> Iterator[Item]:
 
 
 def _recommended(found: Answer, best: Estimate) -> str:
-    """Say what is recommended, and why."""
+    """Name the recommended layout and the reason."""
     result, layout = found.result, describe_layout(best.case)
     if best.is_tight:
         sure = size(safe_bytes(best.case))
-        why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most room"
-        return f"Recommended: {layout}. {why} of those that are not far slower."
+        why = f"NO LAYOUT SURELY FITS: none is planned to hold {sure} or less. {layout} leaves the most free memory"
+        return f"Recommended: {layout}. {why} of those that are not much slower."
     if result.num_equal > 1:
         return f"Recommended: {layout}, the simplest of {result.num_equal} that are about equally fast."
     return f"Recommended: {layout}, the fastest."
 
 
 def _lossy(found: Answer) -> Iterator[Item]:
-    """Print what rounds more and is faster, or fits more surely."""
+    """Print layouts with lower precision that are faster, or fit more surely."""
     if not found.lossy:
         return
     reference = found.best
-    yield "With lower precision: what is rounded more, and the layout that this allows"
+    yield "With lower precision (larger rounding errors), and the layout that it allows"
     yield from ranked_lines([*found.lossy.values()])
     for number, (name, best) in enumerate(found.lossy.items(), 1):
         gain = reference.time.total / best.time.total if reference is not None else 1.0
@@ -179,56 +179,56 @@ def _lossy(found: Answer) -> Iterator[Item]:
 
 
 def _enough(found: Answer) -> Iterator[Item]:
-    """Say what would do: more devices, or less to train."""
+    """List what would fit: more devices, or settings that need less memory."""
     if (enough := found.enough) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {describe_layout(case)}, recompute {describe_recompute(case.settings.recompute)}, {held} each"
         layout += " (tight)" if enough.is_tight else ""
-        yield f"{case.world_size:,} devices hold it, {layout}: --gpus {case.world_size} finds the best layout."
+        yield f"{case.world_size:,} devices are enough, {layout}: --gpus {case.world_size} finds the best layout."
     for changes, best in found.less:
-        does = "fits, and is tight" if best.is_tight else "fits"
+        does = "fits, but is tight" if best.is_tight else "fits"
         yield f"  {written(changes)} {does}: {describe_layout(best.case)}, {size(best.fullest.total)}"
     if found.enough is None and not found.less:
-        yield "Sixteen times as many do not hold it, nor do the optimizer on the host, adapters, or shorter rows fit."
+        yield "Nor does it fit on 16 times as many devices, with the optimizer on the host, adapters or shorter rows."
 
 
 def _better(found: Answer, own: Estimate) -> Iterator[Item]:
-    best, judged = found.recommended, f"{found.result.num_considered:,} layouts were evaluated"
+    best, evaluated = found.recommended, f"{found.result.num_considered:,} layouts were evaluated"
     if best is None:
-        yield f"No layout fits; {judged}."
+        yield f"No layout fits; {evaluated}."
         yield from _enough(found)
         return
     gain = own.time.total / best.time.total
     if not found.is_better:
         nearly = f": the fastest would save {1 - 1 / gain:.1%} of a step" if 1 - 1 / gain > 0.001 else ""
-        yield f"None that is worth a change{nearly}; {judged}."
+        yield f"None that is worth a change{nearly}; {evaluated}."
         return
     faster = f"{gain - 1:.0%} faster" if gain < 2 else f"{gain:.1f} times as fast"
     does, uncertainty = f"Yes: {describe_layout(best.case)} is {faster}", best.time.uncertainty
     if not own.fits:
-        does = f"Yes: {describe_layout(best.case)} fits, and is the fastest that does"
+        does = f"Yes: {describe_layout(best.case)} is the fastest layout that fits"
     elif gain - 1 < uncertainty:
         does = (
             f"Perhaps: {describe_layout(best.case)} is predicted to be {faster}, which is less than the uncertainty of "
             f"a plan, ±{percent(uncertainty)}: measure a few steps of both"
         )
     rows = counted(found.question.global_batch_size, "row")
-    yield f"{does}; {judged}. A step has {rows} as before. What to write:"
+    yield f"{does}; {evaluated}. A step has {rows} as before. What to write:"
     yield from comparison_lines(own, best)
 
 
-# --- what every plan takes for granted --------------------------------------------------------------------------------
+# --- assumptions of every plan ---------------------------------------------------------------------------------------
 
 
 def standing_notes(case: Case) -> Iterator[str]:
-    """List what every plan takes for granted."""
+    """List the assumptions of every plan."""
     machine, settings = case.machine, case.settings
     device, dtype = machine.device, settings.precision.params_dtype
     speed = f"{device.flops[dtype] / 1e12:,.4g} TFLOP/s in {dtype}, {device.bandwidth / 1e9:,.4g} GB/s"
-    yield f"{device.name}: {size(device.memory)} can be used, {speed} of memory bandwidth"
-    yield "memory is that of a step whose rows all have the longest length; shorter rows take less"
+    yield f"{device.name}: {size(device.memory)} of usable memory, {speed} of memory bandwidth"
+    yield "memory is planned for a step whose rows all have the longest length; shorter rows need less"
     if device.on_cpu:
-        yield f"framework: a process takes {CPU_PROCESS >> 20:,} MiB before it makes a model"
+        yield f"framework: a process takes {CPU_PROCESS >> 20:,} MiB before it builds a model"
     else:
         yield (
             f"framework: a CUDA context with its libraries takes {CONTEXT >> 20:,} MiB; communication buffers: NCCL "
@@ -242,14 +242,14 @@ def standing_notes(case: Case) -> Iterator[str]:
     if pictures := describe_media(case):
         yield f"{pictures} (--image_tokens)"
     if (moe := case.model.architecture.moe) is not None:
-        # By an example: of the settings' own expert-parallel ranks, or of eight.
+        # An example: with the expert-parallel ranks of the settings, or with eight.
         own, balanced = settings.parallel.expert_model_parallel_size, is_balanced(settings)
         ranks = own if own > 1 else math.gcd(8, moe.num_experts)
         spread = with_settings(settings, {"parallel.expert_model_parallel_size": ranks})
         variation, other = BALANCED_VARIATION, FREE_VARIATION
-        where = f"{other:.0%} where nothing balances them"
+        where = f"{other:.0%} without load balancing"
         if not balanced:
-            variation, where = other, f"{variation:.0%} where something balances them"
+            variation, where = other, f"{variation:.0%} with load balancing"
         yield (
             f"expert imbalance: an expert's tokens vary by {variation:.0%} of their mean ({where}), so the fullest of "
             f"{ranks} expert-parallel ranks has {expert_imbalance(spread, moe):.2f} times an even share"
@@ -257,22 +257,22 @@ def standing_notes(case: Case) -> Iterator[str]:
     if machine.calibration.of_time:
         yield f"efficiencies are fitted to {counted(machine.calibration.num_runs, 'run')} on this device"
     else:
-        yield "efficiencies are of this kind of device, not of your machines; megatune plan --calibrate RUN fits them"
+        yield "efficiencies are typical of this device, not measured on yours; megatune plan --calibrate RUN fits them"
 
 
 def _beyond_words(case: Case) -> str:
     if case.machine.calibration.framework:
-        return f"memory beyond tensors is as {counted(case.machine.calibration.num_runs, 'run')} on this device held it"
-    fragments = "fragments of freed memory are not planned"
-    range_ = f"half to twice as much, and fragments up to {MOST_FRAGMENTS:.0%} of activations, are assumed"
-    return f"neither was measured, and {fragments}: {range_}; the first run on this device replaces them"
+        runs = counted(case.machine.calibration.num_runs, "run")
+        return f"memory beyond tensors was measured in {runs} on this device"
+    range_ = f"from half to twice as much, and fragmentation of up to {MOST_FRAGMENTS:.0%} of activations"
+    return f"neither was measured; the assumed range is {range_}; the first run on this device replaces it"
 
 
 def _listed(notes: Iterable[str]) -> Iterator[str]:
     return (f"  - {note}" for note in notes)
 
 
-# --- the document -----------------------------------------------------------------------------------------------------
+# --- the JSON document ------------------------------------------------------------------------------------------------
 
 
 def _planned(estimate: Estimate) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _planned(estimate: Estimate) -> dict[str, Any]:
 
 
 def document(found: Answer, top: int) -> str:
-    """Return the whole answer; numbers in bytes and seconds."""
+    """Return the answer as JSON, in bytes and seconds."""
     question, machine, result = found.question, found.question.case.machine, found.result
     trainable = question.case.settings.finetuning
     content = {
@@ -367,5 +367,4 @@ def document(found: Answer, top: int) -> str:
         },
         "assumptions": [*question.notes, *standing_notes(question.case), *result.policy],
     }
-    # Numbers that are not finite would be no JSON.
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Numbers, layouts, parts and machines, as every page writes them."""
+"""Formats numbers, layouts, parts of memory and time, and machines for all printed pages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import answers, num_reference_passes
 
-# What a file or a narrow encoding may not show.
+# ASCII replacements, for files and encodings that do not support these characters.
 _PLAIN = str.maketrans(
     {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
 )
-# Of each part, in a sentence and at the head of a narrow column.
+# Names of each part: in a sentence, and at the head of a narrow column.
 _PARTS = {
     "weights": ("weights", "weights"),
     "gradients": ("gradients", "grads"),
@@ -49,13 +49,13 @@ TIME_WORDS = {
 
 
 class Unit(NamedTuple):
-    """A unit in which the numbers of one table are written."""
+    """The unit of the numbers in a table."""
 
     name: str
     size: float
 
     def of(self, number: float) -> str:
-        """Write three digits or more, the unit left to the table's head."""
+        """Format a number with three digits or more, without the name of the unit."""
         value = number / self.size
         size = abs(value)
         if 0 < size < 0.005:
@@ -70,17 +70,17 @@ GIB = Unit("GiB", 2**30)
 
 
 def bytes_unit(largest: float) -> Unit:
-    """Return the unit in which the largest of some byte counts reads best; GiB from a tenth of one on."""
+    """Return the unit for a table with this largest number of bytes; GiB from 0.1 GiB on."""
     return GIB if largest >= 0.1 * 2**30 else Unit("MiB", 2**20) if largest >= 0.1 * 2**20 else Unit("KiB", 2**10)
 
 
 def seconds_unit(largest: float) -> Unit:
-    """Return the unit in which the largest of some durations reads best."""
+    """Return the unit for a table with this largest duration in seconds."""
     return Unit("s", 1) if largest >= 2 else Unit("ms", 1e-3)
 
 
 def amount(number: float) -> str:
-    """Write a large number: 8.03 B, 596 M, 12.3 k."""
+    """Format a large number: 8.03 B, 596 M, 12.3 k."""
     for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {suffix}" if number < 1000 * size else f"{number / size:,.0f} {suffix}"
@@ -88,7 +88,7 @@ def amount(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the unit that a person would use: 45 s, 12 min, 3.4 hours, 5.2 days."""
+    """Format a duration in a unit that suits its length: 45 s, 12 min, 3.4 hours, 5.2 days."""
     for name, size in (("days", 86400), ("hours", 3600), ("min", 60)):
         if seconds >= (1.5 if name != "min" else 2) * size:
             return f"{seconds / size:.3g} {name}"
@@ -96,7 +96,7 @@ def duration(seconds: float) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
-    """Align rows under each other, numbers to the right, the columns of words in `left` to the left."""
+    """Align the columns of a table: those with an index in `left` to the left, the others to the right."""
     rows, left = list(rows), frozenset(left)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -113,24 +113,24 @@ def plain(text: str) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Write bytes: 23.4 GiB, 512 MiB."""
+    """Format bytes: 23.4 GiB, 512 MiB."""
     return bytes_unit(abs(num_bytes)).with_name(num_bytes)
 
 
 def seconds(value: float) -> str:
-    """Write a time with its unit, two digits: 85 ms, 1.9 s, 132 s."""
+    """Format a duration with two digits and its unit: 85 ms, 1.9 s, 132 s."""
     if value < 0.0995:
         return f"{value * 1000:.2g} ms"
     return f"{value:#.2g} s" if value < 9.95 else f"{value:,.0f} s"
 
 
 def percent(share: float) -> str:
-    """Write a share, 0 to 1: 12 %."""
+    """Format a share from 0 to 1 as a percentage: 12 %."""
     return f"{share * 100:.0f} %" if abs(share) >= 0.0095 else f"{share * 100:.1g} %"
 
 
 def change(ratio: float, more: str, less: str, same: str) -> str:
-    """Write a ratio in words: `26 % slower`; beyond the double `2.6 times slower`."""
+    """Describe a ratio: `26 % slower`; from 2 on `2.6 times slower`."""
     if 0.995 < ratio < 1.005:
         return same
     if ratio >= 2:
@@ -139,7 +139,7 @@ def change(ratio: float, more: str, less: str, same: str) -> str:
 
 
 def fullest(planned: Estimate) -> str:
-    """Compare the fullest stage with the device: `23.4 of 79.2 GiB`, with its number where there are several."""
+    """Compare the fullest stage with the device: `23.4 of 79.2 GiB`; with its number if there are several stages."""
     stage, memory = planned.fullest, planned.case.machine.device.memory
     unit = bytes_unit(stage.total)
     which = f" {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else ""
@@ -147,7 +147,7 @@ def fullest(planned: Estimate) -> str:
 
 
 def parts(stage: StageMemory) -> str:
-    """Write what a stage holds of 1 % or more: `weights 3.8, gradients 7.6, …`, in the total's unit."""
+    """List a stage's parts of at least 1 % of its memory: `weights 3.8, gradients 7.6, …`, in the total's unit."""
     unit = bytes_unit(stage.total)
     sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
     seen = {part: held for part, held in sizes.items() if held >= 0.01 * stage.total}
@@ -155,7 +155,7 @@ def parts(stage: StageMemory) -> str:
 
 
 def largest_part(stage: StageMemory) -> tuple[str, int]:
-    """Return the part that takes most, in words, and its bytes."""
+    """Return the name and the bytes of the largest part of a stage's memory."""
     part = max(MEMORY_PARTS, key=lambda part: getattr(stage, part))
     return MEMORY_WORDS[part], getattr(stage, part)
 
@@ -170,13 +170,13 @@ _MODULES = {
 
 
 def describe_layout(case: Case) -> str:
-    """Name every size above 1, as people write layouts: tp2 pp4 vpp2 ep8 dp4."""
+    """Format all parallel sizes above 1: tp2 pp4 vpp2 ep8 dp4."""
     has_experts = case.model.architecture.moe is not None
     return case.settings.parallel.layout_name(case.world_size, has_experts=has_experts) or "one device"
 
 
 def describe_recompute(recompute: RecomputeSettings) -> str:
-    """Write none, full, block 8, or the modules of selective recomputation."""
+    """Format the recomputation: none, full, block 8, or the modules of selective recomputation."""
     if recompute.recompute_granularity == "full":
         if recompute.recompute_method == "block":
             return f"block {recompute.recompute_num_layers or 'all'}"
@@ -186,7 +186,7 @@ def describe_recompute(recompute: RecomputeSettings) -> str:
 
 
 def describe_machine(machine: Machine, world_size: int) -> str:
-    """Write 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
+    """Format the machines of a run: 32 × a100-80g: 4 nodes of 8, nvlink-3 inside, ib-200 between."""
     device, per_node = machine.device, machine.gpus_per_node
     if device.on_cpu:
         return f"{world_size:,} process{'es' * (world_size > 1)} on this machine's CPU"
@@ -199,7 +199,7 @@ def describe_machine(machine: Machine, world_size: int) -> str:
 
 
 def slow_precision(case: Case) -> str:
-    """Say what to write where the device computes much faster in another precision; "" where it does not."""
+    """Recommend a 16-bit dtype if the device computes much faster in it; return "" otherwise."""
     device, dtype = case.machine.device, case.settings.precision.params_dtype
     best = max(("bfloat16", "float16"), key=lambda each: device.flops.get(each, 0.0))
     if dtype not in device.flops or best not in device.flops:
@@ -210,18 +210,18 @@ def slow_precision(case: Case) -> str:
 
 
 def row_length(case: Case) -> str:
-    """Return the longest row's tokens: 2,048, and of a pair 2 × 2,048."""
+    """Format the tokens of the longest row: 2,048; of a preference pair 2 × 2,048."""
     per_row = case.sequences_per_row
     return f"{case.sequence_length:,}" if per_row == 1 else f"{per_row} × {case.sequence_length:,}"
 
 
 def describe_row_length(case: Case) -> str:
-    """Return `row_length` with its unit."""
+    """Format `row_length` with its unit."""
     return f"{row_length(case)} token{'s' * (case.row_tokens != 1)}"
 
 
 def describe_lengths(case: Case) -> str:
-    """Say how long rows are, and what micro-batches of them are padded to."""
+    """Describe the lengths of rows, and the length that micro-batches are padded to."""
     if (lengths := case.lengths) is None:
         return f"rows of {describe_row_length(case)}"
     kind = "packed rows" if case.settings.packing else "answers" if case.sequences_per_row > 1 else "rows"
@@ -236,7 +236,7 @@ def describe_lengths(case: Case) -> str:
 
 
 def describe_reference_passes(planned: Estimate) -> str:
-    """Say what comes before the first step of preference training; "" where nothing does."""
+    """Describe the forward passes of the reference before the first step; return "" if there are none."""
     if not (passes := num_reference_passes(planned.case.settings)):
         return ""
     times = "once" if passes == 1 else "twice, with their own answers and with others"
@@ -245,7 +245,7 @@ def describe_reference_passes(planned: Estimate) -> str:
 
 
 def describe_generation(planned: Estimate) -> str:
-    """Say what answers take that are written during training; "" where none are."""
+    """Describe the time to generate answers during training; return "" if none are generated."""
     if (written := answers(planned.case)) is None:
         return ""
     evaluation = planned.case.settings.evaluation
@@ -256,29 +256,29 @@ def describe_generation(planned: Estimate) -> str:
     if written.every < 1:
         return f"{text}: every {written.every:.2%} of the run's steps"
     share = written.seconds / (written.every * planned.time.total)
-    return f"{text}: every {written.every:,.0f} steps, {share:.1%} of the time of training"
+    return f"{text}: every {written.every:,.0f} steps, {share:.1%} of the training time"
 
 
 def describe_waiting(planned: Estimate) -> str:
-    """Say how much of a step the stages of a pipeline wait for each other."""
+    """Describe the share of a step in which pipeline stages wait for each other."""
     of_all, of_slowest = bubble_shares(planned.time.chunks, planned.case.num_micro_batches)
     waits = f"stages wait {of_all:.1%} of a step, the busiest of them {of_slowest:.1%}"
     return f"Pipeline: {waits}. --figures DIR writes the schedule as a trace."
 
 
 def describe_host_memory(planned: Estimate) -> str:
-    """Say how much of the host's memory the optimizer takes; "" where it takes none."""
+    """Describe the host memory of the optimizer; return "" if it needs none."""
     each = max(stage.host for stage in planned.stages)
     if not each:
         return ""
     case = planned.case
     ranks = min(case.machine.gpus_per_node, case.world_size)
     whole = f", {size(ranks * each)} on a machine of {ranks}" if ranks > 1 else ""
-    return f"in the host's memory {size(each)} of optimizer state a process{whole}"
+    return f"host memory: {size(each)} of optimizer state per process{whole}"
 
 
 def describe_media(case: Case) -> str:
-    """Say which pictures rows are taken to hold; "" for a language model."""
+    """Describe the images and videos that rows are assumed to have; return "" for a language model."""
     tokens, image = case.picture_tokens, case.tokens_per_image
     if case.model.architecture.vision is None:
         return ""
@@ -289,7 +289,7 @@ def describe_media(case: Case) -> str:
             else "rows have no images or videos"
         )
     if case.largest_picture is not None:
-        return f"rows hold at most {counted(tokens, 'token')} of images or videos, of which one has {image:,}"
+        return f"rows have at most {counted(tokens, 'token')} of images or videos; the largest one has {image:,}"
     pixels = f"{case.settings.data.image_max_pixels:,} pixels"
     if tokens <= image:
         return f"each row is assumed to have one image of {pixels}: {counted(tokens, 'token')}"
@@ -297,7 +297,7 @@ def describe_media(case: Case) -> str:
 
 
 def describe_trained(case: Case) -> str:
-    """Say what is trained, and in which precision."""
+    """Describe what is trained, and its dtype."""
     trainable = case.settings.finetuning
     architecture = case.model.architecture
     if trainable.finetuning_type == "lora":

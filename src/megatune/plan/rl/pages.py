@@ -1,5 +1,4 @@
-"""A plan of reinforcement learning: in words and tables, what would make it fit, and one JSON document of bytes and
-seconds."""
+"""Prints a plan of reinforcement learning: as text with changes that make it fit, and as JSON in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ from megatune.plan.rl.roles import (
     training_case,
 )
 
-# Changes that are asked for, and that are said; those of the length of samples are not a role's own.
+# Changes to evaluate and to print. The length of samples is not a setting of one role.
 _TRIED, _SAID, _NOT_A_ROLE_S = 8, 3, ("data.", "optimizer.exp_avg")
 _TRIED_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _ACCUMULATION = "batch.gradient_accumulation_steps"
@@ -60,7 +59,7 @@ _LESS = "more devices, a larger tensor_model_parallel_size, a shorter response_l
 
 
 def pages(found: RLAnswer) -> Iterator[Page]:
-    """Yield what is planned, memory by device and phase, seconds by phase, and what was assumed."""
+    """Yield the models and roles, memory by device and phase, seconds by phase, and the assumptions."""
     yield Page("", _head(found))
     yield Page("", _role_lines(found))
     yield Page("", _memory(found))
@@ -76,13 +75,13 @@ def _head(found: RLAnswer) -> Iterator[Item]:
     yield Entry("devices", describe_machine(question.machine, question.world_size))
     prompts, group = settings.rollout.rollout_batch_size, settings.rollout.num_return_sequences_in_group
     yield Entry("samples", f"{counted(prompts, 'prompt')} × {counted(group, 'response')} a step")
-    longest = f"at most {lengths.prompt:,} + {lengths.response:,}, which memory is planned for"
-    mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f}, which time is"
-    yield Entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are cut")
+    longest = f"at most {lengths.prompt:,} + {lengths.response:,} (for memory)"
+    mean = f"on average {lengths.mean_prompt:,.0f} + {lengths.mean_response:,.0f} (for time)"
+    yield Entry("tokens", f"of prompt and response {longest}; {mean}; {lengths.share_cut:.0%} are truncated")
 
 
 def _role_lines(found: RLAnswer) -> Iterator[Item]:
-    """Yield a row for each role; where that is too wide, a paragraph."""
+    """Yield a row for each role, or a paragraph if it is too wide."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
     rows += [[role.name, ranges(role.devices), *_layout(question, role)] for role in model_roles(question.settings)]
@@ -91,7 +90,7 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
 
 
 def _models(question: RLQuestion) -> str:
-    """Write each model with its roles."""
+    """List each model with its roles."""
     roles: dict[str, list[str]] = {}
     settings = question.settings
     models = (*model_roles(settings), teacher_inside(settings))
@@ -106,7 +105,7 @@ def _models(question: RLQuestion) -> str:
 
 
 def _layout(question: RLQuestion, role: ModelRole) -> tuple[str, str]:
-    """Write layout and batch of a role: rows of a micro-batch × micro-batches × data-parallel processes."""
+    """Format layout and batch of a role: rows of a micro-batch × micro-batches × data-parallel processes."""
 
     def batch(case: Case) -> str:
         return f"{case.micro_batch_size}×{case.num_micro_batches}×{case.dp_size}"
@@ -127,7 +126,7 @@ def _engine(found: RLAnswer, role: InferRole) -> tuple[str, str]:
 
 
 def _memory(found: RLAnswer) -> Iterator[Item]:
-    """Yield a table for each kind of device, a row for each role, a column for each phase; then the verdict."""
+    """Yield a table for each group of devices, a row for each role and a column for each phase; then the verdict."""
     group, phase = found.fullest
     held, limit = group.total(phase), found.question.machine.device.memory
     unit = bytes_unit(held)
@@ -147,7 +146,7 @@ def _memory(found: RLAnswer) -> Iterator[Item]:
         parts = ", ".join(f"{name.replace('_', ' ')} {unit.of(part)}" for name, part in biggest if part)
         yield f"  {role.role}: {parts}"
     if host := found.host_bytes:
-        yield f"Offloaded roles have {size(host)} in the main memory of a machine."
+        yield f"Offloaded roles need {size(host)} of main memory on a machine."
 
 
 def _group_table(found: RLAnswer, group: DeviceGroup, unit: Unit) -> Table:
@@ -163,16 +162,16 @@ def _group_table(found: RLAnswer, group: DeviceGroup, unit: Unit) -> Table:
 def _no_cache(found: RLAnswer) -> str:
     engine, longest = found.engine, found.question.lengths.longest
     if engine.cache <= 0:
-        missing = f"({size(-engine.cache)} are missing on each device)"
-        return f"an engine's weights leave no room for keys and values {missing}."
+        missing = f"({size(-engine.cache)} too little on each device)"
+        return f"an engine's weights leave no memory for the KV cache {missing}."
     return f"an engine's cache holds {engine.cached_tokens:,} tokens, the longest sample has {longest:,}."
 
 
 def _time(found: RLAnswer) -> Iterator[Item]:
-    """Yield a row for each phase, tokens/s, and what the rollouts wait for."""
+    """Yield a row for each phase, then tokens/s and the rollouts."""
     time, whole = found.seconds, found.seconds.total
-    beside = "; rollouts of the next steps run concurrently" if time.overlaps else ""
-    yield f"Time of a step, {seconds_unit(whole).name}{beside}"
+    concurrent = "; rollouts of the next steps run concurrently" if time.overlaps else ""
+    yield f"Time of a step, {seconds_unit(whole).name}{concurrent}"
     yield time_table(time.phases.items(), whole, 1 + UNCERTAINTY)
     rate = f"{found.tokens_per_second:,.0f} tokens/s, {_rate(found):,.0f} a device"
     steps = found.question.settings.run.max_steps
@@ -180,7 +179,7 @@ def _time(found: RLAnswer) -> Iterator[Item]:
     yield _rollout_words(found)
     if time.overlaps:
         rollout, trainer = 1 - time.rollout_side / whole, 1 - time.trainer_side / whole
-        yield f"Waiting: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
+        yield f"Idle: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
 
 
 def _rate(found: RLAnswer) -> float:
@@ -194,44 +193,43 @@ def _rollout_words(found: RLAnswer) -> str:
     text += f" (its cache holds {engine.cached_tokens:,} tokens), {seconds(rollout.busy_step)} for a token of each"
     if found.seconds.overlaps:
         return f"{text}."
-    last = f"{seconds(rollout.last_step)} where one is left"
+    last = f"{seconds(rollout.last_step)} if one is left"
     if not rollout.full:
-        return f"{text}, {last}; none waits for a place."
-    return f"{text}, {last}; for {rollout.full / rollout.decode:.0%} of the time others wait for a place."
+        return f"{text}, {last}; no sequence waits for a slot."
+    return f"{text}, {last}; other sequences wait for a slot for {rollout.full / rollout.decode:.0%} of the time."
 
 
 def notes(found: RLAnswer) -> Iterator[str]:
-    """List the user's own notes, then what is taken for granted, with the numbers behind it."""
+    """List the notes on the question, then the assumptions of every plan with their numbers."""
     question, device = found.question, found.question.machine.device
     yield from question.notes
-    yield f"{device.name}: {size(device.memory)} can be used, {device.bandwidth / 1e9:,.4g} GB/s of memory bandwidth"
-    yield "responses end with a constant chance at each token, and are cut at the longest length"
-    rewards = "rewards, but those of reward models, are computed while others are sampled"
-    yield f"no group is filtered, and {rewards}: neither takes time of its own"
+    yield f"{device.name}: {size(device.memory)} of usable memory, {device.bandwidth / 1e9:,.4g} GB/s memory bandwidth"
+    yield "responses end with a constant probability at each token, and are truncated at the longest length"
+    yield "no group is filtered; rewards, except of reward models, are computed during the rollouts, at no cost in time"
     if device.on_cpu:
         yield "on a CPU offloaded weights stay in the same memory"
     else:
         yield (
-            f"every role on a device is a process of its own: its context takes {CONTEXT >> 20:,} MiB, each group of "
-            f"NCCL {COMMUNICATOR >> 20:,} MiB, an engine's captured graphs {GRAPHS >> 20:,} MiB; all of it stays while "
-            "others have their turn, and none of it was measured"
+            f"every role on a device is a separate process: its context takes {CONTEXT >> 20:,} MiB, each NCCL group "
+            f"{COMMUNICATOR >> 20:,} MiB, an engine's CUDA graphs {GRAPHS >> 20:,} MiB; all of it stays allocated "
+            "while the role sleeps, and none of it was measured"
         )
     rate = MAPPED_BANDWIDTH if device.on_cpu else SYNC_BANDWIDTH
     rates = f"{rate / 1e9:g} GB/s from the trainer's processes to the engines'"
     bucket = question.settings.run.model_update_buffer_size_mb
     yield f"sync: {size(sync_bytes(question))} of weights in buckets of {bucket:,} MB, {rates}"
     if question.settings.algorithm.distils:
-        yield "train: before each update the teacher computes its tokens, in a pass without gradients"
+        yield "train: before each update the teacher computes a forward pass over its tokens"
     elif OLD_PASS not in found.phases:
-        yield "old log-probabilities are those of the rollouts: they are not computed again"
+        yield "old log-probabilities are those of the rollouts and are not recomputed"
     yield (
-        f"of published runs, whose lengths are known, two of three lie within ± {UNCERTAINTY:.0%}; all took longer "
-        "than planned without sync (docs/plan-rl.md)"
+        f"two of three published runs, whose lengths are known, are within ±{UNCERTAINTY:.0%}; all took longer than "
+        "planned without sync (docs/plan-rl.md)"
     )
 
 
 def document(found: RLAnswer) -> dict[str, Any]:
-    """Return the whole answer."""
+    """Return the content of the JSON document."""
     question, time = found.question, found.seconds
     group, phase = found.fullest
     return {
@@ -266,11 +264,11 @@ def document(found: RLAnswer) -> dict[str, Any]:
     }
 
 
-# --- changes of the file after which what does not fit does -----------------------------------------------------------
+# --- changes of the file that make it fit ----------------------------------------------------------------------------
 
 
 def advice(found: RLAnswer) -> list[str]:
-    """Return sentences: what to write, and what a device then holds; each was computed."""
+    """Return changes of the file that were planned, each with the memory of a device after it."""
     group, phase = found.fullest
     role = {TRAIN: found.question.settings.actor_train, TRAIN_CRITIC: found.question.settings.critic}.get(phase)
     is_too_large = group.total(phase) > found.question.machine.device.memory
@@ -282,11 +280,11 @@ def advice(found: RLAnswer) -> list[str]:
                 held = size(max(each.total(phase) for each in after.groups))
                 texts.append(f"{words}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once")
                 break
-    return texts or [f"No single change that was tried is enough; what needs less: {_LESS}."]
+    return texts or [f"No single change that was tried is enough; these need less memory: {_LESS}."]
 
 
 def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[str]:
-    """Ask the planner of training, with the room that the other roles leave."""
+    """Yield savings by the planner of training, within the memory that the other roles leave."""
     others = sum(each.total(phase) for each in group.held if each.role != role.name)
     own = next(each.parts[phase] for each in group.held if each.role == role.name)
     others += own.get(TEACHER_WEIGHTS, 0) + own.get(TEACHER_STATES, 0)
@@ -296,15 +294,15 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
         held, pace = fix.after.fullest.total, change(1 - fix.gain, "slower", "faster", "as fast")
         enough = "" if held <= room else ", which is not enough alone"
         changes = dict(fix.changes)
-        if _ACCUMULATION in changes:  # of packed rows a case has others than the file
+        if _ACCUMULATION in changes:  # a case of packed rows has another number than the file
             ratio = fix.after.case.num_micro_batches / fix.before.case.num_micro_batches
             changes[_ACCUMULATION] = round(role.settings.batch.gradient_accumulation_steps * ratio)
         yield f"{role.name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
 
 
 def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Yield kinds of changes, of each the least first: a lower share of the device for the engine, or one spread over
-    more devices, and fewer rows that pass forward together; in words, and as roles by name."""
+    """Yield kinds of changes, the smallest of each first, as text and as new roles by name: a smaller share of the
+    device for the engine, an engine on more devices, or fewer rows in a forward pass."""
     infer = settings.actor_infer
 
     if (key := SHARE_KEYS.get(infer.engine)) is not None:
@@ -324,7 +322,7 @@ def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, An
 
 
 def _with(settings: RLSettings, role: ModelRole) -> dict[str, Any]:
-    """Return what of the settings a role changes: a field of its name, or the reward whose model it is."""
+    """Return the field of the settings with this role: that of its name, or the rewards if it is a reward's model."""
     if (domain := role.name.removeprefix("rewards.")) == role.name:
         return {role.name: role}
     return {"rewards": {**settings.rewards, domain: replace(settings.rewards[domain], model=role)}}

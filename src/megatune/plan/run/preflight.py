@@ -209,7 +209,7 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         f" ±{percent(time.uncertainty)}{fitted}"
     )
     if calibration.framework:
-        yield f"plan       memory beyond tensors is as {runs} on this device held it"
+        yield f"plan       memory beyond tensors was measured in {runs} on this device"
     if host := describe_host_memory(planned):
         yield f"plan       {host}"
     if reference := describe_reference_passes(planned):
