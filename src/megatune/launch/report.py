@@ -237,7 +237,7 @@ def find_hung(
         in_step = mismatch is None or state.rank != mismatch.rank
         return not activity.stopped, bool(activity.stack), activity.in_collective, in_step, step, moment
 
-    return min(living, key=order)
+    return min(alive, key=order)
 
 
 def main_stack(log: Path, offset: int, server: str = "") -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is planned: a model, the settings of a run, the engine that trains it, and the machines under it."""
+"""The case that is planned: a model, the settings of a run, the engine that trains it, and its machines."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from megatune.config.settings import Settings
 from megatune.plan.machine import Machine
 from megatune.plan.rows import RowLengths, longest_of
 
-# Streams of Transformer Engine's products (transformer_engine/pytorch/cpp_extensions/gemm.py), and launches by this
-# engine's measure that one of them takes the host: a profile has 10 to 14 microseconds (yanring/Megatron-MoE-ModelZoo,
+# CUDA streams of Transformer Engine's products (transformer_engine/pytorch/cpp_extensions/gemm.py), and the host's time
+# for one of them in launches of this engine: a profile has 10 to 14 microseconds (yanring/Megatron-MoE-ModelZoo,
 # issue 7, nvte_cublas_gemm), without Python and autograd.
 STREAMS, OF_A_STREAM = 4, 0.5
-# Operators of Transformers' loop for each expert beside its products: finding, gathering and weighting its tokens,
+# Operators of Transformers' loop for each expert besides its products: finding, gathering and weighting its tokens,
 # gate times up, and adding to the output (models/qwen2_moe/modeling_qwen2_moe.py of version 4).
 LOOPED = 8
 _STANDARD = NormalDist()
 
 
 class Engine(NamedTuple):
-    """How an engine computes and exchanges what goes through experts, so that a run of others can be planned as it ran.
+    """How an engine computes: mainly experts and their communication.
 
-    A plan is of this engine, `OURS`. Published speeds were made by others, and benchmarks/planner_accuracy.py plans
-    each twice: by the engine that made it, which says how far the planner is off, and by this one, which says what a
-    user gets.
+    Plans are for this engine, `OURS`. Published speeds are of other engines; benchmarks/planner_accuracy.py plans each
+    twice: with its own engine, to measure the planner's error, and with this one, to show what a user gets.
 
     Attributes:
-        products: of a rank's experts: one "grouped" kernel; or a kernel for each expert, on several "streams" at once
+        products: of a rank's experts: one "grouped" kernel; or a kernel for each expert, on several "streams"
             (Transformer Engine's GroupedLinear); or operators for each expert in a Python "loop".
-        dispatch: "ranks": a token is sent to each of its experts. "machines": once to each machine that has any, and
-            from there once to each rank, by kernels that sort the tokens on their way (DeepEP, HybridEP). "neighbours":
-            the same, with experts of a token that lie next to one another, as the gate of a benchmark deals them out.
-        runs: attention to documents of a packed row, and to parts of one that other ranks hold, is as fast as to whole
-            rows (cuDNN through Transformer Engine); torch has slower kernels for it.
-        keeps_logits: the backward pass of the loss does not compute them again, chunk by chunk.
-        overlaps: exchanges run next to the passes of another micro-batch (Megatron-Core's
+        dispatch: "ranks": a token is sent to each of its experts. "machines": once to each machine with any of them,
+            and from there once to each rank, by kernels that also sort the tokens (DeepEP, HybridEP). "neighbours": the
+            same, with the experts of a token next to each other, as the gate of a benchmark assigns them.
+        runs: attention with variable lengths, for packed rows and context parallelism, is as fast as for whole rows
+            (cuDNN through Transformer Engine); torch's kernels for it are slower.
+        keeps_logits: the backward pass of the loss does not recompute them in chunks.
+        overlaps: communication overlaps with the passes of another micro-batch (Megatron-Core's
             overlap_moe_expert_parallel_comm, DualPipeV).
-        host: seconds that the host takes for an operator, over those of this engine.
+        host: the host's time for an operator, relative to this engine.
     """
 
     products: Literal["grouped", "streams", "loop"] = "grouped"
@@ -58,31 +57,26 @@ OURS = Engine()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model as far as a plan needs it.
-
-    Attributes:
-        name: what the user called it.
-    """
+    """The model of a plan; `name` is that which the user gave."""
 
     name: str
     architecture: Architecture
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of caches, known by identity
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a cache key, compared by identity
 class Case:
-    """What one estimate is of.
+    """The input of one estimate.
 
     Attributes:
-        settings: of the run; what is trained, layout, batch, precision, optimizer, recomputation and kernels are read
-            from them.
+        settings: of the run: what is trained, layout, batch, precision, optimizer, recomputation and kernels.
         world_size: processes of the whole run; a multiple of settings.parallel.smallest_world.
-        document_length: tokens of the mean document of a packed row; None where a row is one document, or a pair.
-        image_tokens: tokens of a row that stand for pictures, of a pair in both its documents; None for one image of
-            image_max_pixels in each, where the model reads any.
-        largest_picture: tokens of one picture at most; None for those of an image of image_max_pixels.
-        lengths: of rows; None where each is cutoff_len long.
-        of_mean: rows are the mean ones, as time is planned for; False for the longest, as memory is.
-        engine: what trains it.
+        document_length: tokens of the mean document in a packed row; None if a row is one document or a pair.
+        image_tokens: image and video tokens of a row, of a pair in both sequences; None for one image of
+            image_max_pixels in each sequence, if the model reads images.
+        largest_picture: tokens of the largest image or video; None for those of an image of image_max_pixels.
+        lengths: of rows; None if each has cutoff_len tokens.
+        of_mean: whether to plan mean rows, as for time, or the longest ones, as for memory.
+        engine: the engine that trains the model.
     """
 
     model: PlannedModel
@@ -98,12 +92,12 @@ class Case:
 
     @property
     def with_mean_rows(self) -> Case:
-        """The same with its mean rows."""
+        """The same case with mean rows, as for time."""
         return self if self.lengths is None else replace(self, of_mean=True)
 
     @property
     def tokens_per_image(self) -> int:
-        """Tokens of one picture at most, one for each square of merged patches; 0 for a language model."""
+        """Tokens of the largest image or video, one for each square of merged patches; 0 for a language model."""
         if (vision := self.model.architecture.vision) is None:
             return 0
         if self.largest_picture is not None:
@@ -117,7 +111,7 @@ class Case:
 
     @property
     def picture_tokens(self) -> int:
-        """Tokens of a row that stand for pictures."""
+        """Image and video tokens of a row."""
         if self.model.architecture.vision is None:
             return 0
         per_row = self.sequences_per_row
@@ -128,27 +122,27 @@ class Case:
 
     @property
     def dp_size(self) -> int:
-        """Processes that train rows of their own."""
+        """Data-parallel size."""
         return self.world_size // self.settings.parallel.model_parallel_size
 
     @property
     def shard_size(self) -> int:
-        """Processes that hold the same weights outside of experts, and shard their optimizer: dp · cp."""
+        """Processes with the same weights other than experts, which shard their optimizer: dp · cp."""
         return self.dp_size * self.settings.parallel.context_parallel_size
 
     @property
     def expert_shard_size(self) -> int:
-        """Processes that hold the same experts, and shard their optimizer."""
+        """Processes with the same experts, which shard their optimizer."""
         return self.world_size // self.settings.parallel.expert_parallel_size
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the dtype that the model computes in."""
+        """Bytes of an element in the dtype that the model computes in."""
         return self.settings.precision.params_itemsize
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of the buffers that gradients are added up and exchanged in."""
+        """Bytes of an element of the gradient buffers."""
         return 4 if self.settings.precision.accumulate_allreduce_grads_in_fp32 else self.itemsize
 
     @property
@@ -168,8 +162,8 @@ class Case:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of the longest sequence, or of what the mean micro-batch is padded to, made up to what the layout cuts
-        evenly."""
+        """Tokens of the longest sequence, or those that the mean micro-batch is padded to, rounded up to a multiple
+        that the layout can split."""
         multiple, length = self.settings.parallel.sequence_multiple, self.settings.data.cutoff_len
         if self.lengths is not None:
             length = min(length, math.ceil(round(self._padded[0], 6)) if self.of_mean else self.lengths.longest)
@@ -177,11 +171,11 @@ class Case:
 
     @property
     def _padded(self) -> tuple[float, float]:
-        """Mean and standard deviation of a micro-batch's length, as the slowest replica has it.
+        """Mean and standard deviation of a micro-batch's length on the slowest replica.
 
-        A micro-batch is as long as its longest row, with pipeline stages all of a step's are; group_by_length leaves
-        little between them. Packed rows are joined, and padded to nothing. Replicas wait for the one with the longest
-        micro-batches: the largest of dp normal variables (by Blom's approximation).
+        A micro-batch is as long as its longest row; with pipeline stages, all micro-batches are as long as the longest
+        row of the step. With group_by_length rows differ little. Packed rows are concatenated without padding. Replicas
+        wait for the one with the longest micro-batches: the largest of dp normal variables (Blom's approximation).
         """
         lengths, settings, count = self.lengths, self.settings, self.num_micro_batches
         assert lengths is not None
@@ -197,7 +191,7 @@ class Case:
 
     @property
     def document(self) -> float:
-        """Tokens of a document, on average weighted by tokens; beyond `sequence_length` where lengths of micro-batches
+        """Mean tokens of a document, weighted by tokens; more than `sequence_length` if the lengths of micro-batches
         differ much."""
         length = self.sequence_length
         if self.lengths is None:
@@ -211,7 +205,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step; without padding where lengths of rows are known."""
+        """Tokens of a step; without padding if the lengths of rows are known."""
         if self.lengths is None:
             return self.global_batch_size * self.row_tokens
         return round(
@@ -220,10 +214,10 @@ class Case:
 
     @property
     def sequences_per_row(self) -> int:
-        """Sequences of a row: of a preference pair one for each answer; a packed row of pairs is as long as two."""
+        """Sequences of a row: two for a preference pair; a packed row of pairs is as long as two rows."""
         return 2 if self.settings.run.stage in PAIR_STAGES else 1
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the longest row, of a pair those of both its sequences."""
+        """Tokens of the longest row; of a pair, those of both sequences."""
         return self.sequences_per_row * self.sequence_length

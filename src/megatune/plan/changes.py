@@ -1,5 +1,5 @@
-"""A case with other settings, where the rules allow it; one table of changes that save memory or time, and one of what
-a run that fits is warned of."""
+"""Changes settings of a case within the rules; with a table of changes that may save memory or time, and one of
+warnings for runs that fit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MICRO_BATCH = "batch.per_device_train_batch_size"
 ACCUMULATION = "batch.gradient_accumulation_steps"
 PROCESSES = "run.num_processes"
 _MOST_REPAIRS = 4
-_REPAIRED = ("parallel", "recompute", "optimizer", "precision")  # groups of settings that may go back to their defaults
-# Kernels that do in one pass over memory what others do in several: results differ in the last bits at most.
+_REPAIRED = ("parallel", "recompute", "optimizer", "precision")  # groups of settings that a repair may reset
+# Fused kernels: results differ in the last bits at most.
 FREE: Changes = {
     "performance.bias_activation_fusion": True,
     "performance.apply_rope_fusion": True,
@@ -36,12 +36,12 @@ FREE: Changes = {
 }
 _GRADIENTS: Changes = {"precision.accumulate_allreduce_grads_in_fp32": False}
 _AVERAGES: Changes = {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
-# What is faster or smaller and rounds more, by its name.
+# Trade-offs that are faster or smaller with larger rounding errors, by name.
 LOSSY: Mapping[str, Changes] = {
     "gradients in bf16": _GRADIENTS,
     "gradients and Adam's averages in bf16": {**_GRADIENTS, **_AVERAGES},
 }
-# Changes of what is computed, not only of how.
+# Settings that change the numerics or the data of a run.
 CHANGES_NUMBERS = {"data.cutoff_len", *_AVERAGES, "precision.bf16", "finetuning.finetuning_type"}
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _CP, _EP = "parallel.context_parallel_size", "parallel.expert_model_parallel_size"
@@ -49,25 +49,25 @@ _SEQUENCE, _VIRTUAL = "parallel.sequence_parallel", "parallel.virtual_pipeline_m
 _METHODS = ("recompute.recompute_granularity", "recompute.recompute_method", "recompute.recompute_num_layers")
 _FULL: Changes = dict(zip(_METHODS, ("full", "uniform", 1), strict=True))
 _NO_RECOMPUTE: Changes = {**dict.fromkeys(_METHODS), "recompute.moe_layer_recompute": False}
-_SHORTEST = 512  # tokens of a row that is worth training on
-_TIME, _MEMORY = 0.05, 0.01  # a warning is worth this share of a step's time, or of the device's memory
+_SHORTEST = 512  # tokens of the shortest row that is proposed
+_TIME, _MEMORY = 0.05, 0.01  # least share of a step's time, or of the device's memory, that a warning must save
 _BUBBLE, _STATE = 0.15, 0.1  # of a step; of the device's memory
 
 
 def change_case(
     case: Case, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False
 ) -> tuple[dict[str, Any], Case] | None:
-    """Change settings of a case, by "group.name", and keep the rows of a step: gradient_accumulation_steps follows.
+    """Change settings of a case, by "group.name", and keep the rows of a step by gradient_accumulation_steps.
 
     Args:
-        rules: that the changes must not be against; what the case itself lacks, such as a data set in a plan of a
-            model, is not held against them.
-        repair: a few settings that a rule has against the new values go back to their defaults, and a step whose rows
-            cannot be split as before has others.
+        rules: rules that the changes must meet, except where the case itself already breaks them (a plan of a bare
+            model has no data set).
+        repair: reset up to a few other settings that conflict with the new values to their defaults, and let a step
+            have other rows if the same ones cannot be split.
 
     Returns:
-        What differs from the case, the accumulation with it, and the new case; None where nothing does, or where a
-        rule, the world or the number of rows is against it.
+        All changes, including the accumulation, and the new case; None if nothing changes, or if a rule, the world or
+        the number of rows does not allow it.
     """
     changes = {path: value for path, value in changes.items() if value_of(case, path) != value}
     found = _with_rows(case, changes, any_rows=repair) if changes else None
@@ -87,8 +87,8 @@ def change_case(
 
 
 def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[str, Any], Case] | None:
-    """Return the changes and the case with them, its accumulation such that a step has as many rows; None where the
-    layout does not fit the world, or has no whole copies of the model as the stage trains it."""
+    """Return the changes and the changed case, with the accumulation that keeps the rows of a step; None if the world
+    has no whole copies of the model in this layout, or the stage cannot train the model."""
     settings, world = with_settings(case.settings, changes), changes.get(PROCESSES, case.world_size)
     try:
         architecture = as_trained(case.model.architecture, case.model.name, *settings.task)
@@ -107,7 +107,7 @@ def _with_rows(case: Case, changes: Changes, *, any_rows: bool) -> tuple[dict[st
 
 
 def _problems(case: Case, before: Case, rules: Sequence[Rule]) -> list[Problem]:
-    """Return what rules have against a case, and not against the one before."""
+    """Return the problems of a case that the one before does not have."""
 
     def found(case: Case) -> list[Problem]:
         context = Context(case.settings, case.model.architecture, case.world_size)
@@ -119,12 +119,12 @@ def _problems(case: Case, before: Case, rules: Sequence[Rule]) -> list[Problem]:
 
 
 def value_of(case: Case, path: str) -> Any:
-    """Return a setting's value; the number of processes is that of the plan."""
+    """Return the value of a setting; num_processes is the world size of the case."""
     return case.world_size if path == PROCESSES else setting_value(case.settings, path)
 
 
 def differences(before: Settings, after: Settings, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
-    """Return the second's values, by "group.name", of the settings in which two differ."""
+    """Return the settings that differ, by "group.name", with their values after."""
     return {
         f"{group}.{name}": value
         for group in groups
@@ -135,27 +135,27 @@ def differences(before: Settings, after: Settings, groups: Iterable[str] = GROUP
 
 
 def smaller_micro_batch(case: Case) -> dict[str, Any]:
-    """Return half of the micro-batch, or the next size below it that makes up the rows of a step; {} where it is 1."""
+    """Return half the micro-batch size, or the next smaller one that divides the rows of a step; {} if it is 1."""
     rows = case.micro_batch_size * case.num_micro_batches
     sizes = [size for size in range(1, case.micro_batch_size // 2 + 1) if rows % size == 0]
     return {MICRO_BATCH: sizes[-1]} if sizes else {}
 
 
 def written(changes: Mapping[str, Any]) -> str:
-    """Write changes as a user does: recompute_granularity: full, recompute_method: uniform."""
+    """Format changes as in a settings file: recompute_granularity: full, recompute_method: uniform."""
     return plain(named(changes))
 
 
 def named(changes: Mapping[str, Any]) -> str:
-    """Write changes for a message, whose dialect writes the names (`replace_names`)."""
+    """Format changes for a message whose dialect writes the names (`replace_names`)."""
     return ", ".join(f"`{path.partition('.')[2]}: {shown(value)}`" for path, value in changes.items())
 
 
-# --- what may save memory or time -------------------------------------------------------------------------------------
+# --- changes that may save memory or time -----------------------------------------------------------------------------
 
 
 def changes_of(case: Case) -> Iterator[tuple[str, Changes]]:
-    """Yield what may save "memory", "time" or "memory, time"; {} for what is no change."""
+    """Yield changes that may save "memory", "time" or "memory, time"; {} for those that do not apply."""
     settings, parallel, recompute = case.settings, case.settings.parallel, case.settings.recompute
     tp, pp, cp = (setting_value(settings, path) for path in (_TP, _PP, _CP))
     moe, on_gpu = case.model.architecture.moe, not case.machine.device.on_cpu
@@ -191,7 +191,7 @@ def changes_of(case: Case) -> Iterator[tuple[str, Changes]]:
 
 
 def smaller_runs(settings: Settings) -> tuple[list[Changes], ...]:
-    """Return what needs less memory, to be searched for where no layout fits: of each kind the first one that does."""
+    """Return kinds of changes that need less memory, to search with if no layout fits; the smallest of each first."""
     cutoff = settings.data.cutoff_len
     shorter = [cutoff // 2**power for power in range(1, cutoff.bit_length()) if cutoff // 2**power >= _SHORTEST]
     return (
@@ -207,7 +207,7 @@ def overlaps(case: Case) -> Changes:
 
 
 def _selective(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield modules to recompute, the cheapest first."""
+    """Yield selective recomputation of modules, the cheapest first."""
     moe = case.model.architecture.moe
     feed_forward = ["mlp"] if moe is None else ["moe"] if all(moe.layers) else ["mlp", "moe"]
     for modules in (["core_attn"], ["layernorm"], ["layernorm", *feed_forward]):
@@ -215,7 +215,7 @@ def _selective(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def less_recompute(case: Case) -> Iterator[Changes]:
-    """Yield no recomputation, and cheaper kinds than full."""
+    """Yield changes to no recomputation, and from full to selective recomputation."""
     recompute = case.settings.recompute
     if recompute.recompute_granularity or recompute.moe_layer_recompute:
         yield _NO_RECOMPUTE
@@ -223,19 +223,19 @@ def less_recompute(case: Case) -> Iterator[Changes]:
         yield from ({**_NO_RECOMPUTE, **each} for each in _selective(case))
 
 
-# --- what a run that fits is warned of --------------------------------------------------------------------------------
+# --- warnings of a run that fits --------------------------------------------------------------------------------------
 
 
 class Advice(NamedTuple):
-    """What is warned of, with the fastest change that gains enough and fits with something to spare.
+    """A warning, given with the fastest change that gains enough and fits with some margin.
 
     Attributes:
-        why: the sentence, in the user's dialect; "" where there is nothing to warn of.
-        changes: yields what would help.
-        gain: the least share of a step's time.
-        saving: or the least share of the device's memory.
-        otherwise: what is said after the sentence where nothing gains as much; None for no warning.
-        more_rows: more rows in a step are offered then.
+        why: returns the sentence, in the user's dialect; "" for no warning.
+        changes: yields changes that may help.
+        gain: the share of a step's time that a change must save.
+        saving: or the share of the device's memory that it must save.
+        otherwise: returns the end of the sentence if no change gains enough; None for no warning then.
+        more_rows: whether to propose more rows in a step in that case.
     """
 
     why: Callable[[Estimate], str]
@@ -268,7 +268,7 @@ def _inside_machines(case: Case) -> Iterator[Changes]:
 
 def _whole_activations(planned: Estimate) -> str:
     parallel = planned.case.settings.parallel
-    kept = "tensor parallelism without sequence parallelism keeps whole what could be split"
+    kept = "tensor parallelism without sequence parallelism keeps activations that could be split"
     return "" if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel else kept
 
 
@@ -290,8 +290,8 @@ def _whole_optimizer(planned: Estimate) -> str:
     whole = stage.master_weights + stage.optimizer_state
     if case.shard_size > 1 or case.world_size == 1 or whole < _STATE * case.machine.device.memory:
         return ""
-    one = "there is one replica of the model, so each rank keeps its optimizer's state whole"
-    return f"{one}, {size(whole)}; two would share it"
+    one = "there is one replica of the model, so each rank keeps its whole optimizer state"
+    return f"{one}, {size(whole)}; two replicas would shard it"
 
 
 def _two_replicas(case: Case) -> Iterator[Changes]:

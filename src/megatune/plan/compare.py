@@ -1,4 +1,4 @@
-"""One run on several kinds of GPUs: where it fits, how long it takes there, and what that costs."""
+"""Compares kinds of GPUs for one run: where it fits, how long it takes, and what it costs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ANY = "any"
 
 
 def kinds_of(gpu: str | None, devices_file: str | None) -> list[str]:
-    """Return the kinds of --gpu where it names several; [] for one or none.
+    """Return the kinds of GPUs if --gpu has several; [] for one or none.
 
     Raises:
-        MegatuneError: INPUT, with every kind that is not known; SETTINGS, see `own_catalogue`.
+        MegatuneError: INPUT, with every unknown kind; SETTINGS, see `own_catalogue`.
     """
     if gpu is None or (gpu != ANY and "," not in gpu):
         return []
@@ -40,10 +40,10 @@ def kinds_of(gpu: str | None, devices_file: str | None) -> list[str]:
 
 
 def prices_of(texts: Sequence[str], kinds: Sequence[str], devices_file: str | None) -> dict[str, float]:
-    """Read KIND=PRICE, of one GPU for an hour, in whatever currency.
+    """Read KIND=PRICE: the price of one GPU for an hour, in any currency.
 
     Raises:
-        MegatuneError: SETTINGS, with everything that is no price of one of the kinds.
+        MegatuneError: SETTINGS, with everything that is not a price of one of the kinds.
     """
     prices: dict[str, float] = {}
     findings: list[Finding] = []
@@ -68,8 +68,8 @@ class Offer:
     """The best layout of a run on one kind of GPU.
 
     Attributes:
-        found: None where no layout fits.
-        price: of one GPU for an hour; None where the user gave none.
+        found: the best layout; None if none fits.
+        price: of one GPU for an hour; None if not given.
     """
 
     question: Question
@@ -82,7 +82,7 @@ class Offer:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run; None where nobody knows how long it is."""
+        """Hours of the whole run; None if its length is unknown."""
         whole = None if self.found is None else self.question.run_seconds(self.found)
         return None if whole is None else whole[0] / 3600
 
@@ -93,14 +93,14 @@ class Offer:
 
     @property
     def order(self) -> tuple[bool, float, float]:
-        """What fits comes first, the cheapest of it, or where no price is known the fastest."""
+        """A sort key: kinds that fit first, by cost, or by time without prices."""
         if self.found is None:
             return True, 0.0, -self.question.case.machine.device.memory
         return False, float("inf") if self.cost is None else self.cost, self.found.time.total
 
 
 def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping[str, float]) -> list[Offer]:
-    """Search the best layout on each kind, and put the kinds in order."""
+    """Search the best layout on each kind, and sort the kinds."""
     found = []
     for kind in kinds:
         question = ask(kind)
@@ -110,15 +110,15 @@ def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping
 
 
 def pages(found: Sequence[Offer]) -> Iterator[Page]:
-    """Yield the table, what it is for, and what was assumed of the model and the data."""
+    """Yield the run, the table, and the assumptions about the model and the data."""
     question = found[0].question
     yield Page("", _head(question))
     yield Page("", _table(found))
     if (missing := [offer.kind for offer in found if offer.found is None]) and len(missing) < len(found):
         yield Page("", [f"No layout fits: {', '.join(missing)}."])
     notes = [note for note in question.notes if all(note in offer.question.notes for offer in found)]
-    notes.append("the price of a run is that of its GPUs for its hours alone")
-    notes.append("networks and machines are those that most machines of a kind have; plan one kind for its assumptions")
+    notes.append("the price of a run is that of its GPUs only")
+    notes.append("machines and networks are those usual for a kind; plan one kind alone to see its assumptions")
     yield Page("Assumed", (f"  - {note}" for note in notes))
 
 
@@ -130,7 +130,7 @@ def _head(question: Question) -> Iterator[str]:
     elif question.case.settings.optimizer.max_steps > 0:
         yield f"{question.case.settings.optimizer.max_steps:,} steps"
     else:
-        yield "--dataset_tokens N, such as 40M, says how long the run takes and what it costs"
+        yield "add --dataset_tokens N, such as 40M, for the duration and the cost of the run"
 
 
 def _table(found: Sequence[Offer]) -> Iterator[Item]:
@@ -154,7 +154,7 @@ def _table(found: Sequence[Offer]) -> Iterator[Item]:
 
 
 def document(found: Sequence[Offer]) -> str:
-    """Return the table as JSON: bytes, seconds and hours."""
+    """Return the table as JSON, in bytes, seconds and hours."""
     rows = [
         {
             "gpu": offer.kind,

@@ -15,24 +15,24 @@ from megatune.plan.uncertainty import safe_bytes
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What a case takes. Each part is computed when it is first asked for: one rules most layouts of a search out."""
+    """Memory and time of a case, each computed on first access: one of them rules out most layouts of a search."""
 
     case: Case
-    _plain: Estimate | None = None  # of the same case with nothing recomputed, which knows what both share
+    _plain: Estimate | None = None  # of the case without recomputation, which has the parts that both share
 
     def with_recompute(self, how: RecomputeSettings) -> Estimate:
-        """Return the same case with other activations recomputed."""
+        """Return the estimate of the case with another recomputation."""
         settings = self.case.settings.model_copy(update={"recompute": how})
         return Estimate(replace(self.case, settings=settings), self._plain or self)
 
     @cached_property
     def fixed_memory(self) -> FixedMemory:
-        """What recomputation does not change of `bytes`."""
+        """The part of `peak_bytes` that recomputation does not change."""
         return self._plain.fixed_memory if self._plain else fixed_memory(self.case)
 
     @cached_property
     def fixed_time(self) -> FixedTime:
-        """What recomputation does not change of `time`."""
+        """The part of `time` that recomputation does not change."""
         return self._plain.fixed_time if self._plain else FixedTime(self.case)
 
     @cached_property
@@ -47,37 +47,37 @@ class Estimate:
 
     @cached_property
     def fullest(self) -> StageMemory:
-        """The stage whose ranks hold most."""
+        """The stage with the most memory per rank."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The total of `fullest`, without the parts."""
+        """The total of `fullest`, computed without the parts."""
         return fullest_bytes(self.case, self.fixed_memory)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's bytes are there."""
+        """Whether every rank fits on its device."""
         return self.peak_bytes <= self.case.machine.device.memory
 
     @cached_property
     def is_tight(self) -> bool:
-        """Whether the fullest rank does not fit at the upper end of what is known of its class of models."""
+        """Whether the fullest rank exceeds the memory at the upper end of the uncertainty of its class of models."""
         return self.peak_bytes > safe_bytes(self.case)
 
     @cached_property
     def sort_key(self) -> tuple[bool, float, int]:
-        """What layouts are ranked by: whether it is tight; seconds of a step to four digits; bytes."""
+        """The order of layouts: whether it is tight; seconds of a step to four digits; bytes."""
         return self.is_tight, float(f"{self.time.total:.4g}"), self.peak_bytes
 
 
 def estimate(case: Case) -> Estimate:
-    """Return memory and time of a case whose settings the rules have nothing against.
+    """Return memory and time of a case whose settings meet the rules.
 
     Raises:
-        MegatuneError: INPUT, where nothing is known of the device's generation, or of its speed in the model's dtype.
+        MegatuneError: INPUT if the device's generation, or its speed in the model's dtype, is unknown.
     """
     found = Estimate(case)
-    for part in ("stages", "time"):  # computed here, where what is wrong is to be raised
+    for part in ("stages", "time"):  # computed here, so that errors are raised here
         getattr(found, part)
     return found

@@ -1,4 +1,4 @@
-"""What changes of the table do to a run: those that make it fit, those that make it faster, and warnings."""
+"""Finds changes of settings that make a run fit or make it faster, and the warnings of a run that fits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from megatune.plan.pages.words import change, percent, seconds, size
 from megatune.plan.search import search
 from megatune.plan.uncertainty import TIGHT, safe_bytes
 
-# A saving below this share of what a rank holds, and a gain below this share of a step, are not worth a change.
+# Least share of a rank's memory, and of a step's time, for which a change is proposed.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
 
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of settings, values by "group.name", and the plans before and after it."""
+    """A change of settings, by "group.name", with the plans before and after it."""
 
     changes: Changes
     before: Estimate
@@ -43,34 +43,34 @@ class Fix:
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the run trains on the same tokens with the same roundings."""
+        """Whether the run trains on the same tokens with the same precision."""
         return not CHANGES_NUMBERS & self.changes.keys()
 
     @property
     def saving(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes that the fullest rank holds less."""
         return self.before.fullest.total - self.after.fullest.total
 
     @property
     def gain(self) -> float:
-        """Share of a step's time, for as many tokens."""
+        """Share of a step's time that is saved, for the same number of tokens."""
         return 1 - self.before.time.tokens_per_second / self.after.time.tokens_per_second
 
     @property
     def same_rows(self) -> bool:
-        """Whether a step trains as many tokens; otherwise times are compared by the token."""
+        """Whether a step trains the same number of tokens; otherwise times are compared per token."""
         return self.before.time.tokens == self.after.time.tokens
 
     @property
     def part(self) -> tuple[str, int]:
-        """The part of memory that changes most, and by how many bytes; of each one's fullest stage."""
+        """The part of the fullest stages' memory that changes most, and its change in bytes."""
         before, after = self.before.fullest, self.after.fullest
         changes = ((part, getattr(after, part) - getattr(before, part)) for part in MEMORY_PARTS)
         return max(changes, key=lambda change: abs(change[1]))
 
     @property
     def has_no_effect(self) -> bool:
-        """Whether the planner says the same."""
+        """Whether both plans are the same."""
         return self.before.stages == self.after.stages and self.before.time == self.after.time
 
     def __str__(self) -> str:
@@ -78,20 +78,20 @@ class Fix:
 
     @property
     def text(self) -> str:
-        """The changes and what they do, for a message, whose dialect writes the names (`replace_names`)."""
+        """The changes and their effect, for a message whose dialect writes the names (`replace_names`)."""
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
         pace = change(1 - self.gain, "slower", "faster", "as fast")
         return f"{named(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
 
 
 def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[Fix]:
-    """Find the cheapest changes after which the run fits, by time; those that help most where none is enough.
+    """Find the changes that make the run fit and cost the least time; if none does, those that save most.
 
-    Single changes come before pairs of them, and those that leave the run's numbers as they are before others. `room`
-    are the bytes that a rank may be planned to hold; None for the device's memory, less what the planner may be off.
+    Single changes come before pairs, and those that keep the run's numerics before others. `room` is the number of
+    bytes that a rank may be planned to hold; None for the device's memory less the uncertainty of a plan.
     """
     if room is None:
-        # What surely fits is offered where there is anything, or else what fits as planned.
+        # Prefer changes that surely fit over those that are only planned to fit.
         safe, likely = safe_bytes(before.case), int(TIGHT * before.case.machine.device.memory)
         sure = savings(before, count, safe)
         return sure if any(each.after.fullest.total <= safe for each in sure) else savings(before, count, likely)
@@ -104,7 +104,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     useful = [(each, found) for each, found in asked if found is not None and found.saving >= least]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
     if len(enough) < count:
-        # A pair of which one half is enough offers nothing new.
+        # If one half of a pair is enough, the pair is of no use.
         halves = [each for each, found in useful if not fits(found)]
         pairs = ({**one, **other} for one, other in combinations(halves, 2) if not one.keys() & other.keys())
         both = filter(None, (try_change(before, each) for each in pairs))
@@ -115,7 +115,7 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
-    """Find the changes that gain most time and still fit."""
+    """Find the changes that save most time and still fit."""
     asked = filter(None, (try_change(before, each) for each in _tried(before.case, "time")))
     found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
@@ -126,8 +126,7 @@ def _tried(case: Case, metric: Literal["memory", "time"]) -> Iterator[Changes]:
 
 
 def warnings_of(planned: Estimate) -> list[str]:
-    """Return what is worth a word to a run that fits; on a CPU, where runs are tried and not paid for, only that memory
-    is tight."""
+    """Return the warnings of a run that fits; on a CPU, which is for trials, only that memory is tight."""
     case = planned.case
     found, share = [], planned.fullest.total / case.machine.device.memory
     if share > TIGHT:
@@ -139,12 +138,12 @@ def warnings_of(planned: Estimate) -> list[str]:
 
 
 def warning(row: Advice, planned: Estimate) -> str:
-    """Say what a row of the table warns of; "" for nothing."""
+    """Return the warning of a row of the table; "" if there is none."""
     if not (why := row.why(planned)):
         return ""
     memory = planned.case.machine.device.memory
-    made = [found for changes in row.changes(planned.case) if (found := try_change(planned, changes)) is not None]
-    worth = [each for each in made if each.gain >= row.gain or each.saving >= row.saving * memory]
+    fixes = [found for changes in row.changes(planned.case) if (found := try_change(planned, changes)) is not None]
+    worth = [each for each in fixes if each.gain >= row.gain or each.saving >= row.saving * memory]
     roomy = [each for each in worth if each.after.fullest.total <= TIGHT * memory]
     if (best := max(roomy, key=lambda each: each.gain, default=None)) is not None:
         return f"{why}: {best.text}"
@@ -154,7 +153,7 @@ def warning(row: Advice, planned: Estimate) -> str:
 
 
 def _more_rows(planned: Estimate, why: str, gain: float) -> str:
-    """Offer more rows in a step: they change what is trained, so that nothing is said of the whole."""
+    """Propose more rows in a step. They change the training, so only tokens per second are compared."""
     case, stages = planned.case, planned.case.settings.parallel.pipeline_model_parallel_size
     more = try_change(planned, {ACCUMULATION: max(4 * stages, 2 * case.num_micro_batches)})
     if more is None or more.gain < gain:
@@ -164,7 +163,7 @@ def _more_rows(planned: Estimate, why: str, gain: float) -> str:
 
 
 def fastest_layout(before: Estimate) -> Fix | None:
-    """Search for the fastest layout of the same devices and rows that fits; None where none does."""
+    """Search for the fastest layout that fits on the same devices with the same rows; None if there is none."""
     case = before.case
     found = search(SearchRequest(case=case, global_batch_size=case.global_batch_size, keep=1, free=False)).best
     if found is None:
@@ -174,7 +173,7 @@ def fastest_layout(before: Estimate) -> Fix | None:
 
 
 def _distinct(found: Iterable[Fix]) -> list[Fix]:
-    """Keep the first of those that change the same settings to different values."""
+    """Keep the first of the changes that set the same settings to different values."""
     first: dict[frozenset[str], Fix] = {}
     for each in found:
         first.setdefault(frozenset(each.changes) - {ACCUMULATION}, each)
@@ -184,7 +183,7 @@ def _distinct(found: Iterable[Fix]) -> list[Fix]:
 def try_change(
     before: Estimate, changes: Changes, *, rules: Sequence[Rule] = RULES, repair: bool = False
 ) -> Fix | None:
-    """Judge one change, see `change_case`; None where it cannot be made."""
+    """Plan one change, see `change_case`; None if it is not possible."""
     found = change_case(before.case, changes, rules=rules, repair=repair)
     return None if found is None else Fix(found[0], before, estimate(found[1]))
 

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: devices, and what joins them."""
+"""The machines of a plan: devices and their interconnects."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 
 from megatune.config.derived import Gpu
 
-_WITHOUT_BF16 = ("volta", "turing")  # whose tensor cores compute in 16 bits as fp16 only
+_WITHOUT_BF16 = ("volta", "turing")  # their tensor cores support fp16 and no bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator, by the numbers of its data sheet.
+    """An accelerator, with the numbers of its data sheet.
 
     Attributes:
         name: as in the catalogue: "a100-80g".
-        generation: devices of one generation share their efficiencies: "ampere", "hopper", "cpu".
+        generation: "ampere", "hopper", "cpu"; devices of one generation share their efficiencies.
         memory: bytes that a process can allocate at most.
-        flops: peak of dense matrix products, FLOP/s, by torch name of the dtype; "float32" as the engine computes it.
-        bandwidth: of the device's memory, bytes/s.
-        link: name of what joins the devices of one machine.
-        watts: what its board draws at most; None where that is unknown: its clocks then last as those of the device
-            that its generation's efficiencies were found on.
-        multiprocessors: over which kernels distribute their tiles; None for those of that device.
+        flops: peak FLOP/s of dense matrix products by torch dtype; "float32" as the engine computes it.
+        bandwidth: memory bandwidth in bytes/s.
+        link: name of the interconnect of the devices in one machine.
+        watts: power limit of its board; None if unknown, which assumes that of its generation's reference device.
+        multiprocessors: number of streaming multiprocessors; None for that of the reference device.
     """
 
     name: str
@@ -36,16 +35,16 @@ class Device:
     multiprocessors: int | None = None
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory, self.bandwidth))  # a key of caches, in spite of its mapping
+        return hash((self.name, self.memory, self.bandwidth))  # a cache key although it has a mapping
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is the processors of a host: a process is the device, and nothing runs next to its computing."""
+        """Whether it is a share of a CPU: a process is the device, and nothing overlaps with its computation."""
         return self.generation == "cpu"
 
     @property
     def gpu(self) -> Gpu:
-        """What the defaults of settings on this GPU follow from."""
+        """The properties that defaults of settings on this GPU depend on."""
         has_bf16 = self.generation not in _WITHOUT_BF16
         speedup = self.flops["bfloat16" if has_bf16 else "float16"] / self.flops["float32"]
         return Gpu(self.name, has_bf16, speedup)
@@ -53,10 +52,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects devices.
+    """An interconnect.
 
     Attributes:
-        bandwidth: bytes/s that one device sends while it receives as many; of a network, each device's share of it.
+        bandwidth: bytes/s that one device sends while it receives as much; of a network, each device's share of it.
         latency: seconds of the shortest message.
     """
 
@@ -70,11 +69,11 @@ class Calibration:
     """Factors fitted to measured runs; these defaults leave predictions as they are.
 
     Attributes:
-        compute: measured over predicted seconds of what one device computes.
-        communication: the same of what devices exchange.
+        compute: measured over predicted seconds of computation.
+        communication: the same for communication.
         activations: measured over predicted bytes of activations and loss.
-        framework: bytes measured beyond what was predicted, of whatever is no tensor.
-        num_runs: how many runs they were fitted to.
+        framework: measured less predicted bytes beyond tensors.
+        num_runs: number of runs that they were fitted to.
     """
 
     compute: float = 1.0
@@ -100,8 +99,8 @@ class Machine:
 
     Attributes:
         gpus_per_node: devices of one machine; ranks fill one machine after the other.
-        link: joins the devices of one machine.
-        network: joins machines.
+        link: the interconnect inside a machine.
+        network: the interconnect between machines.
     """
 
     device: Device

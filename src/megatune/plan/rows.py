@@ -1,6 +1,6 @@
-"""How long rows are: of prepared data, of a sample of it, or stated.
+"""Lengths of rows: of prepared data, of a sample of it, or given.
 
-Memory is planned for the longest row, time for the mean one and what a micro-batch is padded to.
+Memory is planned for the longest row, time for the mean row and the padding of micro-batches.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Shares of the rows between which lengths are summed up: the longest 1/4096 apart from the next, and so on.
+# Quantiles that separate the slices of lengths; the last slice has the longest 1/4096 of the rows.
 _SHARES = (*(1 - 2 ** (-part / 2) for part in range(25)), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """Lengths of rows, in tokens: of each sequence, or where rows are packed of each packed row.
+    """Lengths in tokens: of each sequence, or of each packed row.
 
     Attributes:
-        slices: mean length between each two shares of the rows, the shortest first.
-        longest: of the longest row.
-        document: of a document, on average weighted by tokens.
-        origin: whose lengths these are, as a sentence has it: "of all rows".
-        pictures: tokens of pictures in the average row; None where nobody looked.
+        slices: mean length between each two quantiles of `_SHARES`, ascending.
+        longest: length of the longest row.
+        document: mean length of a document, weighted by tokens.
+        origin: the source of the lengths, for a sentence: "of all rows".
+        pictures: image and video tokens of the mean row; None if unknown.
     """
 
     slices: tuple[float, ...]
@@ -37,17 +37,12 @@ class RowLengths:
     def of(
         cls, lengths: Sequence[int], origin: str, *, document: float | None = None, pictures: float | None = None
     ) -> RowLengths:
-        """Sum up lengths of rows.
-
-        Args:
-            lengths: of at least one row.
-            document: see `RowLengths.document`; None where each row is one.
-        """
+        """Summarize the lengths of one or more rows; `document` is None if each row is one document."""
         ordered = sorted(map(int, lengths))
         summed = list(itertools.accumulate(ordered, initial=0))
 
         def below(share: float) -> float:
-            """Return the sum of the shortest."""
+            """Return the sum of this share of the rows, the shortest ones."""
             place = share * len(ordered)
             whole = min(int(place), len(ordered) - 1)
             return summed[whole] + (place - whole) * ordered[whole]
@@ -63,14 +58,14 @@ class RowLengths:
 
     @classmethod
     def stated(cls, mean: float, longest: int, origin: str) -> RowLengths:
-        """Assume how rows of this mean lie below the longest: ever fewer of them, by half for each so many tokens."""
+        """Assume lengths with this mean, distributed exponentially up to the longest."""
         scale = cut_scale(mean, longest)
 
         def above(rest: float) -> float:
-            """Return the sum, over all, of what is longer than all but `rest` of the rows."""
+            """Return the sum of the longest `rest` of the rows, over the number of rows."""
             if math.isinf(scale):
                 return rest * longest
-            cut = math.exp(-longest / scale)  # the share that would be longer
+            cut = math.exp(-longest / scale)  # the share that would exceed the longest
             return rest * longest if rest <= cut else cut * longest + scale * (_entropy(rest) - _entropy(cut))
 
         slices = tuple((above(1 - start) - above(1 - end)) / (end - start) for start, end in _steps())
@@ -79,13 +74,13 @@ class RowLengths:
 
     @property
     def mean(self) -> float:
-        """Of the mean row."""
+        """Mean length of a row."""
         return longest_of(self, 1)[0]
 
 
 @lru_cache(maxsize=4096)
 def longest_of(rows: RowLengths, count: int) -> tuple[float, float]:
-    """Return mean and standard deviation of the longest of as many rows, drawn at random."""
+    """Return mean and standard deviation of the longest of `count` random rows."""
     weights = _weights(count)
     mean = sum(weight * size for weight, size in zip(weights, rows.slices, strict=True))
     square = sum(weight * size * size for weight, size in zip(weights, rows.slices, strict=True))
@@ -98,7 +93,7 @@ def _steps() -> Iterator[tuple[float, float]]:
 
 @lru_cache(maxsize=256)
 def _weights(count: int) -> tuple[float, ...]:
-    """Return how likely the longest of as many rows is in each slice."""
+    """Return the probability that the longest of `count` rows is in each slice."""
     return tuple(end**count - start**count for start, end in _steps())
 
 

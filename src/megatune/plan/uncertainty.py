@@ -1,9 +1,9 @@
-"""How far plans lie from what runs take and hold, by class of models, as published runs say.
+"""The error of plans by class of models, from published runs.
 
-The runs are those of benchmarks/planner_accuracy.py, each planned as the engine that made it works, and a test compares
-this table with them: of a class the larger figure of all its runs and of those that no constant was chosen from, if
-these are five or more, rounded up to 5 %, and at least that of dense models. On a CPU three runs were off by 22 % of
-memory in the median, and by 18 % with factors fitted to the two others (docs/trouble.md).
+The runs are those of benchmarks/planner_accuracy.py, each planned with its own engine; a test compares this table with
+them. The figure of a class is the larger one of all its runs and of those that no constant was fitted to, if these are
+five or more; rounded up to 5 %, and at least that of dense models. On a CPU the median memory error of three runs was
+22 %, and 18 % with factors fitted to the two others (docs/trouble.md).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ ModelClass = Literal["dense", "experts", "lora", "vision"]
 
 
 class Spread(NamedTuple):
-    """Shares of a plan.
+    """Relative errors of a plan.
 
     Attributes:
         memory_bound: nine of ten runs hold at most 1 + x times their plan.
-        time: two of three take between 1 / (1 + x) of their plan and 1 + x times it. time_bound: nine of ten do.
+        time: two of three take between 1 / (1 + x) and 1 + x times their plan.
+        time_bound: the same for nine of ten.
     """
 
     memory_bound: float
@@ -37,16 +38,16 @@ SPREADS: dict[ModelClass, Spread] = {
     "vision": Spread(memory_bound=0.25, time=1.6, time_bound=1.6),
 }
 _CPU_MEMORY = 0.25
-_UNMEASURED = 0.25  # more on devices of generations that no run was compared with
+_UNMEASURED = 0.25  # added for generations of devices without a compared run
 _OF_MEMORY = ("ampere", "hopper", "blackwell", "cpu")
 _OF_TIME = ("ampere", "ada", "hopper", "blackwell", "blackwell-rtx")
-# A run that begins is warned when its plan comes this close to the device's memory.
+# A run is warned at its start if its plan exceeds this share of the device's memory.
 TIGHT = 0.95
-_CALIBRATED = 0.8  # of memory's uncertainty is left where factors were fitted to runs on the machine
+_CALIBRATED = 0.8  # multiplies the uncertainty of memory if factors were fitted on the machine
 
 
 def model_class(case: Case) -> ModelClass:
-    """Return what figures are stated for: experts before pictures, pictures before adapters."""
+    """Return the class of a model: "experts" before "vision", "vision" before "lora"."""
     architecture = case.model.architecture
     if architecture.moe is not None:
         return "experts"
@@ -56,22 +57,22 @@ def model_class(case: Case) -> ModelClass:
 
 
 def memory_bound(case: Case) -> float:
-    """Return how far the memory of a run may lie above its plan: 0.3 means that nine of ten hold at most 1.3 times.
+    """Return how far the memory of a run may exceed its plan: with 0.3, nine of ten runs hold at most 1.3 times it.
 
-    Few hold less than their plan, and none of those that were published less than 1 / 1.1 of it.
+    Few runs hold less than their plan, and no published one less than 1 / 1.1 of it.
     """
     known = _CPU_MEMORY if case.machine.device.on_cpu else SPREADS[model_class(case)].memory_bound
     return _CALIBRATED * known if case.machine.calibration.of_memory else _on_device(case, known, _OF_MEMORY)
 
 
 def safe_bytes(case: Case) -> int:
-    """Return what a rank may be planned to hold, so that nine of ten runs of the model's class fit."""
+    """Return the bytes that a rank may be planned to hold, so that nine of ten runs of the model's class fit."""
     return int(case.machine.device.memory / (1 + memory_bound(case)))
 
 
 def time_uncertainty(case: Case) -> float:
-    """Return the relative uncertainty of seconds: with 0.25 two of three steps take between 1 / 1.25 of the prediction
-    and 1.25 times it."""
+    """Return the relative uncertainty of seconds: with 0.25, two of three steps take between 1 / 1.25 and 1.25 times
+    the prediction."""
     known = SPREADS[model_class(case)].time
     return known / 2 if case.machine.calibration.of_time else _on_device(case, known, _OF_TIME)
 
@@ -81,10 +82,7 @@ def _on_device(case: Case, known: float, measured: Sequence[str]) -> float:
 
 
 def memory_range(case: Case, stages: Sequence[StageMemory]) -> tuple[int, int]:
-    """Return bytes that the fullest rank holds at least and at most, within the bound.
-
-    Weights, gradients and optimizer state are exact: a rank never holds less than these.
-    """
+    """Return the bytes that the fullest rank holds at least and at most; never less than its exact state."""
     factor = 1 + memory_bound(case)
     total = max(each.total for each in stages)
     return max(*(each.exact for each in stages), int(total / factor)), int(total * factor)
