@@ -1,11 +1,10 @@
 """Fits the planner's factors to measured runs.
 
-Seconds of a step and bytes of a rank are fitted apart, each by least squares on the logarithm of predicted over
-measured, with Huber's weights (a run beyond 20 % counts less) and a weak pull towards 1, so that few runs do not lead
-far astray. A factor is fitted only where the runs can tell it: where what it scales is a tenth of what is predicted,
-and moves apart from what the other factor scales. And it is kept only where it helps: each run is predicted with
-factors that were fitted to the others, and where that is farther off in the median than no factors are, the fit is
-refused.
+Seconds of a step and bytes of a rank are fitted separately, each by least squares on the logarithm of predicted over
+measured, with Huber weights (a run with an error above 20 % counts less) and weak regularization towards 1, because
+there are few runs. A factor is fitted only if the runs determine it: it scales at least a tenth of the prediction, and
+its share varies between the runs differently from that of the other factor. A fit is kept only if it helps: each run is
+predicted with factors fitted to the others, and if the median error is larger than without factors, the fit is refused.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megatune.plan.machine import Calibration
 from megatune.plan.pages.words import columns, percent, size
 from megatune.plan.run.record import RunRecord, comparable, read_records
 
-_SEEN = 0.1  # share of the predicted that a factor must scale, to be fitted
-_APART = 0.05  # how far two factors' shares must move apart between runs, to be distinguished from each other
-_HUBER = 0.2  # residual from which a run counts less
-_PULL = 0.003  # weight of the pull towards 1, of one run's weight
+_SEEN = 0.1  # least share of the prediction that a fitted factor scales
+_APART = 0.05  # least difference between the shares of two factors that can be distinguished
+_HUBER = 0.2  # residual above which a run counts less
+_PULL = 0.003  # weight of the regularization, relative to one run
 _RANGE = (0.02, 50.0)
-# What is fitted to each measurement, the one that is preferred first, and what that is of. Every run of a CPU has bytes
-# beyond tensors, which are a sum and not a factor.
+# The factors of each measurement, the preferred one first, and its name in messages. "framework" is a number of bytes
+# that is added, not a factor.
 _FACTORS = {"time": ("compute", "communication"), "memory": ("framework", "activations")}
 _WHAT = {"time": "of a step", "memory": "of a rank's memory"}
 _ERRORS = tuple((of, when) for of in _FACTORS for when in ("before", "after", "left_out"))
@@ -45,15 +44,15 @@ _Array: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """Factors, and how much better they predict the runs they were fitted to.
+    """The fitted factors, and the errors of the runs with and without them.
 
     Attributes:
-        runs: names of folders, with the step it resumed from where there are several processes in one.
-        errors: of each run, predicted over measured, less 1; None where nothing was measured. Of the "time" of a step
-            and the "memory" of the fullest rank, "before", "after", and "left_out" of the runs that were fitted.
-        left: why a factor was left as it is, of those that the runs could not tell and of a refused fit, by its name in
-            `Calibration`.
-        refused: what was fitted and is not kept: "time", "memory".
+        runs: names of the folders, with the first step of a run that was resumed.
+        errors: of each run, predicted over measured less 1; None if not measured. For the "time" of a step and the
+            "memory" of the fullest rank: "before" and "after" the fit, and with the run "left_out" of the fit.
+        left: why a factor was not changed, by its name in `Calibration`: the runs do not determine it, or the fit was
+            refused.
+        refused: fits that are not kept: "time", "memory".
     """
 
     device: str
@@ -64,18 +63,18 @@ class CalibrationReport:
     refused: tuple[str, ...] = ()
 
     def median(self, of: str, when: str) -> float | None:
-        """Return the median size of an error over all runs."""
+        """Return the median absolute error over all runs."""
         return _median(self.errors[of, when])
 
     def lines(self) -> Iterator[str]:
         """Yield the report for a terminal."""
         found, several = self.calibration, len(self.runs) > 1
-        beside = f"{size(abs(found.framework))} {'more' if found.framework >= 0 else 'less'}"
+        change = f"{size(abs(found.framework))} {'more' if found.framework >= 0 else 'less'}"
         values = {
             "compute": f"computing takes {found.compute:.2f} times as long as planned",
             "communication": f"communication takes {found.communication:.2f} times as long",
             "activations": f"activations and loss take {found.activations:.2f} times as much",
-            "framework": f"{beside} a rank in addition to tensors",
+            "framework": f"{change} a rank in addition to tensors",
         }
         yield f"{self.device}, fitted to {len(self.runs)} run{'s' * several}"
         for name, text in values.items():
@@ -91,7 +90,7 @@ class CalibrationReport:
             rows.append(("median size", *(shown(self.median(*each), sign="") for each in _ERRORS)))
         yield from columns(rows)
         if several:
-            yield "left out: predicted with factors that were fitted to the other runs"
+            yield "left out: predicted with factors fitted to the other runs"
 
 
 def _median(errors: Sequence[float | None]) -> float | None:
@@ -101,8 +100,8 @@ def _median(errors: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """A measured process of a run: cases of the rows as they were, the seconds of a step, stages with the bytes of
-    their fullest ranks, and what these count; () where nothing was measured."""
+    """A measured process of a run: the cases of its mean and its longest row, the seconds of a step, pairs of a stage
+    and the bytes of its fullest rank, and what these count; () if not measured."""
 
     name: str
     mean: Case
@@ -112,7 +111,7 @@ class _Run:
     counted: str
 
     def measured(self, of: str) -> tuple[float, ...]:
-        """Return the seconds of a step, or bytes of the stages that were measured."""
+        """Return the measured seconds of a step, or bytes of stages."""
         return self.seconds if of == "time" else tuple(float(held) for _, held in self.memory)
 
     def predicted(self, of: str, calibration: Calibration) -> list[float]:
@@ -124,7 +123,7 @@ class _Run:
         return [float(comparable(planned.stages[stage], self.counted)) for stage, _ in self.memory]
 
     def error(self, of: str, calibration: Calibration | None) -> float | None:
-        """Return predicted over measured, less 1; None where it was not measured."""
+        """Return predicted over measured less 1; None if not measured."""
         if calibration is None or not self.measured(of):
             return None
         return max(self.predicted(of, calibration)) / max(self.measured(of)) - 1
@@ -134,10 +133,10 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
     """Fit the factors for the device that these runs were on.
 
     Args:
-        runs: folders of runs (output_dir); a process that trained a step and lived to note it counts.
+        runs: folders of runs (output_dir); processes that measured a step are used.
 
     Raises:
-        MegatuneError: INPUT, with every run that cannot be used; where they are of several devices.
+        MegatuneError: INPUT, with every run that cannot be used, or if the runs are of several devices.
     """
     measured = _measured(runs)
     devices = sorted({run.mean.machine.device.name for run in measured})
@@ -173,14 +172,14 @@ def calibrate(runs: Sequence[str | Path]) -> CalibrationReport:
 
 
 def keep_first(run: Path) -> Path | None:
-    """Keep what a run held beyond tensors for later plans on its device, where nothing was fitted to that before; its
-    seconds are not taken: a first run may be too short for these.
+    """Store a run's memory beyond tensors for later plans on its device, if it has no calibration yet. Its seconds are
+    not used: a first run may be too short.
 
     Returns:
-        The file; None where none is written.
+        The file; None if none is written.
 
     Raises:
-        MegatuneError: INPUT, where the run measured nothing; CANNOT_WRITE.
+        MegatuneError: INPUT if the run measured nothing; CANNOT_WRITE.
     """
     measured = _measured([run])
     device = measured[0].mean.machine.device.name
@@ -192,9 +191,9 @@ def keep_first(run: Path) -> Path | None:
 
 
 def _worse(before: Sequence[float | None], left_out: Sequence[float | None]) -> str:
-    """Return why a fit is not kept; "" where it is: it helps runs that it was not made of, or there is no telling."""
+    """Return why a fit is refused; "" if it helps the runs that were left out of it, or if this is unknown."""
     pairs = [pair for pair in zip(before, left_out, strict=True) if None not in pair]
-    old, new = (_median([pair[place] for pair in pairs]) for place in (0, 1))
+    old, new = (_median([pair[index] for pair in pairs]) for index in (0, 1))
     if old is None or new is None or new <= old:
         return ""
     return f"refused: runs that were left out of the fit are off by {percent(new)} with it, by {percent(old)} without"
@@ -225,10 +224,10 @@ def _run(folder: str, record: RunRecord) -> _Run | None:
     if measured is None or trained is None or (measured.step_seconds is None and not measured.stages):
         return None
     longest, mean = trained
-    # A stage whose ranks did not tell is not compared. With what is beyond tensors all is counted.
-    told = [each for each in measured.stages if each.peak]
-    is_whole = bool(told) and all(each.overhead for each in told)
-    memory = tuple((each.stage, each.peak + (each.overhead if is_whole else 0)) for each in told)
+    # Stages without a measurement are not compared. Overhead is counted if all stages have it.
+    stages = [each for each in measured.stages if each.peak]
+    is_whole = bool(stages) and all(each.overhead for each in stages)
+    memory = tuple((each.stage, each.peak + (each.overhead if is_whole else 0)) for each in stages)
     counted = "resident" if is_whole else measured.counted
     name = folder if not record.first_step else f"{folder} from step {record.first_step}"
     seconds = (measured.step_seconds,) if measured.step_seconds else ()
@@ -236,12 +235,12 @@ def _run(folder: str, record: RunRecord) -> _Run | None:
 
 
 def _fit(of: str, runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of `Calibration` that are fitted to one kind of measurement, and why others are as they are."""
+    """Return the fields of `Calibration` fitted to one kind of measurement, and why the others are not fitted."""
     measured = np.array([value for run in runs for value in run.measured(of)])
     if not len(measured):
         what = "no memory was measured" if of == "memory" else "no step was measured"
         return {}, dict.fromkeys(_FACTORS[of], what)
-    scale = float(measured.min())  # unknowns are logarithms of factors, and bytes in this unit
+    scale = float(measured.min())  # the unknowns are logarithms of factors, or bytes in this unit
 
     def calibration(names: Sequence[str], unknowns: Sequence[float]) -> Calibration:
         fields: dict[str, Any] = {
@@ -257,7 +256,7 @@ def _fit(of: str, runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]
     shares = {name: (predicted(calibration([name], [step])) / base - 1) / step for name in _FACTORS[of]}
     known, left = _identified(shares, _WHAT[of])
     if of == "memory" and not shares["framework"].any():
-        left["framework"] = "an allocator that counts tensors does not see it"
+        left["framework"] = "an allocator that counts tensors does not measure it"
 
     def residuals(unknowns: _Array) -> _Array:
         return np.log(np.maximum(predicted(calibration(known, unknowns.tolist())) / measured, 0.01))
@@ -268,8 +267,8 @@ def _fit(of: str, runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _identified(shares: Mapping[str, _Array], what: str) -> tuple[list[str], dict[str, str]]:
-    """Return which of two unknowns the runs determine, the first one by preference, and why not the others, by how much
-    each moves each run's measurement, relative."""
+    """Return which of two factors the runs determine, preferring the first, and why not the others; `shares` are the
+    relative changes of each run's prediction by each factor."""
     known = [name for name, share in shares.items() if share.max() >= _SEEN]
     left = {name: f"it is less than {_SEEN:.0%} {what} in all of these runs" for name in shares if name not in known}
     if len(known) == 2:
@@ -277,12 +276,12 @@ def _identified(shares: Mapping[str, _Array], what: str) -> tuple[list[str], dic
         apart = second - (first @ second) / (first @ first) * first
         if math.sqrt(float(np.mean(apart**2))) < _APART:
             name = known.pop()
-            left[name] = f"these runs cannot tell it from {known[0]}: give some where its share differs"
+            left[name] = f"these runs do not distinguish it from {known[0]}: add runs in which its share differs"
     return known, left
 
 
 def _least_squares(residuals: Callable[[_Array], _Array], count: int) -> _Array:
-    """Solve for the unknowns, from 0: Gauss-Newton with Huber's weights and a pull towards 0."""
+    """Solve for the unknowns by Gauss-Newton from 0, with Huber weights and regularization towards 0."""
     unknowns = np.zeros(count)
     for _ in range(30 if count else 0):
         now = residuals(unknowns)

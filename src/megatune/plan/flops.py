@@ -1,4 +1,4 @@
-"""How much a model computes: its parameters, and the operations of a training step."""
+"""Counts the parameters of a model, and the floating-point operations of a training step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatune.plan.case import Case
 from megatune.plan.memory.tensors import layer_contents
 from megatune.plan.operators.vision import Images, attended_patches, images_of
 
-# Forward pass once, backward pass twice (towards the inputs, towards the weights).
+# One product forward, two backward (gradients of inputs and of weights).
 _PASSES = 3
 
 
 def num_parameters(architecture: Architecture) -> int:
-    """Return elements of the model as its checkpoint holds them: tied embeddings once, no padding, all experts."""
+    """Count the elements of a model's checkpoint: tied embeddings once, without padding, all experts."""
     return sum(
         len(layers) * sum(map(prod, hf_shapes(weight, architecture, layers[0]).values()))
         for weight in FAMILIES[architecture.model_type].weight_map(architecture)
@@ -32,8 +32,8 @@ def num_parameters(architecture: Architecture) -> int:
 
 @lru_cache(maxsize=256)
 def num_matmul_parameters(architecture: Architecture) -> int:
-    """Count parameters of the decoder that a token is multiplied with: all matrices but the word embedding, which is
-    looked up, and of the routed experts as many as it goes to. The output layer counts, tied or not."""
+    """Count the decoder's parameters that a token is multiplied with: all matrices except the word embedding, and only
+    the routed experts of one token. The output layer counts, tied or not."""
     layers = (
         _layer_matmul_parameters(architecture, architecture.layer_kind(layer))
         for layer in range(architecture.num_layers)
@@ -59,16 +59,14 @@ def _layer_matmul_parameters(architecture: Architecture, kind: LayerKind) -> int
 def train_flops(
     architecture: Architecture, lengths: Iterable[int], trainable: FinetuningSettings | None = None
 ) -> float:
-    """Return model floating-point operations of the decoder in a training step over documents of these lengths, in
-    FLOP.
+    """Return the model FLOP of the decoder in a training step over documents of these lengths.
 
-    Counted as the field does for model FLOP/s utilization (arXiv:2204.02311): a multiply and an add are two, nothing
-    recomputed counts, and of causal attention only what is not masked, by a window either.
+    They are counted as usual for model FLOP/s utilization (arXiv:2204.02311): a multiply-add is two operations,
+    recomputation does not count, and attention counts only pairs that neither the causal mask nor a window masks.
 
     Args:
-        lengths: tokens of each document, without padding; tokens attend to those of their own one.
-        trainable: leaves out gradients of frozen matrices, and of what is before the first trained one; None trains
-            everything.
+        lengths: tokens of each document, without padding; tokens attend within their document.
+        trainable: to leave out gradients of frozen matrices, and those before the first trained one; None trains all.
     """
     lengths = list(lengths)
     by_token, by_window = _flops(architecture, trainable or FinetuningSettings())
@@ -77,23 +75,23 @@ def train_flops(
 
 
 def _pairs(lengths: Sequence[int], window: int | None) -> int:
-    """Return twice the pairs of a query and a key that it sees, in documents of these lengths."""
+    """Return twice the number of unmasked pairs of a query and a key in documents of these lengths."""
     seen = ((length, length if window is None else min(window, length)) for length in lengths)
     return sum(most * (2 * length - most) for length, most in seen)
 
 
 @lru_cache(maxsize=4096)
 def _flops(architecture: Architecture, trainable: FinetuningSettings) -> tuple[int, dict[int | None, int]]:
-    """Return FLOP of a token in matrices and gated delta nets, and of `_pairs` in attention, by window.
+    """Return the FLOP of a token in matrices and gated delta nets, and those of one of `_pairs` in attention by window.
 
-    A matrix is multiplied forward, backward towards what is before it, and towards its weights where they are trained:
-    beside adapters they are not, and those of adapters are not counted. Of scores and of their product with the values
-    a pair takes two FLOP a channel of all heads' queries, and of their values.
+    A matrix has a forward product, one for the gradient of its input, and one for that of its weight if it is trained;
+    with adapters it is not, and the adapters themselves are not counted. In attention a pair takes two FLOP for each
+    channel of all heads' queries, and of their values.
     """
     of_weights = _PASSES - 1 if trainable.finetuning_type == "lora" else _PASSES
     matrices = {"weights": of_weights, "through": _PASSES - 1, "none": 1}
     output = is_trained(output_weight(architecture), 0, architecture, trainable)
-    outputs = 1 + architecture.mtp_num_layers  # what predicts further tokens has the output layer, too
+    outputs = 1 + architecture.mtp_num_layers  # MTP layers use the output layer, too
     by_token = 2 * (_PASSES if output else _PASSES - 1) * _output_parameters(architecture) * outputs
     by_window: Counter[int | None] = Counter()
     for kind, gradient in layer_contents(architecture, trainable):
@@ -105,14 +103,14 @@ def _flops(architecture: Architecture, trainable: FinetuningSettings) -> tuple[i
 
 
 def _channels(architecture: Architecture, kind: LayerKind) -> int:
-    """Return channels of all heads' queries and values of a layer; 0 without attention."""
+    """Return the channels of all heads' queries and values in a layer; 0 without attention."""
     of_layer = architecture.of_heads(kind.has_global_heads)
     return 0 if kind.delta else of_layer.query_size + of_layer.attention_size
 
 
 def _state_flops(architecture: Architecture) -> int:
-    """Return FLOP of a token in a gated delta net beside its projections, as Megatron-LM counts them: the state is read
-    for the key, corrected, and read for the query. And those of its convolution."""
+    """Return the FLOP of a token in a gated delta net without its projections, as Megatron-LM counts them: the state is
+    read for the key, corrected, and read for the query; and those of its convolution."""
     delta = architecture.delta
     if delta is None:
         return 0
@@ -121,8 +119,7 @@ def _state_flops(architecture: Architecture) -> int:
 
 
 def model_flops(case: Case) -> float:
-    """Return model floating-point operations of a step, in FLOP: `train_flops` of what is trained, and those of
-    images."""
+    """Return the model FLOP of a step: `train_flops` of the decoder, and those of the vision encoder."""
     document = max(1, round(case.document if case.lengths is None else case.lengths.document))
     images = images_of(case)
     of_images = _vision_flops(images) * case.num_micro_batches * case.dp_size if images else 0.0
@@ -136,8 +133,8 @@ def _document_flops(architecture: Architecture, document: int, trainable: Finetu
 
 
 def _vision_flops(images: Images) -> float:
-    """Return FLOP of a micro-batch's pictures: forward once, and once more towards each of weights and inputs where
-    these, or what is before them, are trained."""
+    """Return the FLOP of a micro-batch's images: a forward product, and one each for the gradients of weights and of
+    inputs if they are needed."""
     tower, patches = images.tower, images.tokens * images.tower.spatial_merge_size**2
     attention = 4 * tower.depth * tower.hidden_size * attended_patches(images)
     both = _PASSES if images.weights_trained else _PASSES - 1

@@ -1,8 +1,8 @@
-"""What starts a planned run: a line for each machine, its settings file, and files for clusters.
+"""Writes what starts a planned run: a line for each machine, its settings file, and files for clusters.
 
-Of a file for Slurm, SkyPilot or Kubernetes (the templates of `jobs`) one task a machine runs `megatune train`, which
-starts the processes of its machine. A run that is told to stop saves a whole checkpoint, for which each file leaves it
-GRACE_SECONDS; started again, it resumes.
+Files for Slurm, SkyPilot and Kubernetes (templates in `jobs`) run one task per machine: `megatune train`, which starts
+the processes of its machine. A run that is asked to stop saves a whole checkpoint, for which each file allows
+GRACE_SECONDS; when it is started again, it resumes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from megatune.plan.changes import FREE
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import describe_layout, fullest, percent, seconds
 
-GRACE_SECONDS = 900  # for the step that a run is at, and a checkpoint
-# What takes each kind of file. Slurm requeues a run that saved before its time was over, unless somebody stopped it;
-# SkyPilot's `jobs` and Kubernetes start the tasks of all machines again together.
+GRACE_SECONDS = 900  # to finish the current step and save a checkpoint
+# The command for each kind of file. Slurm requeues a run that saved before its time limit, unless it was cancelled;
+# SkyPilot's `jobs` and Kubernetes restart the tasks of all machines together.
 JOB_FILES = {"slurm": "sbatch", "skypilot": "sky jobs launch", "kubernetes": "kubectl apply"}
-# What SkyPilot calls devices of the catalogue; it is asked for others by the first word of their name.
+# SkyPilot's names of devices in the catalogue; for others, the first word of the name is used.
 _SKYPILOT = {"a100-80g": "A100-80GB", "a100-80g-pcie": "A100-80GB", "rtx-3090": "RTX3090", "rtx-4090": "RTX4090",
              "rtx-5090": "RTX5090", "rtx-a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada"}  # fmt: skip
 DEFAULT_PORT = 29500  # torchrun's
-FIRST_MACHINE = "node-0"  # means the first machine's name, where the user did not say it
-# Generations on which Megatron-Core's overlaps need no single queue of kernels.
+FIRST_MACHINE = "node-0"  # placeholder for the name of the first machine
+# Generations on which Megatron-Core's overlaps do not need a single hardware queue of kernels.
 _MANY_QUEUES = ("blackwell", "blackwell-rtx", "cpu")
-# What a search decides.
+# Settings that a search decides.
 _CHOSEN = (
     "run.num_processes",
     "batch.per_device_train_batch_size",
     "batch.gradient_accumulation_steps",
     *(path for path in all_settings() if path.startswith(("parallel.", "recompute."))),
 )
-# What a search turns on because it costs nothing, or tries both ways.
+# Settings that a search turns on because they have no cost, or tries both ways.
 _FREE = (*FREE, "experts.moe_token_dispatcher_type")
-# Written from a bare model even where they are the defaults: they are what was asked for.
+# For a model without a file, written even if they are the defaults: they are the answer.
 _ALWAYS = (
     "batch.per_device_train_batch_size",
     "batch.gradient_accumulation_steps",
@@ -51,29 +51,29 @@ _ALWAYS = (
 )
 _PLACEHOLDERS = (
     ("model.model_name_or_path", "FOLDER", "the Hugging Face checkpoint of {name}"),
-    ("data.dataset", "NAME", "one or more of the names in dataset_info.json, which lies in dataset_dir"),
+    ("data.dataset", "NAME", "one or more of the names in dataset_info.json, in dataset_dir"),
     ("run.output_dir", "FOLDER", "for checkpoints, logs and the final model"),
-    ("optimizer.learning_rate", "1.0e-5", "5.0e-5 where nothing is written"),
-    ("optimizer.num_train_epochs", "3.0", "as many where nothing is written"),
+    ("optimizer.learning_rate", "1.0e-5", "default: 5.0e-5"),
+    ("optimizer.num_train_epochs", "3.0", "default: 3.0"),
 )
 
 
 def torchrun_lines(
     case: Case, file: str, *, master_addr: str = FIRST_MACHINE, master_port: int = DEFAULT_PORT
 ) -> tuple[str, ...]:
-    """Return what to type on each machine, by its rank. On one machine megatune starts its own processes.
+    """Return the command for each machine, by its rank. On one machine megatune starts the processes itself.
 
     Args:
-        file: the YAML that `megatune train` runs, as every machine names it.
+        file: the YAML for `megatune train`, with the same path on every machine.
         master_addr, master_port: the address of the first machine, as the others reach it.
 
     Raises:
-        MegatuneError: SETTINGS, where processes do not fill whole machines.
+        MegatuneError: SETTINGS if the processes do not fill whole machines.
     """
     command = f"megatune train {shlex.quote(file)}"
     nodes, _ = machines_of(case)
     if nodes == 1:
-        # It starts one for each GPU unless num_processes says otherwise.
+        # It starts one process for each GPU unless num_processes is set.
         fits = case.world_size in (case.settings.run.num_processes, case.machine.gpus_per_node)
         return (command if fits else f"{command} num_processes={case.world_size}",)
     environment = [*environment_lines(case), *suggested_lines(case)]
@@ -84,10 +84,10 @@ def torchrun_lines(
 
 
 def machines_of(case: Case) -> tuple[int, int]:
-    """Return the machines that a run fills, and the processes of each.
+    """Return the number of machines of a run, and the processes of each.
 
     Raises:
-        MegatuneError: SETTINGS, where it leaves one half full: each then needs a line that torchrun does not have.
+        MegatuneError: SETTINGS if one is not full: torchrun starts the same number of processes on each.
     """
     size = min(case.world_size, case.machine.gpus_per_node)
     if case.world_size % size:
@@ -100,17 +100,17 @@ def machines_of(case: Case) -> tuple[int, int]:
 
 
 def environment_lines(case: Case) -> tuple[str, ...]:
-    """Return what must be set where torchrun starts the processes; megatune's own launcher sets it itself."""
+    """Return the environment variables that torchrun needs; megatune's own launcher sets them itself."""
     parallel = case.settings.parallel
     splits = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
     overlaps = splits or parallel.overlap_grad_reduce or parallel.overlap_param_gather
     if case.machine.device.generation in _MANY_QUEUES or not overlaps:
         return ()
-    return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, which overlaps count on",)
+    return ("export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels run in launch order, as overlaps expect",)
 
 
 def suggested_lines(case: Case) -> tuple[str, ...]:
-    """Return what may be set, commented out: NCCL finds most of it itself."""
+    """Return optional environment variables, commented out: NCCL detects most of them."""
     network = case.machine.network.name
     if case.machine.device.on_cpu:
         return ("# export GLOO_SOCKET_IFNAME=eth0  # the interface by which the machines reach each other",)
@@ -137,13 +137,12 @@ def _torchrun(case: Case, file: str, node_rank: str, addr: str, port: str) -> st
 
 
 def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collection[str] = ()) -> str:
-    """Write a settings file that `megatune train` runs, with what was planned for at its head.
+    """Return a settings file for `megatune train`, with the predicted memory and time in comments at its head.
 
     Args:
-        written: "group.name" of what a user gave a value on a command line without a file.
-        origins: "group.name" -> where a user wrote it, as `Loaded.origins`. Where some were written in a file, the text
-            holds every setting; where none was, only those that differ from the defaults, and comments in place of
-            what only the user knows.
+        origins: of each setting, as `Loaded.origins`. If the plan is of a file, the text has every setting; if not,
+            only those that differ from the defaults, and comments for those that only the user knows.
+        written: settings that the user set on a command line without a file, by "group.name".
     """
     settings = estimate.case.settings
     if all(origin == "default" for origin in origins.values()):
@@ -158,14 +157,14 @@ def winner_yaml(estimate: Estimate, origins: Mapping[str, str], written: Collect
 
 
 def layout_settings(case: Case) -> dict[str, Any]:
-    """Return what a search decided by keys of a settings file, without what has its default."""
+    """Return the settings that a search decided, by keys of a settings file, without the defaults."""
     paths = (*_CHOSEN, *_FREE, "precision.bf16", "precision.fp16")
     kept = [path for path in paths if path in _ALWAYS or not is_default(case.settings, path)]
     return {LLAMAFACTORY.key_of(path): setting_value(case.settings, path) for path in kept}
 
 
 def planned_lines(estimate: Estimate) -> str:
-    """Return comments on the machines and the numbers that are predicted on them."""
+    """Return comments with the machines and the predicted memory and time."""
     case, time = estimate.case, estimate.time
     return (
         f"# Planned for {case.world_size} × {case.machine.device.name}: {describe_layout(case)}\n"
@@ -174,12 +173,12 @@ def planned_lines(estimate: Estimate) -> str:
 
 
 def _short(case: Case, user: Collection[str]) -> str:
-    """Write only what differs from the defaults, and comments in place of what is not known."""
+    """Write only settings that differ from the defaults, and comments for unknown ones."""
     settings = case.settings
     rows = counted(case.global_batch_size, "row")
     lines = [f"# {case.model.name} on {case.world_size} processes, a global batch of {rows}"]
     if missing := [entry for entry in _PLACEHOLDERS if is_default(settings, entry[0])]:
-        lines.append("# To be filled in:")
+        lines.append("# Fill in:")
         lines += [
             f"{f'# {LLAMAFACTORY.key_of(path)}: {example}':<52}  # {note.format(name=case.model.name)}"
             for path, example, note in missing
@@ -195,13 +194,10 @@ def _short(case: Case, user: Collection[str]) -> str:
 
 
 def job_file(kind: str, case: Case, file: str) -> str:
-    """Return the text of a file of one of `JOB_FILES`.
-
-    Args:
-        file: the YAML that `megatune train` runs, as every machine names it.
+    """Return the text of a file of one of `JOB_FILES`; `file` as in `torchrun_lines`.
 
     Raises:
-        MegatuneError: SETTINGS, where processes do not fill whole machines.
+        MegatuneError: SETTINGS if the processes do not fill whole machines.
     """
     from jinja2 import Environment, StrictUndefined
 

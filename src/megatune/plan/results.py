@@ -1,4 +1,4 @@
-"""What `megatune plan` leaves besides its page: the best layout as a file, figures, how a run is started, factors."""
+"""Other results of `megatune plan`: the best layout as a file, figures, lines that start the run, calibration."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 FRONTIER_NAME, TRACE_NAME = "plan_frontier.png", "plan_schedule.json"
 _MOST_NAMED = 6
-_MOST_PASSES = 100_000  # of a trace, which viewers still open at once
-_NEAR = 1.4  # times the device's memory; larger layouts would press the others together
+_MOST_PASSES = 100_000  # in a trace, which viewers can still open quickly
+_NEAR = 1.4  # multiple of the device's memory; larger layouts would compress the figure
 _COLOURS = {"nothing": "#3b75af", "some": "#4a9a5b", "whole layers": "#e28b3d"}
 _GREY, _RED, _PURPLE = "#9aa0a6", "#c0392b", "#7b2d8b"
 
 
 def write_results(found: Answer, options: PlanOptions) -> list[str]:
-    """Write the files that were asked for; return which, and the lines that start the run.
+    """Write the requested files; return lines with their names, and the lines that start the run.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -82,10 +82,10 @@ def _launch(found: Answer, options: PlanOptions) -> list[str]:
 
 
 def show_calibration(options: PlanOptions) -> None:
-    """Fit factors to measured runs, print what that does to the errors, and keep them for the next plan.
+    """Fit factors to measured runs, print the errors before and after, and store the factors for later plans.
 
     Raises:
-        MegatuneError: INPUT, where plans without factors are nearer.
+        MegatuneError: INPUT if plans without factors are more accurate.
     """
     from megatune.plan.calibration import calibrate
     from megatune.plan.catalogue.own import calibration_path, write_calibration
@@ -94,17 +94,17 @@ def show_calibration(options: PlanOptions) -> None:
     path = Path(options.calibration) if options.calibration else calibration_path(report.device)
     print("\n".join(report.lines()))
     if not report.calibration.num_runs:
-        what, fix = "nothing is written: without these factors plans are nearer", "give more runs, of several sizes"
-        raise MegatuneError(Finding(what, why="the fit is refused, as said above", fix=fix), ExitCode.INPUT)
+        what, fix = "no factors are written: plans are more accurate without them", "give more runs, of several sizes"
+        raise MegatuneError(Finding(what, why="the fit is refused, see above", fix=fix), ExitCode.INPUT)
     write_calibration(report.calibration, path, report.device)
     print(f"written: {path}; plans for {report.device} use it" + (" with --calibration" if options.calibration else ""))
 
 
-# --- figures: memory against time as a PNG, and the schedule as a trace that Perfetto opens ---------------------------
+# --- figures: memory and time as a PNG, and the schedule as a trace for Perfetto -------------------------------------
 
 
 def figures(found: Answer) -> dict[str, bytes]:
-    """Return the files that an answer has, by name: all layouts, and the schedule of what was planned."""
+    """Return the figures of an answer by file name: all layouts, and the schedule of the plan."""
     files = {}
     if found.result.ranked or found.result.too_large or found.own is not None:
         files[FRONTIER_NAME] = as_png(frontier_figure(found.result, found.own, found.recommended))
@@ -114,8 +114,8 @@ def figures(found: Answer) -> dict[str, bytes]:
 
 
 def frontier_figure(result: SearchResult, own: Estimate | None = None, recommended: Estimate | None = None) -> Figure:
-    """Draw layouts as dots coloured by what they recompute, the frontier as a line with names, what is recommended,
-    and the user's own."""
+    """Draw layouts as dots coloured by recomputation, the frontier as a line with names, the recommended layout and the
+    user's own."""
     frontier, mine = worth_seeing(result.frontier), [own] if own else []
     fitting = list({id(each): each for each in (*result.ranked, *frontier)}.values())
     limit = (fitting or mine or result.too_large)[0].case.machine.device.memory
@@ -168,9 +168,9 @@ def _recomputed(estimate: Estimate) -> str:
 
 
 def schedule_trace(planned: Estimate) -> dict[str, Any]:
-    """Return the passes of every stage in Chrome's format of traces, each stage a process.
+    """Return the passes of every stage in Chrome's trace format, with a process for each stage.
 
-    Of a step with very many passes the first micro-batches are simulated, in whole rounds of the stages.
+    If a step has too many passes, only its first micro-batches are simulated, in whole rounds of the stages.
     """
     chunks, count = planned.time.chunks, planned.case.num_micro_batches
     stages = len(chunks)

@@ -1,6 +1,6 @@
-"""The order in which pipeline stages compute, how many micro-batches they hold meanwhile, and how long they wait.
+"""Pipeline schedules: the order of passes, the micro-batches in flight, and the bubble.
 
-1F1B (PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B (arXiv:2104.04473), in Megatron-Core's own order.
+1F1B (PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B (arXiv:2104.04473), in Megatron-Core's order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
 
 
 class ChunkSeconds(NamedTuple):
-    """Seconds of one micro-batch in one virtual stage of one stage; `backward` with what is recomputed."""
+    """Seconds of one micro-batch in one virtual stage of one stage; `backward` includes recomputation."""
 
     forward: float
     backward: float
@@ -40,7 +40,7 @@ class ChunkSeconds(NamedTuple):
 
 
 def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> int:
-    """Count forward passes of a stage before its first backward pass follows a forward one.
+    """Count the warm-up forward passes of a stage, before the steady state of 1F1B.
 
     As Megatron-Core's get_pp_rank_microbatches: p - s - 1 without virtual stages, and
     2 (p - s - 1) + (v - 1) p with them.
@@ -51,7 +51,7 @@ def num_warmup_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> 
 
 @lru_cache(maxsize=4096)
 def forward_order(pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Return (virtual stage, micro-batch) of all forward passes of a stage, the same on each.
+    """Return (virtual stage, micro-batch) of all forward passes of a stage; the same for all stages.
 
     As Megatron-Core's get_schedule_table: pp micro-batches go through all virtual stages, then the next pp.
     """
@@ -64,11 +64,11 @@ def forward_order(pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[int,
 
 
 def stage_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> list[Pass]:
-    """Return what one stage computes in a step, in its order.
+    """Return the passes of one stage in a step, in their order.
 
     Args:
         vpp: virtual stages of a stage, 1 without.
-        num_micro_batches: of one process in a step; Megatron-Core wants a multiple of pp where vpp is above 1.
+        num_micro_batches: of one process in a step; Megatron-Core requires a multiple of pp if vpp > 1.
     """
     order = forward_order(pp, vpp, num_micro_batches)
     forwards = [Pass(True, virtual, micro_batch) for virtual, micro_batch in order]
@@ -83,24 +83,24 @@ def stage_passes(pp: int, vpp: int, stage: int, num_micro_batches: int) -> list[
 def in_flight(
     pp: int, vpp: int, stage: int, num_micro_batches: int, sizes: tuple[float, ...] | None = None
 ) -> tuple[int, ...]:
-    """Return micro-batches whose activations each virtual stage holds at the moment when the stage holds most.
+    """Return the number of micro-batches in flight in each virtual stage when the stage holds most.
 
-    A stage holds most after each forward pass that follows its warm-up: min(warm-up + 1, all). Which virtual stages
-    they are of changes from pass to pass, and comes back after pp · vpp of them.
+    A stage holds most after each forward pass that follows its warm-up: min(warm-up + 1, all) micro-batches. Their
+    distribution over the virtual stages changes from pass to pass, with a period of pp · vpp passes.
 
     Args:
-        sizes: what a micro-batch takes in each virtual stage, in any unit; None counts all alike, and takes the first
-            of the moments.
+        sizes: activations of a micro-batch in each virtual stage, in any unit; None weighs all equally, and uses the
+            first of these moments.
     """
     moments = _moments(pp, vpp, stage, num_micro_batches)
-    if sizes is None or len(moments) == 1 or len(set(sizes)) == 1:  # at each moment as many are held
+    if sizes is None or len(moments) == 1 or len(set(sizes)) == 1:  # the same number is held at each moment
         return moments[0]
     return max(moments, key=lambda held: sum(map(mul, held, sizes)))
 
 
 @lru_cache(maxsize=4096)
 def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """Return what a stage holds after each forward pass that follows its warm-up, the first one first, each once."""
+    """Return the distinct distributions of micro-batches after the forward passes that follow the warm-up, in order."""
     warmup = num_warmup_passes(pp, vpp, stage, num_micro_batches)
     # One period of the steady state is enough.
     order = forward_order(pp, vpp, min(num_micro_batches, -(-warmup // (pp * vpp)) * pp + 2 * pp))
@@ -116,13 +116,13 @@ def _moments(pp: int, vpp: int, stage: int, num_micro_batches: int) -> tuple[tup
 
 
 def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> list[list[Slot]]:
-    """Simulate a step: each stage computes its passes in order, each as soon as what it needs is there.
+    """Simulate a step: each stage computes its passes in order, each as soon as its input is available.
 
     Args:
         chunks: seconds by [stage][virtual stage].
 
     Returns:
-        Of each stage its passes, in their order.
+        The passes of each stage, in their order.
     """
     pp, vpp = len(chunks), len(chunks[0])
     orders = [deque(stage_passes(pp, vpp, stage, num_micro_batches)) for stage in range(pp)]
@@ -141,7 +141,7 @@ def timeline(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -
 
 
 def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | None:
-    """Return whose result a pass takes: of the layers before it, or backward of those after it."""
+    """Return the pass whose result a pass needs: that of the layers before it, or, backward, of those after it."""
     virtual, step = work.virtual_stage, -1 if work.forward else 1
     if 0 <= stage + step < pp:
         return stage + step, work
@@ -151,11 +151,11 @@ def _needed(stage: int, work: Pass, pp: int, vpp: int) -> tuple[int, Pass] | Non
 
 
 def bubble_seconds(totals: Sequence[float], vpp: int) -> float:
-    """Return how long the slowest stage waits in a step, in closed form.
+    """Return the time that the slowest stage is idle in a step, in closed form.
 
-    It computes all its micro-batches without a pause once the first has arrived; before it and after its last one the
-    other stages work for one micro-batch, with v virtual stages for one v-th of it. With equal stages that is the
-    well-known bubble of (p - 1) / (v · m). The same holds of forward passes alone.
+    It computes all its micro-batches without a pause once the first has arrived; before and after, the other stages
+    compute one micro-batch, or one v-th of it with v virtual stages. With equal stages this is the well-known bubble of
+    (p - 1) / (v · m). The same is true for forward passes alone.
 
     Args:
         totals: seconds of a micro-batch in each stage.
@@ -165,9 +165,9 @@ def bubble_seconds(totals: Sequence[float], vpp: int) -> float:
 
 
 def bubble_shares(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: int) -> tuple[float, float]:
-    """Return the shares of a step in which all stages wait, on average, and in which the slowest one does.
+    """Return the shares of a step in which stages are idle: the mean over all stages, and that of the slowest one.
 
-    Of p stages that take equally long, without virtual stages, both are (p - 1) / (m + p - 1).
+    For p equal stages without virtual stages, both are (p - 1) / (m + p - 1).
     """
     totals = [sum(chunk.total for chunk in stage) for stage in chunks]
     bubble = bubble_seconds(totals, len(chunks[0]))
@@ -180,11 +180,11 @@ def bubble_shares(chunks: Sequence[Sequence[ChunkSeconds]], num_micro_batches: i
 def exchange_seconds(
     stages: int, virtual: int, num_micro_batches: int, overlap: bool, hop: float, busy: float
 ) -> float:
-    """Return what of the exchanges between stages is not hidden.
+    """Return the seconds of communication between stages that is not overlapped.
 
-    The way to the last stage and back is in nobody's shadow. Between, a stage waits for two exchanges a micro-batch and
-    virtual stage, unless they run beside computing, as only the interleaved schedule can: then for what of them takes
-    longer than all that is computed.
+    The messages to the last stage and back while the pipeline fills and drains never overlap. In between, a stage waits
+    for two messages per micro-batch and virtual stage; with overlap, which only the interleaved schedule supports, only
+    for the time by which they exceed the computation.
 
     Args:
         hop: seconds of one message to the next stage.
