@@ -301,9 +301,9 @@ def test_how_it_is_launched(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 64, ["what is to be planned?"]),
-        (("Qwen3-8B", "--gpu", "h100-80g"), 64, ["how many GPUs are there?", "--gpus 8"]),
-        (("Qwen3-8B", "--gpus", "8"), 64, ["which GPUs?", "--gpu KIND"]),
+        ((), 64, ["there is no model to plan"]),
+        (("Qwen3-8B", "--gpu", "h100-80g"), 64, ["the number of GPUs is missing", "--gpus 8"]),
+        (("Qwen3-8B", "--gpus", "8"), 64, ["the kind of GPU is missing", "--gpu KIND"]),
         (("Qwen3-8B", "--gpu", "h100-80g", "--gpus", "0"), 64, ["--gpus: gpus is 0", "write --gpus 1"]),
         (("Qwen3-8B", "--gpu", "h1000", "--gpus", "eight", "--top", "x"), 64,
          ["gpus is 'eight'", "top is 'x'", "write --top 10, the default", "no device 'h1000'", "3 problems"]),

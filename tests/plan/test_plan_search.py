@@ -361,7 +361,7 @@ REFUSED = {
     "the global batch is not split evenly over the data-parallel processes": (
         DENSE, 8, 20,
         "a global batch of 20 rows on 8 data-parallel processes",
-        "ask for a global batch of 16",
+        "use a global batch of 16",
     ),
     "expert parallelism does not shard the experts evenly": (
         SPARSE, 8, 24,

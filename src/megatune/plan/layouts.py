@@ -1,4 +1,4 @@
-"""Every layout that is worth a look, valid by construction, as `config.rules` sees it; and why others cannot be."""
+"""Generates the candidate layouts of a search, which are valid by `config.rules`, and the reasons against others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatune.plan.estimate import Estimate
 MOST_VIRTUAL_STAGES = 8
 LARGEST_MICRO_BATCH = 32
 NUM_RESHAPED = 12
-# Virtual stages multiply messages, and ask for micro-batches in multiples of the stages: they must win clearly.
+# Virtual stages multiply messages and need micro-batches in multiples of the stages: they must save more than this.
 CLEARLY = 0.1
-# Fewer tokens a process, and context parallelism exchanges more than it computes.
+# With fewer tokens per process, context parallelism communicates more than it computes.
 TOKENS_OF_A_CONTEXT_PART = 4096
-# A layout of a user's own says what each stage holds; a search begins with equal shares.
+# A search begins with even stages.
 _EVEN_STAGES = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -45,15 +45,15 @@ FULL_RECOMPUTE = RecomputeSettings(recompute_granularity="full", recompute_metho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What to search for.
+    """The input of a search.
 
     Attributes:
-        case: the model, its rows and its machines, and settings, from which what is not searched is taken.
-        global_batch_size: rows of a step, which every layout keeps; None takes that of the settings on this world.
-        keep: how many layouts are ranked.
-        written: settings, "group.name", that a user wrote: of what costs nothing these stay as they are.
-        free: whether what costs nothing is turned on; see `with_free`.
-        below: seconds; slower layouts are of no interest, nor is a frontier, if that is finite.
+        case: the model, its rows, the machines, and the settings that are not searched.
+        global_batch_size: rows of a step, which every layout keeps; None for those of the settings on this world.
+        keep: number of layouts to rank.
+        written: settings that the user set, by "group.name", which `with_free` keeps.
+        free: whether to turn on settings without a cost, see `with_free`.
+        below: an upper limit in seconds for the layouts to find; if it is finite, no frontier is computed.
     """
 
     case: Case
@@ -65,7 +65,7 @@ class SearchRequest:
 
     @property
     def rows(self) -> int:
-        """Rows of a step: the global batch that was asked for, or the settings' own on this world."""
+        """Rows of a step: the requested global batch, or that of the settings on this world."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         case = self.case
@@ -73,7 +73,7 @@ class SearchRequest:
 
 
 class CandidateLayout(NamedTuple):
-    """Sizes of each kind of parallelism; expert sizes are 1 for a dense model."""
+    """Parallel sizes; those of experts are 1 for a dense model."""
 
     tp: int
     pp: int
@@ -83,14 +83,14 @@ class CandidateLayout(NamedTuple):
 
 
 class CandidateBatch(NamedTuple):
-    """How one process takes its rows of a step."""
+    """Micro-batch size and gradient accumulation of one process."""
 
     micro_batch: int
     accumulation: int
 
 
 class Space:
-    """The candidates of a request. Groups of settings that many of them share are made once: keys of many caches."""
+    """The candidates of a request. They share groups of settings, which are keys of many caches, where possible."""
 
     def __init__(self, request: SearchRequest) -> None:
         self.request, self.settings, self.world = request, request.case.settings, request.case.world_size
@@ -103,7 +103,7 @@ class Space:
         self._plain: dict[tuple[CandidateLayout, CandidateBatch, int | None], Estimate] = {}
 
     def layouts(self) -> Iterator[CandidateLayout]:
-        """Yield tensor, pipeline, context and expert parallelism, each a whole share of the world and of the model."""
+        """Yield the valid layouts within the policy."""
         for layout, problem in self.all_layouts:
             too_wide = self.architecture.moe is not None and layout.tp > max(1, self.cutoff)
             if not problem and not too_wide and self._has_context(layout):
@@ -111,8 +111,8 @@ class Space:
 
     @cached_property
     def all_layouts(self) -> list[tuple[CandidateLayout, str]]:
-        """All of the processes' layouts with tensor parallelism inside a machine, each with what is wrong with it, ""
-        for nothing; experts are whole, or cut as the rest of a layer is."""
+        """All layouts with tensor parallelism inside a machine, each with its problem, "" for none; experts are whole,
+        or split as the rest of a layer."""
         return list(self._all_layouts())
 
     def _all_layouts(self) -> Iterator[tuple[CandidateLayout, str]]:
@@ -129,7 +129,7 @@ class Space:
                             yield layout, self._problem_of_experts(layout)
 
     def _problem(self, layout: CandidateLayout) -> str:
-        """Say what is wrong with a layout, but for its experts."""
+        """Return the problem of a layout without its experts, "" for none."""
         if not tensor_parallel_fits(self.architecture, layout.tp):
             return "tensor parallelism does not split the model evenly"
         if layout.pp > self.architecture.num_layers:
@@ -152,7 +152,7 @@ class Space:
         return ""
 
     def _has_context(self, layout: CandidateLayout) -> bool:
-        """Return whether context parallelism leaves each process enough of a row, and there is a kernel for it."""
+        """Return whether context parallelism leaves each process enough tokens of a row, and a kernel supports it."""
         if layout.cp == 1:
             return True
         whole_rows = self.settings.performance.attention_backend == "fused"
@@ -163,12 +163,12 @@ class Space:
         return self.cutoff >= layout.cp * TOKENS_OF_A_CONTEXT_PART
 
     def batches(self, layout: CandidateLayout) -> list[CandidateBatch]:
-        """Micro-batches that make up the global batch, the smallest first."""
+        """Return the micro-batch sizes that divide the global batch, ascending."""
         rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.world
         return [CandidateBatch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
 
     def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, ...]:
-        """Return numbers of virtual stages that there are micro-batches for."""
+        """Return the numbers of virtual stages that the micro-batches allow."""
         has_micro_batches = layout.pp > 1 and batch.accumulation % layout.pp == 0
         return _virtual_stages(self.architecture, layout.pp) if has_micro_batches else ()
 
@@ -179,14 +179,14 @@ class Space:
         virtual: int | None,
         how: RecomputeSettings = NO_RECOMPUTE,
     ) -> Estimate:
-        """Return the request's model in this layout; those of one layout and batch share what they can."""
+        """Return the estimate of the request's model in this layout; recomputation variants share what they can."""
         key = layout, batch, virtual
         if key not in self._plain:
             self._plain[key] = self.estimate(self.settings_of(*key, NO_RECOMPUTE))
         return self._plain[key] if how is NO_RECOMPUTE else self._plain[key].with_recompute(how)
 
     def estimate(self, settings: Settings) -> Estimate:
-        """Return the estimate of the request's case with these settings."""
+        """Return the estimate of the request's case with other settings."""
         return Estimate(replace(self.request.case, settings=settings))
 
     def settings_of(
@@ -204,7 +204,7 @@ class Space:
         if found := self._parallels.get((layout, virtual)):
             return found
         dense, overlaps = self.architecture.moe is None, {}
-        # On a CPU nothing runs beside the computing: the settings' own stay.
+        # On a CPU nothing overlaps with computation: the settings are kept.
         if not self.machine.device.on_cpu:
             has_replicas = self.world > layout.tp * layout.pp * layout.cp
             overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), has_replicas)
@@ -221,8 +221,8 @@ class Space:
             "expert_tensor_parallel_size": None if dense or layout.etp == layout.tp else layout.etp,
             "cp_comm_type": self._cp_comm_type(layout),
         }
-        self._parallels[layout, virtual] = made = self.settings.parallel.model_copy(update=update)
-        return made
+        self._parallels[layout, virtual] = self.settings.parallel.model_copy(update=update)
+        return self._parallels[layout, virtual]
 
     @cached_property
     def _run(self) -> object:
@@ -230,7 +230,7 @@ class Space:
         return self.settings.run.model_copy(update={"num_processes": processes})
 
     def _cp_comm_type(self, layout: CandidateLayout) -> str:
-        """Return the settings' own where it can be, or a ring; exchanged heads where pictures stay whole."""
+        """Return that of the settings if it is valid, or else a ring; all-to-all if images must stay whole."""
         asked = self.settings.parallel.cp_comm_type
         heads = self.architecture.num_attention_heads
         if self.architecture.bidirectional_images:
@@ -238,7 +238,7 @@ class Space:
         return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
-        """Yield the same layout with the other exchanges of context parallelism."""
+        """Yield the same layout with other communication of context parallelism."""
         parallel = settings.parallel
         only_a2a = settings.performance.attention_backend == "fused" or self.architecture.bidirectional_images
         if parallel.context_parallel_size == 1 or only_a2a:
@@ -250,7 +250,7 @@ class Space:
                 yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
 
     def dispatched(self, settings: Settings) -> Iterator[Settings]:
-        """Yield the same layout with the other dispatcher of tokens to experts, where the user did not choose one."""
+        """Yield the same layout with the other token dispatcher of experts, unless the user chose one."""
         experts, name = settings.experts, "moe_token_dispatcher_type"
         free = self.request.free and f"experts.{name}" not in self.request.written
         if self.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
@@ -269,38 +269,38 @@ class Space:
             try:
                 if not holds_deepstack(shaped, architecture):
                     continue
-            except ValueError:  # too few layers for it
+            except ValueError:  # too few layers
                 continue
             yield settings.model_copy(update={"parallel": shaped})
 
     @property
     def policy(self) -> tuple[str, ...]:
-        """What is valid and left out all the same."""
+        """The valid layouts that are left out, as sentences."""
         devices = self.machine.gpus_per_node
         return (
             f"tensor parallelism stays inside a machine of {devices}",
-            "sequence parallelism is on with tensor parallelism: it saves memory and costs nothing",
-            f"context parallelism leaves each process {TOKENS_OF_A_CONTEXT_PART} tokens of a row or more",
+            "sequence parallelism is on with tensor parallelism: it saves memory at no cost",
+            f"context parallelism leaves each process at least {TOKENS_OF_A_CONTEXT_PART} tokens of a row",
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
-            "experts are whole, or cut as the rest of a layer is",
+            "experts are whole, or split as the rest of a layer",
             "the distributed optimizer and its overlaps are on, on GPUs",
             f"virtual stages are left out where a step without them takes at most {CLEARLY:.0%} longer",
             f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
-            f"experts' tokens are dispatched in the other way in the first {NUM_RESHAPED} layouts only",
+            f"the other token dispatcher of experts is tried for the first {NUM_RESHAPED} layouts",
         )
 
 
 @lru_cache(maxsize=1024)
 def _holds_deepstack(architecture: Architecture, pp: int, virtual: int | None) -> bool:
-    """Return whether the first of even parts has the layers that a vision encoder's mergers feed."""
+    """Return whether the first of even stages has all layers that deepstack mergers feed."""
     sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": virtual}
     return holds_deepstack(ParallelSettings.model_validate(sizes), architecture)
 
 
 @lru_cache(maxsize=1024)
 def _virtual_stages(architecture: Architecture, pp: int) -> tuple[int, ...]:
-    """Return numbers of virtual stages that split the layers evenly, the embedding and the loss counted as layers or
-    not; two and four where none does."""
+    """Return the numbers of virtual stages that split the layers evenly, with the embedding and the loss counted as
+    layers or not; two and four if none does."""
     num_layers = architecture.num_layers
     possible = range(2, min(MOST_VIRTUAL_STAGES, num_layers // pp) + 1)
     even = [
@@ -311,8 +311,8 @@ def _virtual_stages(architecture: Architecture, pp: int) -> tuple[int, ...]:
 
 
 def with_free(request: SearchRequest) -> Settings:
-    """Return the request's settings with everything on that costs nothing, but for what the user wrote, and for what
-    the rules have something against. On a CPU, where none of it makes a step faster, the settings as they are."""
+    """Return the request's settings with all of `FREE` turned on that the user did not set and the rules allow; on a
+    CPU, where none of it saves time, the settings unchanged."""
     settings, architecture = request.case.settings, request.case.model.architecture
     if not request.free or request.case.machine.device.on_cpu:
         return settings
@@ -327,13 +327,13 @@ def with_free(request: SearchRequest) -> Settings:
 
 
 def selective(architecture: Architecture, experts: ExpertSettings) -> list[RecomputeSettings]:
-    """Return what can be recomputed of this model's layers short of all: what is cheap, attention, the feed-forward."""
+    """Return the selective recomputations for a model: cheap modules, attention, the feed-forward, and unions."""
     moe = architecture.moe
     cheap = ["layernorm", *(["mla_up_proj"] if architecture.mla is not None else [])]
     cheapest = [*cheap, *(["moe_act"] if moe is not None and experts.moe_grouped_gemm else [])]
-    wide = [*(["mlp"] if moe is None or not all(moe.layers) else []), *(["moe"] if moe is not None else [])]
+    ffn = [*(["mlp"] if moe is None or not all(moe.layers) else []), *(["moe"] if moe is not None else [])]
     attention = ["core_attn"]
-    chosen = [cheapest, attention, cheapest + attention, wide, cheap + wide, cheap + wide + attention]
+    chosen = [cheapest, attention, cheapest + attention, ffn, cheap + ffn, cheap + ffn + attention]
     return [_selective(tuple(modules)) for modules in chosen]
 
 
@@ -375,7 +375,7 @@ def refusals(space: Space) -> tuple[Refusal, ...]:
 
 
 def _finding(space: Space, layout: CandidateLayout) -> Finding:
-    """Return what the rules say about a layout, or, as no rule knows of a global batch, what is wrong with that."""
+    """Return the finding of the rules about a layout, or that about its global batch, which has no rule."""
     sizes = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -392,4 +392,4 @@ def _finding(space: Space, layout: CandidateLayout) -> Finding:
     rows, dp = space.request.rows, space.world // (layout.tp * layout.pp * layout.cp)
     valid = nearest(rows, (max(rows // dp, 1) * dp, (rows // dp + 1) * dp))
     what = f"a global batch of {rows} rows on {dp} data-parallel processes"
-    return Finding(what, "", "every process takes as many rows of a step", f"ask for a global batch of {valid}")
+    return Finding(what, "", "every process takes as many rows of a step", f"use a global batch of {valid}")

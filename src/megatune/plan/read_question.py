@@ -1,4 +1,4 @@
-"""The command line of `megatune plan` as a question: flags, settings, the model and the machines, checked together."""
+"""Reads the command line of `megatune plan`: flags, settings, the model and the machines, checked together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatune.plan.pages.words import amount
 from megatune.plan.rows import RowLengths
 
 T = TypeVar("T")
-# What a plan does without; rules about it have nothing to say here.
+# Settings that a plan does not need, and whose rules are skipped.
 _NOT_HERE = ("data.dataset", "run.output_dir", "run.stage", "model.model_name_or_path")
 _ROWS = 64
 _LAYOUT_GROUPS = ("parallel", "batch", "recompute")
@@ -35,15 +35,15 @@ _OF_RL = "only a file of reinforcement learning has prompts and responses"
 
 @dataclass
 class PlanReader:
-    """Reads a question, and gathers what is wrong until all of it can be reported at once.
+    """Reads a question and collects all problems to report them at once.
 
     Attributes:
-        given: the command line, with what was wrong with its options.
-        count_gpus: counts those of this machine.
-        describe_machine: describes this machine for a number of processes, GPUs and a file of factors; or returns None
-            and why it cannot be planned for.
-        notes: what was assumed.
-        missing: what ends with `missing_code` where nothing is wrong with the settings.
+        given: the command line, with the findings about its options.
+        count_gpus: counts the GPUs of this machine.
+        describe_machine: describes this machine for a number of processes, of GPUs, and a calibration file; or returns
+            None and the reason.
+        notes: assumptions, in sentences.
+        missing: findings about missing inputs, with the exit code `missing_code` if the settings are valid.
     """
 
     given: ParsedArguments[PlanOptions]
@@ -62,7 +62,7 @@ class PlanReader:
         return self.given.findings
 
     def found(self, find: Callable[[], T]) -> T | None:
-        """Return what a function finds; or note what it raises, once, and return None."""
+        """Return the result of a function; or record the findings that it raises, and return None."""
         try:
             return find()
         except MegatuneError as error:
@@ -74,20 +74,20 @@ class PlanReader:
             return None
 
     def stop(self) -> None:
-        """Raise everything that was noted, if anything was."""
+        """Raise all findings, if there are any."""
         if self.findings:
             raise MegatuneError([*self.findings, *self.missing], ExitCode.SETTINGS)
         if self.missing:
             raise MegatuneError(self.missing, self.missing_code)
 
     def refuse(self, reasons: dict[str, str], with_what: str = "") -> None:
-        """Refuse options that have no effect here, for these reasons."""
+        """Refuse options that have no effect here, by name with the reason."""
         for name, why in reasons.items():
             if self.given.origin(name) is not None:
                 self.findings.append(Finding(f"--{name}{with_what}", "", why, f"leave --{name} out"))
 
     def catalogued(self, world: int | None, per_node: int | None) -> Machine | None:
-        """Return the machine that --gpu names, and note what was assumed of it."""
+        """Return the machine of --gpu, and note the assumptions about it."""
         return self.found(lambda: self._catalogued(world, per_node))
 
     def _catalogued(self, world: int | None, per_node: int | None) -> Machine:
@@ -99,7 +99,7 @@ class PlanReader:
             options.gpu, gpus_per_node=per_node, link=options.link, network=options.network,
             devices_file=options.devices,
         )  # fmt: skip
-        # What connects devices is nothing to a run that has one of them, or one machine.
+        # Interconnects are not used by a run on one device, or on one machine.
         inside, across = world != 1, world is None or world > machine.gpus_per_node
         self.notes += machine_assumptions(
             machine,
@@ -110,7 +110,7 @@ class PlanReader:
         return replace(machine, calibration=calibration_for(machine.device.name, options.calibration))
 
     def this_machine(self, world: int, num_gpus: int) -> Machine | None:
-        """Return this machine, as far as the catalogue knows it."""
+        """Return this machine; None with a finding if the catalogue does not have it."""
         here = min(world, num_gpus) if num_gpus else world
         found = self.found(lambda: self.describe_machine(here, num_gpus, self.options.calibration))
         if found is not None and found[1]:
@@ -118,7 +118,7 @@ class PlanReader:
         return found[0] if found is not None else None
 
     def need_gpu(self) -> None:
-        """Refuse what describes machines of a kind where no kind is named."""
+        """Refuse options that describe machines if there is no --gpu."""
         for name in ("gpus_per_node", "link", "network", "devices"):
             if getattr(self.options, name) is not None:
                 self.findings.append(Finding(f"--{name} without --gpu", fix="--gpu KIND, such as --gpu h100-80g"))
@@ -126,13 +126,13 @@ class PlanReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRows:
-    """Rows to plan for.
+    """The rows of a plan.
 
     Attributes:
-        lengths: None where each is taken to be cutoff_len long.
-        image_tokens, largest_picture: as `Case.image_tokens` and `Case.largest_picture`.
-        tokens: of all rows, once; None where not all were seen.
-        note: what was assumed.
+        lengths: None to assume cutoff_len tokens for each.
+        image_tokens, largest_picture: as in `Case`.
+        tokens: of one epoch; None if not all rows were read.
+        note: the assumption about the rows.
     """
 
     lengths: RowLengths | None = None
@@ -143,7 +143,7 @@ class PlannedRows:
 
 
 def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> PlannedRows:
-    """Return rows of these lengths; what is not stated is as long as it may be."""
+    """Return rows with these lengths; None is as long as possible."""
     cutoff = settings.data.cutoff_len
     longest = min(longest or cutoff, cutoff)
     mean = min(mean or longest, longest)
@@ -154,11 +154,7 @@ def stated_rows(settings: Settings, mean: float | None, longest: int | None) -> 
 
 @dataclass
 class QuestionReader(PlanReader):
-    """Reads everything, and reports all that is wrong at once.
-
-    Attributes:
-        rows_of: looks at the rows of the data that settings name.
-    """
+    """Reads a `Question`; `rows_of` reads the lengths of the rows of the settings' data."""
 
     rows_of: Callable[[Settings, PlannedModel], PlannedRows] = field(kw_only=True)
 
@@ -166,7 +162,7 @@ class QuestionReader(PlanReader):
         """Read the flags, the settings, the model and the machine, and check them together.
 
         Raises:
-            MegatuneError: SETTINGS, or INPUT where only a model, a device or a file is not there.
+            MegatuneError: SETTINGS, or INPUT if only a model, a device or a file is missing.
         """
         words = self.given.settings
         self.source = words.source
@@ -182,7 +178,7 @@ class QuestionReader(PlanReader):
         self.findings.extend(loaded.check_rules(rules=(*finetuning.RULES, finetuning.preference_needs)))
         self.notes += loaded.accepted_notes()
         self.loaded = loaded
-        # Groups of settings among which something is written.
+        # Groups with a setting that the user set.
         self.written = {path.partition(".")[0] for path in loaded.written}
         model = self._model(loaded.settings)
         if model is not None:
@@ -213,7 +209,7 @@ class QuestionReader(PlanReader):
         name = written if self.file is not None else self.source or written
         if name is not None:
             return self.found(lambda: find_model(name, settings))
-        what, fix = "what is to be planned?", "megatune plan FILE.yaml, or megatune plan MODEL"
+        what, fix = "there is no model to plan", "megatune plan FILE.yaml, or megatune plan MODEL"
         if self.file:
             what, fix = "model_name_or_path is missing", "write model_name_or_path: FOLDER, or an id on a hub"
         self.findings.append(Finding(what, self.file or "", fix=fix))
@@ -226,28 +222,30 @@ class QuestionReader(PlanReader):
         if options.gpu is not None:
             if world is None and (self.file is not None or smallest > 1):
                 world = smallest
-                self.notes.append(f"{world} devices, the fewest that hold the layout (--gpus)")
+                self.notes.append(f"{world} devices, the fewest for this layout (--gpus)")
             elif world is None and not any(finding.where == "--gpus" for finding in self.findings):
-                self.findings.append(Finding("how many GPUs are there?", fix="--gpus 8"))
+                self.findings.append(Finding("the number of GPUs is missing", fix="--gpus 8"))
             return world, self.catalogued(world, options.gpus_per_node)
         self.need_gpu()
         num_gpus = self.count_gpus()
         if not num_gpus and options.gpus is not None:
-            why = "this machine shows no GPU to take its kind from"
-            self.findings.append(Finding("which GPUs?", why=why, fix="--gpu KIND, such as --gpu h100-80g"))
+            why = "this machine has no visible GPU to use as the default"
+            self.findings.append(
+                Finding("the kind of GPU is missing", why=why, fix="--gpu KIND, such as --gpu h100-80g")
+            )
             return None, None
         world = world or num_gpus or smallest
         return world, self.this_machine(world, num_gpus)
 
     def _checked(self, model: PlannedModel, machine: Machine, world: int) -> Question:
-        """Return the question, after the rules of the layout were checked for the model and the world."""
+        """Check the rules of the layout for the model and the world, and return the question."""
         plans_own = self.file is not None or not self.written.isdisjoint(_LAYOUT_GROUPS)
         settings, rows = self._batch(self._precision(machine), world, plans_own)
         if self.file is None:
             is_known = Path(model.name).expanduser().is_dir() or is_hub_id(model.name)
             settings = with_settings(settings, {"model.model_name_or_path": model.name if is_known else None})
         rules: tuple[Rule, ...] = RULES if plans_own else (*finetuning.RULES, *trained.RULES)
-        # A model that is only named is planned for rows longer than it was trained on, with a note.
+        # A model without a file is also planned for rows longer than its positions, with a note.
         left_out = {*_NOT_HERE, *(["data.cutoff_len"] if self.file is None else [])} if plans_own else set()
         planned = replace(self.loaded, settings=settings)
         self.findings.extend(planned.check_rules(model.architecture, world, rules=rules, leave_out=left_out))
@@ -281,7 +279,7 @@ class QuestionReader(PlanReader):
         )
 
     def _note_other_rows(self, world: int, rows: int) -> None:
-        """Note where a step has other rows than on the devices that the file is written for."""
+        """Note if a step has another number of rows than on the devices of the file."""
         written = self.loaded.settings
         own_world = written.run.num_processes or world
         replicas, left = divmod(own_world, written.parallel.model_parallel_size)
@@ -295,7 +293,7 @@ class QuestionReader(PlanReader):
         )
 
     def _tokens(self, settings: Settings, known: PlannedRows) -> float | None:
-        """Return the tokens of the whole run: those that are stated, or of the data in all epochs."""
+        """Return the tokens of the whole run: --dataset_tokens, or those of the data times the epochs."""
         optimizer = settings.optimizer
         if self.options.dataset_tokens is not None or known.tokens is None or optimizer.max_steps > 0:
             return self.options.dataset_tokens
@@ -304,7 +302,7 @@ class QuestionReader(PlanReader):
         return epochs * known.tokens
 
     def _whole_machines(self, machine: Machine, world: int) -> None:
-        """Note devices that fill no machine, and refuse them where the lines that start them are asked for."""
+        """Note devices that do not fill whole machines, and refuse them with --launch."""
         size = machine.gpus_per_node
         if world <= size or world % size == 0:
             return
@@ -312,7 +310,7 @@ class QuestionReader(PlanReader):
         per_node = next(each for each in range(size, 0, -1) if world % each == 0)
         if self.options.launch is None:
             last = f"the last one has {world % size}"
-            alike = f"; --gpus_per_node {per_node} plans {world // per_node} that are alike" if per_node > 1 else ""
+            alike = f"; --gpus_per_node {per_node} plans {world // per_node} equal machines" if per_node > 1 else ""
             self.notes.append(f"{what}: {last}{alike}")
             return
         why = "every machine starts as many processes"
@@ -320,7 +318,7 @@ class QuestionReader(PlanReader):
         self.findings.append(Finding(what, "--launch", why, fix))
 
     def _precision(self, machine: Machine) -> Settings:
-        """Take bf16 for a bare model on GPUs, where nothing is written."""
+        """Use 16 bits for a model without a file on GPUs, if no precision is set."""
         settings = self.loaded.settings
         if self.file is not None or "precision" in self.written or machine.device.on_cpu:
             return settings
@@ -329,7 +327,7 @@ class QuestionReader(PlanReader):
         return with_settings(settings, {f"precision.{dtype}": True})
 
     def _batch(self, settings: Settings, world: int, plans_own: bool) -> tuple[Settings, int]:
-        """Return the settings with the batch that was asked for, and rows of a step."""
+        """Return the settings with the requested batch, and the rows of a step."""
         parallel, batch, rows = settings.parallel, settings.batch, self.options.global_batch
         replicas = max(world // parallel.model_parallel_size, 1)
         if rows is None and (self.file is not None or "batch" in self.written):
@@ -341,7 +339,9 @@ class QuestionReader(PlanReader):
             return settings, rows
         size = batch.per_device_train_batch_size if self.file or "batch" in self.written else 1
         if rows % (size * replicas):
-            if self.options.global_batch is not None:  # else the processes are not a multiple, which is said
+            if (
+                self.options.global_batch is not None
+            ):  # otherwise the world does not fit the layout, which is reported elsewhere
                 near = max(1, round(rows / (size * replicas))) * size * replicas
                 why = f"{counted(size, 'row')} a micro-batch times {replicas} data-parallel processes do not divide it"
                 self.findings.append(Finding(f"--global_batch {rows}", "", why, f"--global_batch {near}"))
@@ -351,7 +351,7 @@ class QuestionReader(PlanReader):
         return with_settings(settings, changed), rows
 
     def _rows(self, settings: Settings, model: PlannedModel) -> PlannedRows:
-        """Take lengths that are stated, else those of the data that a file names."""
+        """Return rows with the given lengths, or else those of the data of the file."""
         mean, longest = self.options.document_length, self.options.longest_document
         if mean is not None or longest is not None:
             return stated_rows(settings, mean, longest)
@@ -360,15 +360,17 @@ class QuestionReader(PlanReader):
         return rows
 
     def _documents(self, settings: Settings) -> float | None:
-        """Return the mean document of packed rows that are full."""
+        """Return the mean tokens of a document in full packed rows."""
         length = self.options.document_length
         if length is not None and length > settings.data.cutoff_len:
-            self.notes.append("documents longer than a row are cut: each row is one document")
+            self.notes.append("documents longer than a row are split: each row is one document")
             return None
         if not settings.packing:
             return None
         if length is None:
-            self.notes.append("each packed row counts as one document; shorter ones attend less (--document_length)")
+            self.notes.append(
+                "each packed row counts as one document; shorter ones need less attention (--document_length)"
+            )
         return length
 
     def _images(self, model: PlannedModel, rows: PlannedRows) -> int | None:

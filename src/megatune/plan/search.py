@@ -1,5 +1,4 @@
-"""Which layouts a model can be trained in on a machine, the fastest that fits first: bounds, then estimates of what the
-bounds leave."""
+"""Searches the layouts of a model on a machine: by bounds first, then by estimates of the layouts that are left."""
 
 from __future__ import annotations
 
@@ -36,31 +35,31 @@ from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 sort_key = attrgetter("sort_key")
 _NUM_TOO_LARGE = 10
-_NEARLY = 0.98  # of interpolated seconds, no fewer are to be expected
-_ROUNDING = 1 - 1e-9  # keeps a bound below what it bounds, in whatever order its parts are added up
-# Differences below this are within what an estimate is worth.
+_NEARLY = 0.98  # lower bound of the real seconds, as a share of interpolated ones
+_ROUNDING = 1 - 1e-9  # keeps a lower bound valid for any order of summation
+# Differences below this factor are within the error of an estimate.
 _TOLERANCE = 1.02
-# Where all that fits is tight, the smallest is recommended of those that take at most this share more time.
+# If all layouts that fit are tight, the smallest one is recommended that takes at most this share more time.
 _WORTH_ROOM = 0.5
-# Two layouts of one model share most of what a plan is off by: an assumption, as few published runs differ in nothing
-# but their layout. This share of a plan's uncertainty is taken for that of a difference, and these for its limits.
+# Plans of two layouts of one model have mostly the same error: an assumption, because few published runs differ only in
+# their layout. The uncertainty of a difference is this share of a plan's uncertainty, within these limits.
 _OF_DIFFERENCES, _LEAST_DIFFERENCE, _MOST_DIFFERENCE = 0.2, 0.05, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        ranked: layouts that fit, each micro-batch of one once, with its best virtual stages and recomputation. Those
-            that fit at the upper end of what is known come before those that are tight, and the fastest first, but
-            for the `num_equal` first ones.
-        num_equal: how many of the ranked are as fast as the fastest, as far as is known: the simplest of these first.
-        frontier: layouts that no other one is both faster and smaller than by more than 3 %, the smallest first.
-        too_large: the nearest misses, each with the least memory its layout can do with, the smallest first.
-        refused: what cannot be, the largest group first.
-        num_considered: valid layouts and batches that were evaluated, by an estimate or by a bound.
-        policy: what was left out without judging it, in sentences.
+        ranked: layouts that fit, one for each layout and micro-batch size, with its best virtual stages and
+            recomputation. Those that surely fit come before tight ones, then the fastest first, except for the first
+            `num_equal`.
+        num_equal: number of ranked layouts that are as fast as the fastest within the uncertainty, the simplest first.
+        frontier: layouts for which no other one is both faster and smaller by more than 3 %, the smallest first.
+        too_large: the smallest layouts that do not fit, each with its least memory, the smallest first.
+        refused: reasons why layouts are invalid, the most frequent first.
+        num_considered: number of valid layouts and batches that were evaluated, by an estimate or by a bound.
+        policy: valid layouts that were left out, in sentences.
     """
 
     ranked: tuple[Estimate, ...]
@@ -73,12 +72,12 @@ class SearchResult:
 
     @property
     def best(self) -> Estimate | None:
-        """The first of those that fit; None where none does."""
+        """The first layout that fits; None if none does."""
         return self.ranked[0] if self.ranked else None
 
     @property
     def recommended(self) -> Estimate | None:
-        """The first of those that fit; where all are tight, the smallest of those that are not far slower."""
+        """The first layout that fits; if all are tight, the smallest one that is not much slower."""
         if (best := self.best) is None or not best.is_tight:
             return best
         slowest = (1 + _WORTH_ROOM) * min(each.time.total for each in self.ranked)
@@ -87,23 +86,23 @@ class SearchResult:
 
 
 def equal_within(case: Case) -> float:
-    """Return the share of a step's time by which a layout may be slower than another and still be taken for equal."""
+    """Return the share of a step's time by which a layout may be slower than another and still count as equal."""
     return min(max(_OF_DIFFERENCES * time_uncertainty(case), _LEAST_DIFFERENCE), _MOST_DIFFERENCE)
 
 
 def num_kinds(case: Case) -> int:
-    """Count the kinds of parallelism of a layout that split a model, virtual stages among them."""
+    """Count the kinds of parallelism of a layout other than data parallelism; virtual stages count as one."""
     sizes = case.settings.parallel.sizes(case.world_size)
     return sum(size > 1 for name, size in sizes.items() if name != "dp")
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """Search all layouts of the request's processes that train its model in its global batch.
+    """Search all layouts of the request.
 
-    They are judged in the order of a lower bound of their time: first that of the same layout and batch with nothing
-    recomputed, even stages and the shortest bubble; then of those that it leaves a closer one, of their own estimate.
-    Once `request.keep` are found, what cannot be faster than the last of them, nor as fast as the first, nor on the
-    frontier, is left out.
+    They are evaluated in the order of a lower bound of their time: first that of the layout and batch without
+    recomputation, with even stages and the shortest bubble; then a tighter one from its estimate. Once `request.keep`
+    layouts are found, those are skipped that cannot be faster than the last one, as fast as the first one, or on the
+    frontier.
     """
     space = Space(replace(request, case=replace(request.case, settings=with_free(request))))
     found = _Search(space)
@@ -140,16 +139,16 @@ class Frontier:
     estimates: list[Estimate] = field(default_factory=list)
 
     def dominates(self, memory: float, seconds: float) -> bool:
-        """Return whether one is as small and as fast as this, or misses it by less than 2 %."""
+        """Return whether an estimate is at least as small and as fast as this, within 2 %."""
         return self.beats(memory * _TOLERANCE, seconds * _TOLERANCE)
 
     def beats(self, memory: float, seconds: float) -> bool:
-        """Return whether one is as small and as fast as this."""
+        """Return whether an estimate is at least as small and as fast as this."""
         before = bisect_right(self.estimates, memory, key=lambda each: each.peak_bytes)
         return before > 0 and self.estimates[before - 1].time.total <= seconds
 
     def add(self, found: Estimate) -> None:
-        """Add an estimate that none dominates, and remove what it dominates."""
+        """Add an estimate unless another one beats it, and remove those that it beats."""
         seconds = found.time.total
         if self.beats(found.peak_bytes, seconds):
             return
@@ -159,7 +158,7 @@ class Frontier:
         self.estimates[start:stop] = [found]
 
     def thinned(self) -> list[Estimate]:
-        """Leave out those that another one misses by less than 2 %."""
+        """Return the estimates without those that save less than 2 % of memory over a faster one."""
         kept: list[Estimate] = []
         for found in reversed(self.estimates):  # the fastest first
             if not kept or found.peak_bytes * _TOLERANCE < kept[-1].peak_bytes:
@@ -168,8 +167,8 @@ class Frontier:
 
 
 class _Point(NamedTuple):
-    """A layout and batch. No way to interleave or recompute it takes fewer bytes than `smallest`, nor fewer seconds
-    than `shortest`, which is close once it is that of its own estimate."""
+    """A layout and batch, with lower bounds of its bytes and seconds for all virtual stages and recomputation;
+    `is_close` if the seconds are from its estimate."""
 
     layout: CandidateLayout
     batch: CandidateBatch
@@ -190,14 +189,14 @@ class _Search:
         self._extremes: dict[tuple[CandidateLayout, CandidateBatch, int | None], tuple[Estimate, Estimate]] = {}
 
     def points(self) -> Iterator[_Point]:
-        """Yield layouts and batches whose weights, gradients and optimizer fit."""
+        """Yield layouts and batches whose weights, gradients and optimizer state fit."""
         whole: dict[tuple[int, ...], float] = {}  # seconds of a micro-batch in all stages together
 
         def shortest(layout: CandidateLayout, batch: CandidateBatch) -> float:
             key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
             if key not in whole:
                 whole[key] = self.space.candidate(layout, batch, None).fixed_time.micro_batch
-            # The stages share the layers evenly at best, and wait for each other in virtual stages at best.
+            # At best the stages are even, and the bubble is that of virtual stages.
             waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
             return (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
 
@@ -214,15 +213,15 @@ class _Search:
             yield from (_Point(layout, batch, state + libraries, seconds) for batch, seconds in bounds)
 
     def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
-        """Return bytes of weights, gradients and optimizer of the fuller of the first and the last stage, and those of
-        the device's context and libraries."""
+        """Return the bytes of weights, gradients and optimizer state of the fuller of the first and last stages, and
+        those of the device's context and libraries."""
         case = self.space.candidate(layout, batch, None).case
         rules = StateConfig.of(case)
         state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
         return state, workspace_bytes(case, 0).framework + library_bytes(case)
 
     def may_be_better(self, point: _Point) -> bool:
-        """Return whether a point may be ranked, or be on the frontier."""
+        """Return whether a point may be ranked or be on the frontier."""
         bounds = point.smallest, point.shortest
         if not self._may_be_on_frontier(*bounds) and not self._may_be_ranked(*bounds):
             return False
@@ -231,12 +230,12 @@ class _Search:
         return miss is None or miss.case.micro_batch_size > point.batch.micro_batch
 
     def _may_be_on_frontier(self, smallest: float, seconds: float) -> bool:
-        """Return whether what takes so many bytes at least, and so long, is on the frontier, if there is to be one."""
+        """Return whether a layout with these lower bounds may be on the frontier."""
         return self.request.below == math.inf and not self.frontier.dominates(smallest, seconds)
 
     def _may_be_ranked(self, smallest: int, seconds: float) -> bool:
-        """Return whether what takes so many bytes at least, and so long, is among the first, or as fast as the first as
-        far as is known."""
+        """Return whether a layout with these lower bounds may be ranked, or be as fast as the first one within the
+        uncertainty."""
         if seconds >= self.request.below:
             return False
         key, keep = (smallest > self._safe, seconds), self.request.keep
@@ -247,9 +246,9 @@ class _Search:
         return keep > 1 and key[0] == first.is_tight and seconds <= within
 
     def closer(self, point: _Point) -> _Point | None:
-        """Return a point with the closer bound of its estimate; None where nothing makes it fit, or be better."""
+        """Return the point with a tighter bound from its estimate; None if it cannot fit or be better."""
         kept, least = self._ends(point, None)
-        # Virtual stages are all that makes it faster.
+        # Only virtual stages can make it faster.
         shortest = min([kept.time.total, *(seconds for seconds, _ in self._virtual_bounds(point))])
         point = point._replace(shortest=shortest, is_close=True)
         if not self.may_be_better(point):
@@ -260,7 +259,7 @@ class _Search:
         return point
 
     def evaluate(self, point: _Point) -> None:
-        """Estimate what the bounds do not rule out."""
+        """Estimate the variants of a point that the bounds do not rule out."""
         kept, least = self._ends(point, None)
         if self._may_be_ranked(min(kept.peak_bytes, least.peak_bytes), point.shortest):
             self._rank(point)
@@ -268,20 +267,20 @@ class _Search:
             self._save_memory(point)
 
     def _ends(self, point: _Point, virtual: int | None) -> tuple[Estimate, Estimate]:
-        """Return a point with nothing, and with everything, recomputed; the same estimates every time."""
+        """Return the cached estimates of a point without recomputation and with full recomputation."""
         key = point.layout, point.batch, virtual
         if key not in self._extremes:
             self._extremes[key] = self.space.candidate(*key), self.space.candidate(*key, FULL_RECOMPUTE)
         return self._extremes[key]
 
     def _rank(self, point: _Point) -> None:
-        """Rank a point with its best number of virtual stages and way to recompute, by the bound of each."""
+        """Rank a point with its best number of virtual stages and recomputation, using the bound of each."""
         best = plain = self._best_way(point, None)
 
         def may_help(smallest: int, seconds: float) -> bool:
             if best is not None and not best.is_tight and best.time.total <= seconds:
                 return False
-            # The same without virtual stages is taken where it is not clearly slower.
+            # The layout without virtual stages is preferred if it is not clearly slower.
             is_plain = plain is not None and not plain.is_tight and plain.time.total <= (1 + CLEARLY) * seconds
             ranks = self._may_be_ranked(smallest, seconds)
             return ranks and (not is_plain or self._may_be_on_frontier(smallest, seconds))
@@ -304,8 +303,8 @@ class _Search:
             insort(self.ranked, best, key=sort_key)
 
     def _virtual_bounds(self, point: _Point) -> list[tuple[float, int]]:
-        """Return numbers of virtual stages with the least seconds of each: with even stages, and without exchanges
-        between them."""
+        """Return the numbers of virtual stages, each with a lower bound of its seconds: with even stages, without
+        communication between them."""
         plain, pp, count = self._ends(point, None)[0].time, point.layout.pp, point.batch.accumulation
         totals = [sum([chunk.total for chunk in stage]) for stage in plain.chunks]
         even = sum(totals) / pp
@@ -314,7 +313,7 @@ class _Search:
         return sorted((least + bubble_seconds([even] * pp, virtual), virtual) for virtual in numbers)
 
     def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
-        """Return the first in rank of the ways to recompute that fit, and take all of them to the frontier."""
+        """Return the best recomputation that fits, and add all that fit to the frontier."""
         found, shortest = self._fitting(point, virtual), self._ends(point, virtual)[0].time.total
         for each in found:
             if not self.frontier.beats(each.peak_bytes, shortest):
@@ -323,19 +322,19 @@ class _Search:
         return min(sure or found, key=sort_key, default=None)
 
     def _fitting(self, point: _Point, virtual: int | None) -> list[Estimate]:
-        """Return the ways to recompute that fit, and of which one may be the fastest that does: at the upper end of
-        what is known; or as planned, where none does, or where that may be on the frontier."""
+        """Return recomputations that fit, among them the fastest that surely fits, or, if none does or if it may be on
+        the frontier, the fastest that is planned to fit."""
         kept, least = self._ends(point, virtual)
         if not kept.is_tight:
             return [kept]
         found = [each for each in (kept, least) if each.fits]
         enough: list[frozenset[str]] = []
-        *others, widest = self.space.selective  # which recomputes what any of the others does
+        *others, widest = self.space.selective  # the last one includes all others
         smallest = kept.with_recompute(widest)
         useful = smallest.fits and self._may_help(virtual, smallest.peak_bytes, kept.time.total)
         for each in (*map(kept.with_recompute, others), smallest) if useful else ():
             modules = frozenset(each.case.settings.recompute.recompute_modules)
-            if any(smaller <= modules for smaller in enough):  # recomputes more than it must
+            if any(smaller <= modules for smaller in enough):  # recomputes more than necessary
                 continue
             found += [each] if each.fits else []
             enough += [] if each.is_tight else [modules]
@@ -353,14 +352,13 @@ class _Search:
         return found
 
     def _may_help(self, virtual: int | None, smallest: int, seconds: float) -> bool:
-        """Return whether what takes so many bytes and so long at least is of use: a point without virtual stages may
-        also take the place of what is faster with them."""
+        """Return whether a variant with these lower bounds may be of use: one without virtual stages may also replace a
+        faster one with them."""
         shortest = seconds if virtual else seconds / (1 + CLEARLY)
         return self._may_be_on_frontier(smallest, seconds) or self._may_be_ranked(smallest, shortest)
 
     def _fewest_layers(self, point: _Point, virtual: int | None, room: int) -> list[Estimate]:
-        """Search for the fewest recomputed layers of each stage that fit these bytes, [] for all of them; memory falls
-        evenly with each."""
+        """Search by interpolation for the fewest recomputed layers of each stage that fit in `room`; [] for all layers."""
         more, less = self._ends(point, virtual)
         chunks = pipeline_chunks(less.case.settings.parallel, less.case.model.architecture.num_layers)
         low, high = 0, max(chunk.num_layers for chunk in chunks)
@@ -376,7 +374,7 @@ class _Search:
         return best
 
     def _save_memory(self, point: _Point) -> None:
-        """Take to the frontier what is smaller than what is ranked first."""
+        """Add variants of a point with less memory to the frontier."""
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
             kept, least = self._ends(point, virtual)
             for each in (kept, least):
@@ -384,7 +382,7 @@ class _Search:
                     self.frontier.add(each)
 
     def fill_frontier(self) -> None:
-        """Try ways between nothing and everything recomputed, of the layouts that are on the frontier."""
+        """Try partial recomputation for the layouts on the frontier."""
         each = {(found.case.settings.parallel, found.case.settings.batch): found for found in self.frontier.estimates}
         for found in each.values():
             stages = found.case.settings.parallel.pipeline_model_parallel_size
@@ -396,7 +394,7 @@ class _Search:
                     self.frontier.add(other)
 
     def reshape(self, variants: Callable[[Settings], Iterable[Settings]]) -> None:
-        """Replace the first few, and the simplest, by the first in rank of their variants."""
+        """Replace the first and the simplest ranked layouts by their best variants."""
         for found in dict.fromkeys((*self.ranked[:NUM_RESHAPED], *self._simplest())):
             fitting = (each for each in map(self.space.estimate, variants(found.case.settings)) if each.fits)
             better = min(fitting, key=sort_key, default=found)
@@ -406,26 +404,26 @@ class _Search:
                 insort(self.ranked, better, key=sort_key)
 
     def _is_equal(self, found: Estimate) -> bool:
-        """Return whether it is as surely in memory as the fastest, and as fast as far as is known."""
+        """Return whether an estimate fits as surely as the fastest and is as fast within the uncertainty."""
         fastest = self.ranked[0]
         longest = (1 + equal_within(found.case)) * fastest.time.total
         return found.is_tight == fastest.is_tight and found.time.total <= longest
 
     def _simplest(self) -> list[Estimate]:
-        """Return of those that equal the fastest the first in rank of each number of kinds of parallelism."""
+        """Return the best of the equal layouts for each number of kinds of parallelism."""
         first: dict[int, Estimate] = {}
         for found in filter(self._is_equal, self.ranked if self.request.keep > 1 else ()):
             first.setdefault(num_kinds(found.case), found)
         return list(first.values())
 
     def in_order(self) -> tuple[list[Estimate], int]:
-        """Return what is ranked, and how many of the first are equal: the simplest of these first."""
+        """Return the ranked layouts, and the number of equal ones, which come first, the simplest first."""
         ranked = list(dict.fromkeys((*self.ranked[: self.request.keep], *self._simplest())))
         equal = sorted(filter(self._is_equal, ranked), key=lambda each: (num_kinds(each.case), sort_key(each)))
         return [*equal, *(each for each in ranked if not self._is_equal(each))], len(equal)
 
     def nearest_misses(self) -> list[Estimate]:
-        """Return of layouts that nothing makes fit those that miss by least."""
+        """Return the smallest of the layouts that cannot fit."""
         nearest = sorted(self._without_room, key=lambda miss: miss[0])[:_NUM_TOO_LARGE]
         misses = [self.space.candidate(layout, batch, None, FULL_RECOMPUTE) for _, layout, batch in nearest]
         return sorted([*misses, *self._misses.values()], key=lambda each: each.peak_bytes)[:_NUM_TOO_LARGE]
