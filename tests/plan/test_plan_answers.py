@@ -38,7 +38,7 @@ def test_answers_that_are_written_during_training_take_a_pass_a_token() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("eval_generate_steps=10", "every 10 steps, {share:.1%} of the time of training"),
+        ("eval_generate_steps=10", "every 10 steps, {share:.1%} of the training time"),
         ("predict_with_generate=true eval_strategy=steps eval_steps=0.05", "every 5.00% of the run's steps"),
     ],
 )

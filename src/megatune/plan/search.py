@@ -358,7 +358,7 @@ class _Search:
         return self._may_be_on_frontier(smallest, seconds) or self._may_be_ranked(smallest, shortest)
 
     def _fewest_layers(self, point: _Point, virtual: int | None, room: int) -> list[Estimate]:
-        """Search by interpolation for the fewest recomputed layers of each stage that fit in `room`; [] for all layers."""
+        """Search by interpolation for the fewest recomputed layers per stage that fit in `room`; [] for all layers."""
         more, less = self._ends(point, virtual)
         chunks = pipeline_chunks(less.case.settings.parallel, less.case.model.architecture.num_layers)
         low, high = 0, max(chunk.num_layers for chunk in chunks)

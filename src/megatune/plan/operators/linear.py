@@ -1,7 +1,6 @@
-"""Linear layers with their adapters, norms, elementwise operators, and the feed-forward that consists of them.
+"""Linear layers with their adapters, norms, elementwise operators, and the feed-forward block.
 
-Legend, here and in the modules beside: T tokens of a rank, P = T / tp with sequence parallelism and T without, e bytes
-of a number.
+Legend of this package: T tokens of a rank, P = T / tp with sequence parallelism and P = T without, e bytes of a number.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from megatune.plan.case import OF_A_STREAM
 from megatune.plan.operators.operator import Kernel, Memory, MemoryOp, Operator, Product, Work
 from megatune.plan.operators.shapes import OUTPUT, LinearAdapter, Shapes
 
-# As engine.layers.quantized has it: elements of a matrix that are made at a time.
+# As in engine.layers.quantized: elements of a matrix that are dequantized at a time.
 _DEQUANTIZED_AT_ONCE = 1 << 24
 _DEQUANTIZE_LAUNCHES = 10  # most of them for scales
-_FP8_LAUNCHES = 4  # of both factors, the largest value and the rounding
+_FP8_LAUNCHES = 4  # the largest value and the rounding of both factors
 
 
 def elementwise(shapes: Shapes, numbers: float, forward: float, backward: float, launches: int) -> Work:
-    """Return kernels that pass `forward` times over `numbers` activations, and `backward` times backward."""
+    """Return kernels that read or write `numbers` activations `forward` times, and `backward` times backward."""
     data = numbers * shapes.itemsize
     return (MemoryOp(data * forward),), (MemoryOp(data * backward),), launches, ()
 
@@ -32,21 +31,21 @@ def layer_norm(shapes: Shapes) -> Operator:
 
 
 def norm_work(shapes: Shapes, numbers: float, *, has_kernel: bool = True) -> Work:
-    """Return the kernels of RMSNorm over `numbers` activations; operator by operator in fp32, see `norm_memory`."""
+    """Return the kernels of RMSNorm over `numbers` activations; in fp32 if it is not fused, see `norm_memory`."""
     if shapes.performance.rms_norm_fusion and has_kernel:
         return elementwise(shapes, numbers, 2, 4, 1)
     return elementwise(shapes, numbers, *((20, 48, 9) if shapes.fp32_itemsize else (9, 21, 7)))
 
 
 def norm_memory(shapes: Shapes, vectors: int, width: int, saved: int, *, has_kernel: bool = True) -> Memory:
-    """Return bytes of RMSNorm over `width` channels of each vector.
+    """Return the memory of RMSNorm over `width` channels of each vector.
 
-    Fused, it keeps its input and one fp32 number a vector. Operator by operator it keeps fp32 input and normalized
-    input; of a 16-bit model not the input itself.
+    Fused, it keeps its input and one fp32 number per vector. Otherwise it keeps the input and the normalized input in
+    fp32, and no 16-bit input.
 
     Args:
-        saved: bytes of the input, 0 where it is a part of a tensor that another operator saves.
-        has_kernel: it is fused where norms are.
+        saved: bytes of the input, 0 if it is part of a tensor that another operator saves.
+        has_kernel: it is fused with rms_norm_fusion.
     """
     numbers = vectors * width
     output, statistics = numbers * shapes.itemsize, 4 * vectors
@@ -78,13 +77,13 @@ def linear(
     """Describe T vectors times a weight [outputs, inputs] of this rank.
 
     Args:
-        name: of the layer, as `Shapes.keeps` has it.
-        saved: bytes of the input; None where it is saved by this operator; 0 where another operator saves it.
-        vectors: of latent attention's narrow projections, instead of T. Their weights' gradients are never added to the
-            buffer without a tensor, and the time of their adapters is left out.
+        name: of the layer, as in `Shapes.keeps`.
+        saved: bytes of the input; None if this operator saves it; 0 if another operator does.
+        vectors: instead of T, for latent attention's down projections. Their weight gradients are never fused with
+            accumulation, and the time of their adapters is left out.
         gathers: its input is gathered from P to T tokens (sequence parallelism).
         scatters: its output is reduce-scattered from T to P.
-        shares_gradient: the gradient of its output is one that is counted elsewhere.
+        shares_gradient: the gradient of its output is counted elsewhere.
     """
     tokens = shapes.tokens if vectors is None else vectors
     size, needed = shapes.itemsize, name in shapes.keeps
@@ -94,7 +93,7 @@ def linear(
     kept = mine if needed else 0
     weight = inputs * outputs * size if shapes.weights_trained else 0
     if weight and shapes.performance.gradient_accumulation_fusion and vectors is None:
-        # A CPU has no product of 16-bit numbers that adds to fp32 ones.
+        # A CPU has no 16-bit product that accumulates into fp32.
         weight = (
             4 * tokens * (inputs + outputs)
             if shapes.on_cpu and shapes.fp32_itemsize and shapes.gradient_itemsize == 4
@@ -120,10 +119,10 @@ def linear(
 
 
 def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: int) -> Operator:
-    """Let a linear layer multiply rows · weightᵀ, and backward gradients · weight, in 8-bit floats.
+    """Compute a linear layer, rows · weightᵀ and backward gradients · weight, in fp8.
 
-    Each factor is read for its largest value, read again and written; backward the weight is transposed, too. On a CPU
-    fp32 copies of a factor are there meanwhile.
+    Each factor is read for its largest value, read again and written; backward the weight is also transposed. A CPU
+    temporarily holds fp32 copies of a factor.
     """
     weight, wide = columns * depth, 8 if shapes.on_cpu else 0
 
@@ -147,16 +146,14 @@ def in_fp8(shapes: Shapes, operator: Operator, rows: int, columns: int, depth: i
 
 
 def dequantize(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
-    """Add to an operator what it takes to make its matrices of so many numbers from few bits, in each pass.
+    """Add the dequantization of an operator's matrices, with `numbers` elements, to each pass, if they are quantized.
 
-    On a GPU that is one kernel for some rows of theirs; on a CPU it is operators, which write wider numbers on the way.
+    On a GPU this is one kernel for several rows; on a CPU several operators with fp32 temporaries.
     """
     if not shapes.quantized_bits:
         return operator
     some, moved = min(numbers, _DEQUANTIZED_AT_ONCE), numbers * (shapes.quantized_bits / 8 + shapes.itemsize)
-    # Two fp32 numbers.
-    beside = 8 if shapes.on_cpu else shapes.itemsize
-    added = numbers * shapes.itemsize + some * beside
+    added = numbers * shapes.itemsize + some * (8 if shapes.on_cpu else shapes.itemsize)  # 8: two fp32 numbers
     kept, forward, backward = operator.memory
     return operator._replace(
         memory=Memory(kept, forward + added, backward + added),
@@ -169,10 +166,10 @@ def dequantize(shapes: Shapes, operator: Operator, numbers: int) -> Operator:
 def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name: str = "", count: int = 1) -> Work:
     """Return the kernels of `count` linear layers one after the other.
 
-    Forward rows · weightᵀ; backward the inputs' gradient and the weight's, which is added to its buffer.
+    Forward rows · weightᵀ; backward the gradients of the inputs and of the weight, which is added to its buffer.
 
     Args:
-        name: of the layer, as `Shapes.keeps` has it; "" where it has no adapter.
+        name: of the layer, as in `Shapes.keeps`; "" to leave out its adapter.
     """
     size = shapes.itemsize
     weight: tuple[Kernel, ...] = ()
@@ -184,22 +181,22 @@ def linear_work(shapes: Shapes, rows: float, columns: float, depth: float, name:
 
 
 def accumulation(shapes: Shapes, numbers: float, *, fused: bool) -> MemoryOp:
-    """Add a weight's gradient to its buffer; unless fused, it is written and read once more on the way."""
+    """Add a weight's gradient to its buffer; unless fused, it is also written and read once."""
     return MemoryOp(numbers * (2 * shapes.gradient_itemsize + (0 if fused else 2 * shapes.itemsize)))
 
 
 def grouped_work(
     shapes: Shapes, rows: float, columns: float, depth: float, experts: int, name: str
 ) -> tuple[*Work, int]:
-    """Return the kernels of a linear layer of each of a rank's experts, which share the rows: one grouped kernel, or
-    one for each expert. The last number is `Operator.weight_launches`."""
+    """Return the kernels of a linear layer of a rank's experts, which share the rows: one grouped kernel, or one for
+    each expert. The last number is `Operator.weight_launches`."""
     each, streams = rows / experts, shapes.engine.products == "streams"
     if shapes.engine.products == "loop" or not shapes.experts.moe_grouped_gemm:
         return *linear_work(shapes, each, columns, depth, name, count=experts), 0
     size, fused = shapes.itemsize, shapes.performance.gradient_accumulation_fusion
     weight: tuple[Kernel, ...] = ()
     if shapes.weights_trained:
-        # Grouped kernels write gradients of their own; what adds to a buffer is a product for each expert.
+        # Grouped kernels write separate gradients; fused accumulation needs a product for each expert.
         gradient = Product(columns, depth, each, size, experts, "streams" if streams else "" if fused else "depth")
         weight = (gradient, accumulation(shapes, experts * columns * depth, fused=fused))
     forward = Product(each, columns, depth, size, experts, "streams" if streams else "rows")
@@ -214,12 +211,12 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
     this rank.
 
     Args:
-        overlapped: of shared experts that compute while tokens are dispatched: they keep their input gathered.
+        overlapped: for shared experts that overlap with the dispatch of tokens: they keep their gathered input.
     """
     hidden, spread = shapes.architecture.hidden_size, shapes.sequence_parallel
     numbers, data = shapes.tokens * channels, shapes.tokens * channels * shapes.itemsize
-    # It keeps gate and up, and the activation of the gate where it is not fused. Operator by operator, as on a CPU,
-    # gradients of gate and up are made apart, then joined.
+    # It keeps gate and up, and silu(gate) if not fused. Without a kernel, as on a CPU, the gradients of gate and up are
+    # computed separately and concatenated.
     swiglu = Memory(3 * data, data, 3 * data)
     if _activation_is_fused(shapes):
         swiglu = Memory(2 * data, 2 * data, 5 * data) if shapes.on_cpu else Memory(2 * data, data, 3 * data)
@@ -230,16 +227,16 @@ def feed_forward(shapes: Shapes, module: str, channels: int, *, overlapped: bool
 
 
 def swiglu_work(shapes: Shapes, numbers: float) -> Work:
-    """Return the kernels of the activation of the gate, times up, over T · f numbers."""
+    """Return the kernels of activation(gate) · up over T · f numbers."""
     return elementwise(shapes, numbers, *((3, 5, 1) if _activation_is_fused(shapes) else (5, 13, 4)))
 
 
 def _activation_is_fused(shapes: Shapes) -> bool:
-    """Return whether gate, up and their product are one kernel: there is one for silu only."""
+    """Return whether activation(gate) · up is one kernel, which exists for silu only."""
     return shapes.performance.bias_activation_fusion and shapes.architecture.activation == "silu"
 
 
-# --- adapters beside linear layers ------------------------------------------------------------------------------------
+# --- adapters of linear layers ----------------------------------------------------------------------------------------
 
 
 def adapter_memory(
@@ -253,23 +250,22 @@ def adapter_memory(
     matrices: int = 1,
     shared: bool = False,
 ) -> Memory:
-    """Return what an adapter adds to the memory of a linear layer, which keeps its input for it.
+    """Return the additional memory of an adapter on a linear layer, which keeps its input.
 
-    It keeps the latent, in a 16-bit model copies of A and B, and of matrices that the engine stacks B as it is laid out
-    for them; with dropout, in place of its input, what is left of that, and what was dropped; with lengths of rows also
-    the outputs before they are multiplied.
+    It keeps the latent; in a 16-bit model copies of A and B; for stacked matrices the rearranged B; with dropout the
+    remaining input in place of the input, and the mask; with DoRA also the outputs before they are scaled.
 
     Args:
-        saved: bytes of the input, whose gradient is there twice.
-        vectors: that the adapter's outputs are added to.
-        matrices: [outputs, inputs], one of each of a rank's experts.
-        shared: another operator saves the input, too.
+        saved: bytes of the input, whose gradient exists twice.
+        vectors: number of output vectors that the adapter's outputs are added to.
+        matrices: number of [outputs, inputs] matrices: one for each of a rank's experts.
+        shared: another operator also saves the input.
     """
     size, out = shapes.itemsize, vectors * outputs * shapes.itemsize
     columns = outputs + inputs if shapes.fp32_itemsize else outputs if adapter.masked else 0
     kept = (vectors + matrices * columns) * adapter.width * size
     if shapes.drops:
-        # A CPU multiplies by numbers, a GPU keeps a byte for each.
+        # A CPU keeps the mask as numbers, a GPU as bytes.
         kept += (saved if shapes.on_cpu else saved // size) + (saved if shared else 0)
     return Memory(kept + out, 2 * out, saved + out) if shapes.decomposed else Memory(kept, out, saved)
 
@@ -277,10 +273,10 @@ def adapter_memory(
 def with_adapter(
     shapes: Shapes, work: Work, rows: float, columns: float, depth: float, name: str, count: int = 1
 ) -> Work:
-    """Add the adapter beside `count` linear layers, where they have one.
+    """Add the kernels of the adapters of `count` linear layers, if they have any.
 
-    Forward two narrow products, the second of which adds to the outputs; backward two of each, and a sum of what both
-    ways say of the inputs. Lengths of rows multiply the outputs, and are computed with a product of the weight.
+    Forward two narrow products, the second of which adds to the outputs; backward two for each, and the sum of both
+    gradients of the inputs. DoRA's magnitudes scale the outputs, and are computed with a product of the weight.
     """
     if (beside := shapes.adapter_of(name)) is None:
         return work

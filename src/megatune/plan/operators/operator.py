@@ -1,6 +1,7 @@
-"""An operator of a model: the bytes of memory that it takes, the products that it computes, the bytes that it moves.
+"""An operator of a model: its memory, its matrix products, and the bytes that it reads and writes.
 
-Every operator is declared once, in the modules beside. `plan.memory` folds their bytes, `plan.time` their kernels.
+Every operator is declared once, in the other modules of this package. `plan.memory` sums up their bytes, `plan.time`
+their kernels.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from typing import Literal, NamedTuple
 
 
 class Memory(NamedTuple):
-    """Bytes of an operator, or of a chain of them, for one micro-batch.
+    """Bytes of an operator, or of a chain of operators, for one micro-batch.
 
     Attributes:
-        kept: saved for its own backward pass, from its forward pass until then. A tensor that several operators save
-            counts in the first of them, whose backward pass is the last.
-        forward: beyond `kept` at the peak of its forward pass: its output, where another operator saves it, and
+        kept: tensors saved for the backward pass. A tensor that several operators save counts in the first of them,
+            whose backward pass is the last.
+        forward: in addition to `kept` at the peak of the forward pass: the output, if another operator saves it, and
             temporaries.
-        backward: beyond `kept` at the peak of its backward pass: gradients of its output, of its input and of its
-            weight, and temporaries.
+        backward: in addition to `kept` at the peak of the backward pass: gradients of output, input and weight, and
+            temporaries.
     """
 
     kept: int
@@ -30,9 +31,9 @@ class Product(NamedTuple):
     """`matrices` products of [rows, depth] and [depth, columns].
 
     Attributes:
-        itemsize: bytes of a number of both factors; 1 for 8-bit floats.
-        grouped: all of them are one grouped kernel of the experts, each of which has its own `rows` or `depth`; kernels
-            on some "streams" at once; or "" for kernels one after the other.
+        itemsize: bytes of an element of both factors; 1 for fp8.
+        grouped: "rows" or "depth" for one grouped kernel of all experts, which differ in this size; "streams" for
+            kernels on several CUDA streams; "" for one kernel after the other.
     """
 
     rows: float
@@ -53,13 +54,13 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Scores, softmax and the product with the values, without reading scores from memory.
+    """Scores, softmax and the product with the values, without memory traffic for scores.
 
     Attributes:
-        document: tokens of a token's own document.
+        document: tokens of a token's document.
         heads: of queries.
         channels: of all heads' queries and values together.
-        kernel: for whole "rows", for "packed" ones, without a causal mask, or as "plain" matrix products.
+        kernel: for whole "rows", for "packed" rows, "unmasked" without a causal mask, or "plain" matrix products.
     """
 
     tokens: float
@@ -70,12 +71,12 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the forward pass; a causal mask leaves half of a document's scores."""
+        """FLOP of the forward pass; a causal mask leaves half of a document's scores."""
         return self.tokens * self.document * self.channels * (1 if self.kernel in ("rows", "packed") else 2)
 
 
 class MemoryOp(NamedTuple):
-    """An elementwise operator or a reduction: bytes that it reads and writes."""
+    """An elementwise operator or a reduction: the bytes that it reads and writes."""
 
     moved: float
 
@@ -95,11 +96,11 @@ class Operator(NamedTuple):
     """One operator, for one micro-batch on one rank.
 
     Attributes:
-        module: its name in recompute_modules, or what it is.
-        forward, backward: kernels of each pass; of the backward pass those that other operators wait for.
-        launches: kernels that the host launches in the forward pass; in the backward pass twice as many.
-        weight_gradient: kernels of the backward pass that make the weight's gradient.
-        weight_launches: of these, beyond `launches`.
+        module: its name in recompute_modules, or another name.
+        forward, backward: kernels of each pass; `backward` without `weight_gradient`.
+        launches: kernels that the host launches in the forward pass; twice as many in the backward pass.
+        weight_gradient: kernels of the backward pass that compute the weight's gradient.
+        weight_launches: additional launches for them.
     """
 
     module: str
@@ -112,39 +113,39 @@ class Operator(NamedTuple):
 
 
 def memory_of(operators: Iterable[Operator]) -> Memory:
-    """Fold the bytes of operators one after the other."""
+    """Return the memory of a chain of operators."""
     return chain(operator.memory for operator in operators)
 
 
 def chain(memories: Iterable[Memory], hold: int = 0) -> Memory:
-    """Fold the bytes of what runs forward in this order and backward in the opposite one.
+    """Return the memory of a chain: forward in this order, backward in the reverse order.
 
-    At operator i either pass holds what operators 1 to i saved.
+    At operator i both passes hold what operators 1 to i saved.
 
     Args:
-        hold: bytes of the gradient at the other end of a residual connection.
+        hold: bytes of the gradient of a residual connection, which is held during the backward pass.
     """
     kept = forward = backward = 0
     for own, ahead, back in memories:
         kept += own
-        # `max` written out: every plan folds thousands of these.
+        # Faster than `max`: every plan computes this thousands of times.
         forward = kept + ahead if kept + ahead > forward else forward
         backward = kept + back + hold if kept + back + hold > backward else backward
     return Memory(kept, forward - kept, backward - kept)
 
 
 def repeat(memory: Memory, times: int) -> Memory:
-    """Chain `times` equal ones: the peak is at the last of them."""
+    """Return the memory of a chain of equal parts: the peak is at the last of them."""
     return memory if times == 1 else Memory(memory.kept * times, memory.forward, memory.backward)
 
 
 def recomputed(memory: Memory, saved: int, output: int = 0) -> Memory:
-    """Let the backward pass compute the forward pass again.
+    """Return the memory with recomputation in the backward pass.
 
     Args:
-        saved: bytes of the input, which is all that is kept.
-        output: bytes of the output, which is computed again, too, and held meanwhile.
+        saved: bytes of the input, the only tensor that is kept.
+        output: bytes of the output, which is also recomputed and held in the meantime.
     """
-    # The first operator saves the input, too: it is the same tensor.
+    # The first operator saves the same input.
     again = memory.kept - min(saved, memory.kept)
     return Memory(saved, memory.forward, again + max(memory.backward, memory.forward) + output)

@@ -1,4 +1,4 @@
-"""Sizes and switches of one rank's passes: what of a case decides about its operators, and the key of all caches."""
+"""Shapes and switches of one rank's passes: everything in a case that its operators depend on, as a cache key."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ _CAPABILITIES = {
 }
 _AMPERE = (8, 0)
 OUTPUT = OUTPUT_LAYER.engine.removesuffix(".weight")
-# Coefficients of variation of the experts' tokens, with and without something that balances them: assumptions.
-# Published runs of Qwen3-30B-A3B over 16 expert-parallel ranks with a loss that balances take 1.08 times as long as
-# with forced balance, and Qwen3-235B-A22B over 8 of them 1.09 (128k tokens) to 1.24 (16k); 0.2 gives 1.17 and 1.10 for
-# the fullest rank.
+# Coefficients of variation of the experts' tokens with and without load balancing: assumptions. Published runs of
+# Qwen3-30B-A3B on 16 expert-parallel ranks with a balancing loss take 1.08 times as long as with forced balance, and
+# Qwen3-235B-A22B on 8 ranks 1.09 (128k tokens) to 1.24 times (16k); 0.2 gives 1.17 and 1.10 for the fullest rank.
 BALANCED_VARIATION, FREE_VARIATION = 0.2, 0.5
 
-_OUTSIDE = LayerKind()  # of no layer
+_OUTSIDE = LayerKind()  # outside of layers
 Kernel = Literal["fused", "padded", "varlen", "plain", "math"]
 
 
 class LinearAdapter(NamedTuple):
-    """The adapter beside a linear layer of the decoder.
+    """The adapter of a linear layer in the decoder.
 
     Attributes:
-        name: of the layer, as `Shapes.keeps` has it.
-        width: of the latent: the rank of each of its matrices that have an adapter.
-        masked: B is laid out anew in each pass, so that each matrix meets its own part of the latent.
+        name: of the layer, as in `Shapes.keeps`.
+        width: of the latent: the sum of the ranks of its matrices that have an adapter.
+        masked: B is rearranged in each pass, so that each matrix is multiplied with its part of the latent.
     """
 
     name: str
@@ -54,35 +53,38 @@ class LinearAdapter(NamedTuple):
     masked: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of many caches, made once: known by identity
+@dataclass(
+    frozen=True, slots=True, kw_only=True, eq=False
+)  # a key of many caches, created once and compared by identity
 class Shapes:
     """One rank's share of a micro-batch.
 
     Attributes:
-        on_cpu: operators are those that the engine has without a GPU.
-        size: bytes of a number of the model's dtype.
-        gradient_itemsize: bytes of an element of the buffers that gradients are accumulated in.
-        rows: of a micro-batch inside the model; one where documents share it.
+        on_cpu: operators are those of the engine on a CPU.
+        itemsize: bytes of an element in the model's dtype.
+        gradient_itemsize: bytes of an element in the gradient buffers.
+        rows: of a micro-batch inside the model; one with packed documents.
         length: tokens of a row on this rank, s / cp.
-        document: tokens of a document, on average weighted by tokens.
+        document: mean tokens of a document, weighted by tokens.
         packing: a row holds several documents.
-        in_runs: attention kernels are those with variable lengths, in all layers.
-        kernel: the attention kernel, as far as memory differs: "one" for torch's choice for whole documents;
-            "padded" where that wants queries, keys and values of as many channels; "runs" with variable lengths;
-            "plain" matrix products; "math" for torch's own, which keep all scores.
-        keeps: linear layers that need their input in the backward pass, as the engine names them in a layer
+        varlen: all layers use attention kernels with variable lengths.
+        kernel: the attention kernel, by its memory: torch's "fused" ones for whole documents; "padded" if these need
+            the same number of channels for queries, keys and values; "varlen" with variable lengths; "plain" matrix
+            products; "math" for torch's fallback, which keeps all scores.
+        keeps: linear layers that save their input for the backward pass, by the engine's names in a layer
             ("self_attention.linear_qkv", "mlp.experts.weight1"); and "output_layer".
-        weights_trained: linear layers' own weights get gradients.
-        embedding_trained, output_trained: the word embedding and the output layer do.
+        weights_trained: weights of linear layers have gradients.
+        embedding_trained, output_trained: the word embedding and the output layer have gradients.
         adapters: of linear layers in `keeps`.
-        decomposed: they train lengths of rows, too.
-        drops: they drop some of their inputs.
-        quantized_bits: of an element of the layers' frozen matrices, which are made for each product; 0 where they have
-            the model's dtype.
-        fp8: linear layers multiply in 8-bit floats.
-        kind: of a layer, what it is made of; `architecture` then has the heads of such a layer.
+        decomposed: the adapters are DoRA: they also train the magnitude of rows.
+        drops: the adapters have dropout.
+        quantized_bits: of an element of the layers' frozen matrices, which are dequantized for each product; 0 if they
+            are not quantized.
+        fp8: linear layers multiply in fp8.
+        router_itemsize: bytes of an element in the router's dtype.
         imbalance: rows of the fullest rank's experts over an even share.
-        engine: what computes them.
+        engine: the engine that computes them.
+        kind: the kind of a layer; `architecture` then has the heads of such a layer.
     """
 
     architecture: Architecture
@@ -118,33 +120,33 @@ class Shapes:
     kind: LayerKind = _OUTSIDE
 
     def replace(self, **changes: Any) -> Shapes:
-        """Return the one object with other values."""
+        """Return the unique object with other values."""
         return _shapes(**{name: getattr(self, name) for name in self.__slots__} | changes)
 
     def adapter_of(self, name: str) -> LinearAdapter | None:
-        """Return the adapter beside a linear layer."""
+        """Return the adapter of a linear layer."""
         return next((one for one in self.adapters if one.name == name), None)
 
     @property
     def tokens(self) -> int:
-        """T: of a micro-batch on this rank."""
+        """T: tokens of a micro-batch on this rank."""
         return self.rows * self.length
 
     @property
     def document_tokens(self) -> int:
-        """Whole tokens of a document; of a row where it is not packed."""
+        """Tokens of a document as an integer; of a row if it is not packed."""
         return round(self.document) if self.packing else self.length * self.cp
 
     @property
     def attended(self) -> float:
-        """Tokens of a document without a window whose queries see as many keys on average: with a window of w, of d
-        tokens w · (2 - w / d)."""
+        """Tokens of a document without a window in which a query sees as many keys on average: w · (2 - w / d) for a
+        window of w and a document of d tokens."""
         window, document = self.kind.window, self.document
         return document if window is None or window >= document else window * (2 - window / document)
 
     @property
     def sp_tokens(self) -> int:
-        """P: those of them that this rank normalizes: T / tp with sequence parallelism."""
+        """P: tokens that this rank normalizes: T / tp with sequence parallelism, or T."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
@@ -154,12 +156,12 @@ class Shapes:
 
     @property
     def whole_hidden(self) -> int:
-        """Bytes of hidden states where linear layers take them, T · h."""
+        """Bytes of hidden states at the input of linear layers, T · h."""
         return self.tokens * self.architecture.hidden_size * self.itemsize
 
     @property
     def fp32_itemsize(self) -> int:
-        """Bytes of a number's fp32 copy; 0 where the number itself is fp32."""
+        """Bytes of an element's fp32 copy; 0 if the model is fp32."""
         return 0 if self.itemsize == 4 else 4
 
 
@@ -168,7 +170,7 @@ _shapes = lru_cache(maxsize=8192)(Shapes)
 
 @lru_cache(maxsize=4096)
 def shapes_of(case: Case) -> Shapes:
-    """Read the sizes and switches of a case."""
+    """Return the shapes of a case."""
     settings, architecture = case.settings, case.model.architecture
     parallel, experts, trainable = settings.parallel, settings.experts, settings.finetuning
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
@@ -212,7 +214,7 @@ def shapes_of(case: Case) -> Shapes:
 
 @lru_cache(maxsize=256)
 def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) -> frozenset[str]:
-    """Return the linear layers of a trained layer whose weights are trained."""
+    """Return the names of the linear layers, in a trained decoder layer, whose weights are trained."""
     if trainable.finetuning_type == "lora" or trainable.freeze_language_model:
         return frozenset()
     modules, is_full = trainable.freeze_trainable_modules, trainable.finetuning_type == "full"
@@ -247,16 +249,16 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 
 def _name(weight: Weight) -> str:
-    """Return the engine's name of a layer's weight, in the layer; the same of heads of either size."""
+    """Return the engine's name of a weight within its layer; the same for both sizes of heads."""
     return weight.engine.removeprefix(f"{ENGINE_LAYER}.").removesuffix(".weight").replace(GLOBAL_HEADS, "")
 
 
 @lru_cache(maxsize=4096)
 def layer_shapes(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
-    """Return the shapes of a layer of a kind, of which weights are trained or nothing is."""
+    """Return the shapes of a layer of a kind, trained or frozen."""
     if shapes.kind != kind:
         exchange = shapes.cp_comm_type
-        if exchange == "p2p" and kind.window is not None:  # a ring would pass on keys that no query sees
+        if exchange == "p2p" and kind.window is not None:  # a ring would send keys that no query sees
             exchange = "all_gather"
         architecture = shapes.architecture.of_heads(kind.has_global_heads)
         shapes = shapes.replace(kind=kind, architecture=architecture, cp_comm_type=exchange)
@@ -265,13 +267,13 @@ def layer_shapes(shapes: Shapes, kind: LayerKind, trained: bool) -> Shapes:
 
 @lru_cache(maxsize=8192)
 def without_experts(shapes: Shapes) -> Shapes:
-    """Return what decides about all but experts: one object for all the ways to share them out."""
+    """Return shapes that do not depend on the sharding of experts: one object for all of them."""
     return shapes.replace(ep=1, etp=1, imbalance=1.0)
 
 
 @lru_cache(maxsize=4096)
 def frozen(shapes: Shapes) -> Shapes:
-    """Return the shapes of a layer of which nothing is trained."""
+    """Return the shapes of a frozen layer."""
     return shapes.replace(keeps=frozenset(), weights_trained=False, adapters=())
 
 
@@ -299,12 +301,12 @@ def _kernel(case: Case) -> Kernel:
 
 
 def expert_imbalance(settings: Settings, moe: MixtureOfExperts) -> float:
-    """Return rows that the fullest expert-parallel rank computes, over those of an even share of all that were chosen.
+    """Return the rows of the fullest expert-parallel rank relative to an even share.
 
-    Each of ep ranks sums E / ep experts, and the largest of ep normal variables lies about √(2 · ln ep) deviations up:
-    1 + c · √(ep / E) · √(2 · ln ep), c the variation of one expert. A capacity bounds it, and is it where rows are
-    padded to it. It describes a layer in the average step, which is what time takes; memory takes it, too, although it
-    adds up layers, which are less uneven together, of the worst micro-batch, which is more uneven than the mean.
+    Each of ep ranks sums E / ep experts, and the largest of ep normal variables is about √(2 · ln ep) standard
+    deviations above the mean: 1 + c · √(ep / E) · √(2 · ln ep) with c the variation of one expert. A capacity limits
+    it, and replaces it if rows are padded to it. It is that of one layer in a mean step, as time needs it; memory uses
+    the same, although the sum over layers varies less, and the worst micro-batch more.
     """
     experts, ep = settings.experts, settings.parallel.expert_model_parallel_size
     capacity = experts.moe_expert_capacity_factor
