@@ -1,4 +1,4 @@
-"""Activations of a stage at the peak of a step: what passes keep and add, and how many micro-batches are in flight."""
+"""Activations of a stage at the peak of a step, from the memory of passes and the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -38,25 +38,24 @@ from megatune.plan.schedule import in_flight
 
 T = TypeVar("T")
 Contents = tuple[tuple[ChunkContent, ...], ...]  # chunks by stage and virtual stage
-_Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, and how many of them follow each other
+_Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, each with its number of consecutive layers
 
 
 class _Pictures(NamedTuple):
-    """Bytes of what makes pictures' features and places them, and of what deepstack adds to the first layers."""
+    """Memory of the vision encoder and of inserting its features, and bytes that deepstack adds to the first layers."""
 
     memory: Memory
     added: int
 
 
 class Activations:
-    """Bytes of the stages of a case at their peaks, of the fullest rank of experts, times the machine's calibrated
-    factor.
+    """Peak bytes of activations of the stages of a case, on the fullest rank of experts, times the calibrated factor.
 
-    With 1F1B the peak is when as many micro-batches are held as the schedule ever holds, and one of them is at the peak
-    of its forward or backward pass. Every token is taken to be trained, and every row to be as long as the longest.
+    With 1F1B the peak is when the most micro-batches are in flight and one of them is at the peak of its forward or
+    backward pass. Every token is assumed to be trained, and every row to be as long as the longest.
 
     Args:
-        shapes, contents: of the case, where they are known: `stage_chunks`.
+        shapes, contents: of the case, if already computed.
     """
 
     def __init__(self, case: Case, shapes: Shapes | None = None, contents: Contents | None = None) -> None:
@@ -70,8 +69,8 @@ class Activations:
         return round(sum(self._peak(self._shapes, stage)) * self._factor)
 
     def parts(self, stage: int) -> StageMemory:
-        """Return what adds up to `total`: `logits_and_loss` is what the output layer and the loss add to the stage's
-        peak, `expert_imbalance` what the fullest expert rank has beyond an even share, `activations` all the rest."""
+        """Return the parts of `total`: `logits_and_loss` is the increase of the peak by the output layer and the loss,
+        `expert_imbalance` the excess of the fullest expert rank over an even share, `activations` the rest."""
         even = self._shapes if self._shapes.imbalance == 1.0 else self._shapes.replace(imbalance=1.0)
         bare, loss = self._peak(even, stage)
         activations, both = round(bare * self._factor), round((bare + loss) * self._factor)
@@ -80,7 +79,7 @@ class Activations:
         )
 
     def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:
-        """Return bytes at the peak, of all but output layer and loss, and what these add."""
+        """Return the peak bytes without output layer and loss, and the increase by these."""
         chunks, others = self._contents[stage], (self._recompute, self._pictures)
         of_each = {chunk: _pass(shapes, chunk, *others, False) for chunk in dict.fromkeys(chunks)}
         passes = [of_each[chunk] for chunk in chunks]
@@ -91,7 +90,7 @@ class Activations:
         return bare, max(self._fullest(shapes, stage, passes) - bare, 0)
 
     def _fullest(self, shapes: Shapes, stage: int, passes: Sequence[Memory]) -> int:
-        """Return bytes of 1F1B: micro-batches are held, while the last goes forward or the first one backward."""
+        """Return the peak bytes of 1F1B: those of all micro-batches in flight, and the temporaries of one pass."""
         kept, pp = tuple([memory.kept for memory in passes]), len(self._contents)
         if pp > 1 and shapes.on_cpu:
             # A GPU frees what was sent to the next stage; a CPU's communication may still have to read it.
@@ -105,11 +104,11 @@ class Activations:
 def _pass(
     shapes: Shapes, chunk: ChunkContent, recompute: Recompute, pictures: _Pictures | None, with_loss: bool
 ) -> Memory:
-    """Return a micro-batch through one virtual stage."""
+    """Return the memory of a micro-batch in one virtual stage."""
     memories, added = [inputs(shapes)], 0
     groups, kept = _groups(chunk, recompute)
     if chunk.embedding and pictures is not None:
-        # What is recomputed saves what is added to it; otherwise that is gone after the forward pass.
+        # Recomputed layers save the added tensors; otherwise these are freed after the forward pass.
         added = 0 if groups else pictures.added
         memories += [pictures.memory, Memory(pictures.added - added)]
     elif chunk.embedding:
@@ -125,8 +124,7 @@ def _pass(
 
 
 def _mtp(shapes: Shapes, chunk: ChunkContent, recompute: Recompute) -> list[Memory]:
-    """Return the layer that predicts a further token, which is recomputed where one more layer of the chunk would be,
-    and what is before it."""
+    """Return the memory of the MTP layer and its inputs; it is recomputed if one more layer of the chunk would be."""
     looked_up, *before = (operator.memory for operator in mtp_inputs(shapes))
     inner = chain((*before, _layer(shapes, chunk.layers[-1], recompute.modules)))
     if recompute.num_layers >= len(chunk.layers):
@@ -136,10 +134,10 @@ def _mtp(shapes: Shapes, chunk: ChunkContent, recompute: Recompute) -> list[Memo
 
 @lru_cache(16384)
 def _again(shapes: Shapes, group: _Runs) -> Memory:
-    """Return layers that are recomputed together."""
+    """Return the memory of layers that are recomputed together."""
     if all(layer.gradient == "none" for layer, _ in group):
         return chain(_runs(shapes, group, ()))
-    # Gradients go to the beginning of what is recomputed together.
+    # Gradients flow to the beginning of a recomputed group.
     reached = [(layer._replace(gradient="through") if layer.gradient == "none" else layer, n) for layer, n in group]
     return recomputed(chain(_runs(shapes, reached, ())), shapes.hidden, shapes.hidden)
 
@@ -151,14 +149,13 @@ def _runs(shapes: Shapes, runs: Iterable[tuple[LayerContent, int]], modules: tup
 @lru_cache(16384)
 def _layer(shapes: Shapes, layer: LayerContent, modules: tuple[str, ...]) -> Memory:
     memory = layer_memory(layer_shapes(shapes, layer.kind, layer.gradient == "weights"), layer.kind.sparse, modules)
-    # Without a backward pass nothing is kept; the layer's tensors are held while it computes.
+    # Without a backward pass nothing is kept; the layer's tensors are held during its forward pass.
     return memory if layer.gradient != "none" else Memory(0, memory.kept + memory.forward)
 
 
 @lru_cache(4096)
 def _groups(chunk: ChunkContent, recompute: Recompute) -> tuple[tuple[tuple[_Runs, int], ...], _Runs]:
-    """Return groups of layers of the decoder that are recomputed together, equal ones counted, and those that are
-    not."""
+    """Return the groups of layers that are recomputed together, equal ones with their number, and the other layers."""
     layers = chunk.layers[: len(chunk.layers) - chunk.has_mtp]
     last = min(recompute.num_layers, len(layers))
     size = recompute.group_size
@@ -172,13 +169,13 @@ def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:
 
 @lru_cache(4096)
 def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memory:
-    """Fold attention and feed-forward or experts, with their norms, each branch around a residual connection.
+    """Return the memory of a layer: attention, and feed-forward or experts, with norms and residual connections.
 
     Args:
         modules: recompute_modules.
     """
-    before, behind = shapes.architecture.pre_norms, shapes.architecture.post_norms
-    attention, rest = (branch[before : -1 - behind] for branch in decoder_layer(shapes, sparse))
+    before, after = shapes.architecture.pre_norms, shapes.architecture.post_norms
+    attention, rest = (branch[before : -1 - after] for branch in decoder_layer(shapes, sparse))
     inner = _experts(shapes, rest, modules) if sparse else memory_of(rest)
     if ("moe" if sparse else "mlp") in modules:
         inner = recomputed(inner, shapes.hidden, shapes.hidden)
@@ -192,7 +189,7 @@ def _picture_memory(shapes: Shapes, images: Images) -> _Pictures:
 
 
 def vision_memory(shapes: Shapes, images: Images) -> Memory:
-    """Fold the encoder and its mergers, all but the last of which are before its last layers."""
+    """Return the memory of the encoder and its mergers; deepstack's mergers count before the layers."""
     layer, at_once = memory_of(encoder_layer(shapes, images)), frozen_layer_bytes(shapes, images)
     if images.recomputed:
         hidden = images.patches * images.tower.hidden_size * shapes.itemsize
@@ -216,8 +213,8 @@ def _branch(shapes: Shapes, inner: Memory, modules: tuple[str, ...]) -> Memory:
 def _normed(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:
     if "layernorm" not in modules:
         return chain((norm, inner))
-    # The norm's output, which `inner` saves first, is computed again before anything of it is needed, in memory of its
-    # own and copied to where it was.
+    # The norm's output, which `inner` saves first, is recomputed into a new tensor before it is needed, and copied to
+    # its original storage.
     return Memory(
         shapes.hidden + inner.kept - min(inner.kept, shapes.hidden),
         inner.forward + shapes.hidden,
@@ -226,26 +223,26 @@ def _normed(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...
 
 
 def attention_memory(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
-    """Fold self-attention, with what is recomputed of it."""
+    """Return the memory of self-attention with recomputed modules."""
     if shapes.kind.delta or ("core_attn" not in modules and "mla_up_proj" not in modules):
         return memory_of(operators)
     heads = heads_of(shapes)
-    made = heads.query + heads.key + heads.value
-    *before, (_, (*core, context)), (_, behind) = (
+    inputs_bytes = heads.query + heads.key + heads.value
+    *before, (_, (*core, context)), (_, after) = (
         (module, [operator.memory for operator in same])
         for module, same in groupby(operators, lambda operator: operator.module in ("core_attn", "context"))
     )
     if "core_attn" in modules:
-        # The context is computed again, too, and freed before the projection's is.
-        core, context = [recomputed(chain(core), made, heads.context)], Memory(heads.context)
+        # The context is also recomputed, and freed before that of the projection.
+        core, context = [recomputed(chain(core), inputs_bytes, heads.context)], Memory(heads.context)
     attended = chain((*core, context))
     if "mla_up_proj" in modules and shapes.architecture.mla is not None:
-        # Queries, keys and values are discarded and made again, and copied to where they were. Values that a kernel
+        # Queries, keys and values are discarded, recomputed and copied to their original storage. Values that a kernel
         # padded are other tensors, which it keeps.
-        discarded = made - (heads.value if shapes.kernel == "padded" else 0)
+        discarded = inputs_bytes - (heads.value if shapes.kernel == "padded" else 0)
         kept, forward, backward = attended
-        attended = Memory(kept - discarded, forward + discarded, backward + discarded + made)
-    return chain((*(memory for _, memories in before for memory in memories), attended, *behind))
+        attended = Memory(kept - discarded, forward + discarded, backward + discarded + inputs_bytes)
+    return chain((*(memory for _, memories in before for memory in memories), attended, *after))
 
 
 def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, ...]) -> Memory:
@@ -254,8 +251,7 @@ def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, 
     memories = [operator.memory for operator in operators]
     names = [operator.module for operator in operators]
     if "moe_act" in modules:
-        # Gate and up, the output of the product before, are kept. The rest is computed again, and the result copied to
-        # where it was.
+        # Gate and up, the output of fc1, are kept. The rest is recomputed and copied to its original storage.
         place = names.index("moe_act")
         gate_up, activation, second = memories[place - 1].forward, memories[place], memories[place + 1]
         extra = activation.kept - gate_up + 2 * second.kept
@@ -267,7 +263,7 @@ def _experts(shapes: Shapes, operators: Sequence[Operator], modules: tuple[str, 
         shared = recomputed(chain(memories[:count]), shapes.hidden, shapes.hidden)
         router = memories[count]
         if "mlp.shared_experts.linear_fc1" not in shapes.keeps and not saves_input_twice(shapes):
-            # The router saves the input that recomputation does.
+            # The router and the recomputation save the same input.
             router = router._replace(kept=router.kept - shapes.hidden)
         memories[: count + 1] = shared, router
     return chain(memories)

@@ -1,8 +1,8 @@
-"""Megatron-Core's buffers of parameters and gradients: which elements lie where, and which rank updates them.
+"""The layout of Megatron-Core's parameter and gradient buffers, and the elements that each rank updates.
 
-The formulas are those of megatron.core.distributed.param_and_grad_buffer: parameters lie in reverse order; under the
+The formulas are those of megatron.core.distributed.param_and_grad_buffer: parameters are in reverse order; with the
 distributed optimizer each begins at a multiple of 64 elements, and each bucket ends at a multiple of 128 and of the
-number of ranks that share it.
+number of ranks that shard it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatune.plan.memory.tensors import ParameterShard
 
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-# A bucket has at least this many elements, and this many for each data-parallel rank.
+# A bucket is full at this many elements, or this many per data-parallel rank if that is more.
 _SMALLEST_BUCKET = 40_000_000
 _BUCKET_OF_A_RANK = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements start..stop of a buffer, padding included, and the parameters in it: each with its first element."""
+    """Elements start..stop of a buffer with padding, and its parameters, each with its first element."""
 
     start: int
     stop: int
@@ -35,17 +35,17 @@ def pad(number: int, multiple: int) -> int:
 
 
 def full_bucket(dp_size: int) -> int:
-    """Return elements after which a bucket is full, where gradients are reduced bucket by bucket."""
+    """Return the elements of a full bucket if gradients are reduced bucket by bucket."""
     return max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * dp_size)
 
 
 def shared_buckets(parameters: Sequence[ParameterShard], shards: int, size: int | None) -> list[Bucket]:
-    """Return the buckets of a buffer under the distributed optimizer.
+    """Return the buckets of a buffer with the distributed optimizer.
 
     Args:
         parameters: trained ones, in the engine's order.
-        shards: ranks that share the buffer.
-        size: of a full bucket; None for one bucket.
+        shards: ranks that shard the buffer.
+        size: elements of a full bucket; None for one bucket.
     """
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
     buckets: list[Bucket] = []
@@ -58,9 +58,9 @@ def shared_buckets(parameters: Sequence[ParameterShard], shards: int, size: int 
         return buckets[-1].stop
 
     for parameter in reversed(parameters):
-        begin = -(-end // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT  # `pad` without a call: there are thousands
+        begin = -(-end // _PARAMETER_ALIGNMENT) * _PARAMETER_ALIGNMENT  # `pad`, inlined: this runs thousands of times
         if parameter.is_shared_embedding and held:
-            start = begin = close(begin)  # both stages shard it in the same way, so it has a bucket of its own
+            start = begin = close(begin)  # it has a separate bucket, so that both stages shard it in the same way
         end = begin + parameter.numel
         held.append((begin, parameter))
         if parameter.is_shared_embedding or (size is not None and end - start >= size):
@@ -71,14 +71,14 @@ def shared_buckets(parameters: Sequence[ParameterShard], shards: int, size: int 
 
 
 def padded_size(parts: Iterable[tuple[Sequence[ParameterShard], int]], shards: int) -> int:
-    """Return elements of a buffer of one bucket, padding included.
+    """Return the elements of a buffer with one bucket, including padding.
 
     Args:
-        parts: trained parameters in the engine's order, and how often they come.
-        shards: ranks that share the buffer.
+        parts: trained parameters in the engine's order, with their number of repetitions.
+        shards: ranks that shard the buffer.
     """
     multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
-    # A shared embedding has a bucket of its own, and parts what is before it from what comes after it.
+    # A shared embedding has a separate bucket, and separates the parameters before and after it.
     buckets = [0]
     for parameters, count in parts:
         for parameter in parameters:
@@ -90,12 +90,12 @@ def padded_size(parts: Iterable[tuple[Sequence[ParameterShard], int]], shards: i
 
 
 def largest_share(buffers: Iterable[Sequence[Bucket]], shards: int) -> int:
-    """Return of the elements that are in no matrix those that one rank updates, at most: words lie at the two ends of
-    a buffer, and its ranks share every bucket in equal, contiguous parts.
+    """Return the most elements outside of matrices that one rank updates: ranks own equal, contiguous shards of every
+    bucket, and embeddings are at both ends of a buffer.
 
     Args:
         buffers: the buckets of each chunk.
-        shards: ranks that share them.
+        shards: ranks that shard them.
     """
     found = [0] * shards
     for bucket in (bucket for buckets in buffers for bucket in buckets):

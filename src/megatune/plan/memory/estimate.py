@@ -1,4 +1,4 @@
-"""Memory of each pipeline stage's fullest rank, by part, with what no pass keeps; and the size of a checkpoint."""
+"""Memory of each pipeline stage's fullest rank, by part; and the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatune.plan.memory.tensors import ChunkContent
 from megatune.plan.operators.shapes import Shapes, shapes_of
 
 _FP32 = 4
-# Assumptions, in bytes, none of which was measured here: a communicator of NCCL; a CUDA context with the kernels of
-# torch and cuBLAS's workspace. With eight communicators they make the about 6 GiB that others allow for such runs.
+# Assumptions in bytes, not measured: an NCCL communicator; a CUDA context with torch's kernels and cuBLAS's workspace.
+# With eight communicators they add up to the about 6 GiB that other planners reserve.
 COMMUNICATOR = 600 * 2**20
 CONTEXT = 1200 * 2**20
-# A process of the engine before it makes a model, on a machine without a GPU.
+# A process of the engine before it builds a model, on a machine without a GPU.
 CPU_PROCESS = 350 * 2**20
-# Assumed, too: what is held beyond tensors, of what is planned for it; fragments of freed memory, of activations.
+# Also assumed: the range of memory beyond tensors, relative to its plan; and fragmentation, relative to activations.
 _LEAST_BEYOND, _MOST_BEYOND, MOST_FRAGMENTS = 0.5, 2.0, 0.1
-# Of a checkpoint's files, which are dealt to ranks; as bridge.file_set's.
+# Size of a checkpoint's files, which are assigned to ranks; as in bridge.file_set.
 _FILE_BYTES = 5 * 10**9
 
 
@@ -43,7 +43,7 @@ def stage_memory(case: Case) -> tuple[StageMemory, ...]:
 
 
 class FixedMemory(NamedTuple):
-    """What recomputation does not change: shapes, chunks, and bytes of state and of what no pass keeps, by stage."""
+    """The parts that recomputation does not change: shapes, chunks, and bytes without activations by stage."""
 
     shapes: Shapes
     contents: Contents
@@ -51,7 +51,7 @@ class FixedMemory(NamedTuple):
 
 
 def fixed_memory(case: Case) -> FixedMemory:
-    """Return it for each stage that holds anything which the one before does not hold for as many micro-batches."""
+    """Return it for the stages that may be the fullest: those with content that the stage before does not have."""
     rules = StateConfig.of(case)
     contents = rules.contents
     held = [stage for stage, chunks in enumerate(contents) if not stage or not _are_within(chunks, contents[stage - 1])]
@@ -60,7 +60,7 @@ def fixed_memory(case: Case) -> FixedMemory:
 
 
 def _are_within(chunks: tuple[ChunkContent, ...], others: tuple[ChunkContent, ...]) -> bool:
-    """Return whether each chunk holds the first layers of another one, and all else that it holds."""
+    """Return whether each chunk has the first layers of another one, and the same ends."""
     return chunks == others or all(
         (one.embedding, one.loss, one.layers) == (other.embedding, other.loss, other.layers[: len(one.layers)])
         for one, other in zip(chunks, others, strict=True)
@@ -68,13 +68,13 @@ def _are_within(chunks: tuple[ChunkContent, ...], others: tuple[ChunkContent, ..
 
 
 def fullest_bytes(case: Case, fixed: FixedMemory) -> int:
-    """Return the largest `StageMemory.total`, without its parts."""
+    """Return the largest `StageMemory.total`, computed without its parts."""
     kept = Activations(case, fixed.shapes, fixed.contents)
     return max(kept.total(stage) + size for stage, size in fixed.stages.items())
 
 
 def workspace_bytes(case: Case, stage: int) -> StageMemory:
-    """Count what no pass keeps: communication and framework."""
+    """Return the memory of communication and framework."""
     on_cpu = case.machine.device.on_cpu
     process = CPU_PROCESS + _copies(case, stage) if on_cpu else CONTEXT
     return StageMemory(
@@ -84,13 +84,13 @@ def workspace_bytes(case: Case, stage: int) -> StageMemory:
 
 
 def library_bytes(case: Case) -> int:
-    """Return bytes of NCCL's own buffers, which no allocator of torch counts."""
+    """Return the bytes of NCCL's buffers, which torch's allocator does not count."""
     return 0 if case.machine.device.on_cpu else COMMUNICATOR * num_communicators(case)
 
 
 def beyond_tensors(case: Case, stage: StageMemory) -> tuple[int, int, int]:
-    """Return the least, the planned and the most bytes of a device's context, NCCL's buffers and fragments: one number
-    where runs on the machine measured them."""
+    """Return the least, planned and most bytes of the device's context, NCCL's buffers and fragmentation; all equal if
+    runs on the machine measured them."""
     planned = stage.framework + library_bytes(case)
     if case.machine.device.on_cpu or case.machine.calibration.framework:
         return planned, planned, planned
@@ -99,8 +99,8 @@ def beyond_tensors(case: Case, stage: StageMemory) -> tuple[int, int, int]:
 
 
 def _copies(case: Case, stage: int) -> int:
-    """Count what the fullest rank of a stage copies to the host's memory for `async_save`, which on a CPU is the
-    device's: of both kinds of files the first, and an even share of the others."""
+    """Return the bytes that the fullest rank of a stage copies to host memory, which on a CPU is device memory, for
+    `async_save`: the first file of each kind, and an even share of the others."""
     if not case.settings.checkpoint.async_save:
         return 0
     held, parallel = elements_of(StateConfig.of(case), stage), case.settings.parallel
@@ -114,11 +114,11 @@ def _copies(case: Case, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def num_communicators(case: Case, *, trains: bool = True) -> int:
-    """Count groups of more than one rank that a rank exchanges tensors in.
+    """Count the process groups of more than one rank in which a rank communicates.
 
-    Every rank is in those of tensor, context, pipeline and expert parallelism. One that trains is also in those of the
-    replicas of its weights and of its experts, of the ranks that share an expert layer, of one model's ranks (which add
-    up the gradient's norm), of two that hold the word embedding, and of all ranks.
+    Every rank is in groups of tensor, context, pipeline and expert parallelism. One that trains is also in those of the
+    replicas of its weights and of its experts, of the ranks of an expert layer, of one model's ranks (for the gradient
+    norm), of two ranks with the word embedding, and of all ranks.
     """
     parallel, architecture = case.settings.parallel, case.model.architecture
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -133,9 +133,9 @@ def num_communicators(case: Case, *, trains: bool = True) -> int:
 
 
 def _tensors(case: Case, stage: int) -> int:
-    """Return what linear layers gather the sequence into (Megatron-Core's global memory buffer), and hidden states
-    and their gradients between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm, those
-    sent in both directions, too. Their number was seen on two and on four stages, not derived from the schedule."""
+    """Return the bytes of the buffer in which linear layers gather the sequence (Megatron-Core's global memory buffer),
+    and of messages between pipeline stages: one that was sent; with virtual stages and overlap_p2p_comm also those in
+    flight in both directions. Their number was observed with two and four stages, not derived from the schedule."""
     parallel, row = case.settings.parallel, case.model.architecture.hidden_size * case.itemsize
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     whole = case.micro_batch_size * case.row_tokens // parallel.context_parallel_size * row
@@ -150,11 +150,11 @@ def _tensors(case: Case, stage: int) -> int:
     return gathered + (1 + in_transfer) * message
 
 
-# --- the size of a checkpoint: one count for plans, `megatune doctor` and the check before a run ----------------------
+# --- the size of a checkpoint: for plans, `megatune doctor` and the check before a run --------------------------------
 
 
 class CheckpointBytes(NamedTuple):
-    """Bytes of a checkpoint's tensors: of its model, or adapters, and of its training state."""
+    """Bytes of a checkpoint's tensors: those of its model or adapters, and those of its training state."""
 
     model: int
     training: int
@@ -163,24 +163,24 @@ class CheckpointBytes(NamedTuple):
 def bytes_of(
     settings: Settings, parameters: int, weights: int, adapters: int, twice: int = 0, matrices: int = 0
 ) -> CheckpointBytes:
-    """Count from numbers of elements.
+    """Compute a checkpoint's size from numbers of elements.
 
     Args:
-        parameters: of the model.
-        weights: of `parameters`, those that are trained.
-        adapters: of adapters, which are fp32 and so their own master weights.
-        twice: of `weights`, those that a file of adapters has under two names.
-        matrices: of `weights`, those of matrices that Muon orthogonalizes, or fewer for an upper bound.
+        parameters: elements of the model.
+        weights: trained elements of these.
+        adapters: elements of adapters, which are fp32 and need no master weights.
+        twice: elements of `weights` that a file of adapters has under two names.
+        matrices: elements of `weights` in matrices that Muon orthogonalizes, or fewer for an upper bound.
     """
     itemsize = 2 if settings.precision.params_dtype != "float32" else _FP32
     if settings.finetuning.finetuning_type == "lora":
         model = _FP32 * adapters + itemsize * (weights + twice)
-    else:  # in Megatron-Core's form, too, where it is asked for
+    else:  # torch_dist also writes Megatron-Core's format
         model = itemsize * parameters * (2 if settings.checkpoint.save_format == "torch_dist" else 1)
     if settings.checkpoint.save_only_model:
         return CheckpointBytes(model, 0)
     optimizer = settings.optimizer
-    # All are written in fp32, whatever exp_avg_dtype says; master weights only where something trained is not fp32.
+    # All state is written in fp32, for any exp_avg_dtype; master weights only if trained weights are not fp32.
     kinds = int(bool(optimizer.sgd_momentum)) if optimizer.optimizer == "sgd" else 2
     less = matrices if optimizer.optimizer == "muon" else 0
     kinds += int(itemsize < _FP32 and weights > 0)
@@ -188,11 +188,11 @@ def bytes_of(
 
 
 def checkpoint_bytes(settings: Settings, architecture: Architecture) -> CheckpointBytes:
-    """Count what a run writes at each save."""
+    """Return the size of a run's checkpoints."""
     counts = {Role.BASE: 0, Role.ADAPTER: 0}
     matrices = repeated = 0
-    copies = FAMILIES[architecture.model_type].copies(architecture)  # published files have them
-    twice = 0  # a tied word embedding beside adapters, which peft looks for under two names
+    copies = FAMILIES[architecture.model_type].copies(architecture)  # names that published files repeat
+    twice = 0  # a tied word embedding with adapters, which peft expects under two names
     for weight, layer in trained_weights(architecture, settings.finetuning):
         shapes = hf_shapes(weight, architecture, layer)
         size = sum(map(prod, shapes.values()))

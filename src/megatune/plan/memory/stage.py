@@ -1,4 +1,4 @@
-"""Bytes of the fullest rank of a pipeline stage, by part: what every fold of memory returns its share of."""
+"""Memory of the fullest rank of a pipeline stage, by part."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 class StageMemory(NamedTuple):
-    """Bytes of the fullest rank of one pipeline stage at the fullest moment of a step; 0 for what is not counted.
+    """Peak bytes of the fullest rank of one pipeline stage; 0 for parts that are not counted.
 
     Attributes:
-        stage: from 0.
-        num_layers: of the decoder, over all its virtual stages.
-        weights: parameters in the dtype that the model computes in, and buffers.
-        gradients: the buffers that they are added up in.
-        master_weights: the optimizer's fp32 copy; 0 where the model computes in fp32.
-        optimizer_state: Adam's averages or SGD's momentum, where they are on the device.
-        activations: kept for the backward pass by all micro-batches in flight, and what the pass adds to them.
-        logits_and_loss: the output layer's at their fullest.
-        communication: buffers of exchanges, of the communication library's among them.
-        expert_imbalance: activations of the fullest expert rank beyond those of an even share.
-        framework: the device's context and the libraries; on a CPU the process itself, and what async_save copies.
-        host: of the host's memory, and so of no other part: optimizer state that a rank keeps there.
+        stage: index, from 0.
+        num_layers: of the decoder, over all virtual stages.
+        weights: parameters in the model's dtype, and buffers.
+        gradients: the gradient buffers.
+        master_weights: the optimizer's fp32 copy; 0 for an fp32 model.
+        optimizer_state: Adam's moments or SGD's momentum, if on the device.
+        activations: kept for the backward pass by all micro-batches in flight, and temporaries of a pass.
+        logits_and_loss: those of the output layer and the loss at their peak.
+        communication: communication buffers, including those of the library.
+        expert_imbalance: activations of the fullest expert rank beyond an even share.
+        framework: the device's context and libraries; on a CPU the process itself, and copies of async_save.
+        host: host memory, not part of the total: optimizer state of a rank.
     """
 
     stage: int = 0
@@ -38,18 +38,18 @@ class StageMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of `MEMORY_PARTS`, in bytes."""
+        """The sum of `MEMORY_PARTS`."""
         return sum(self[2:-1])
 
     @property
     def exact(self) -> int:
-        """Bytes of weights, gradients and optimizer, which are exact: a rank never holds less."""
+        """Bytes of weights, gradients and optimizer state, which are exact: a rank never holds less."""
         return self.weights + self.gradients + self.master_weights + self.optimizer_state
 
 
-MEMORY_PARTS = StageMemory._fields[2:-1]  # neither its number and layers, nor what the host has
+MEMORY_PARTS = StageMemory._fields[2:-1]  # without stage, num_layers and host
 
 
 def sum_memory(*shares: StageMemory) -> StageMemory:
-    """Return what a stage holds of which each of these counts some parts; one of them has its number."""
+    """Sum up the parts of one stage; only one of the arguments has `stage` and `num_layers`."""
     return StageMemory(*map(sum, zip(*shares, strict=True)))

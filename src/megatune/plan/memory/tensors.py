@@ -1,4 +1,4 @@
-"""Which parameters, those of adapters among them, and buffers a rank holds, in the engine's order."""
+"""The parameters, including those of adapters, and buffers that a rank holds, in the engine's order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatune.families.weights import (
 )
 from megatune.plan.case import PlannedModel
 
-# The order in which Megatron-Core's modules create them; the optimizer's shards follow from it.
+# The order in which Megatron-Core's modules create parameters; the optimizer's shards depend on it.
 _ORDER = (
     "input_layernorm.weight",
     "self_attention.conv_weight",
@@ -77,27 +77,27 @@ _ORDER = (
     "post_attention_layernorm.weight",
     "post_mlp_layernorm.weight",
 )
-# Latent attention creates the one just before the other.
+# Latent attention creates the first just before the second.
 _OUTPUT_PROJECTION, _AFTER_ATTENTION = "self_attention.linear_proj.weight", "pre_mlp_layernorm.weight"
-# A router's sums of auxiliary losses: three numbers in fp64.
+# A router's sums of auxiliary losses: three fp64 numbers.
 _ROUTER_SUMS_BYTES = 24
 _BUFFER_BYTES = {"uint8": 1, "int8": 1, "int32": 4, "float32": 4}  # of quantized matrices
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """What a rank holds of one parameter.
+    """A rank's shard of one parameter.
 
     Attributes:
-        numel: elements of this rank.
-        is_expert: its optimizer is sharded over the ranks that hold the same experts, not the same dense weights.
-        is_vector: it is a vector, or one of each expert, and so has no weight decay.
-        is_adapter: it is an adapter's, and so fp32 in a model of whatever dtype.
-        trained: it has a gradient and optimizer state.
-        is_shared_embedding: it is a copy of the word embedding on the first or the last pipeline stage.
-        quantized_bytes: of matrices in few bits, with their scales; 0 where elements have the model's dtype.
-        is_matrix: it is made of matrices that Muon orthogonalizes.
-        orthogonal_flops: of one iteration of that, of the whole matrices that this is a slice of.
+        numel: elements on this rank.
+        is_expert: whether its optimizer is sharded over the ranks with the same experts, not the same dense weights.
+        is_vector: whether it is a vector, or one per expert, and so has no weight decay.
+        is_adapter: whether it belongs to an adapter, and so is fp32 in a model of any dtype.
+        trained: whether it has a gradient and optimizer state.
+        is_shared_embedding: whether it is a copy of the word embedding on the first or the last pipeline stage.
+        quantized_bytes: bytes of a quantized matrix with its scales; 0 if it has the model's dtype.
+        is_matrix: whether it consists of matrices that Muon orthogonalizes.
+        orthogonal_flops: FLOP of one iteration of this on the whole matrices.
     """
 
     numel: int
@@ -112,44 +112,44 @@ class ParameterShard:
 
 
 class LayerContent(NamedTuple):
-    """What a layer of the decoder is.
+    """A layer of the decoder.
 
     Attributes:
-        kind: what it is made of.
-        gradient: what its backward pass computes: gradients of weights of its own or of adapters beside them; of
-            hidden states that go "through" a frozen layer, to what is trained before it; or nothing.
+        kind: its architecture.
+        gradient: gradients in its backward pass: of its "weights" or their adapters; of hidden states only, "through" a
+            frozen layer to trained parameters before it; or "none".
     """
 
     kind: LayerKind
     gradient: Literal["weights", "through", "none"] = "weights"
 
 
-# Of parameters: a layer of a kind, the ends of the model, or a copy of the word embedding.
+# A group of parameters: a layer, one of the model's ends, or a copy of the word embedding.
 ModelPart = LayerContent | Literal["first", "copy", "last"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a key of many caches, which `chunk_content` makes once
+@dataclass(frozen=True, slots=True, eq=False)  # a key of many caches; created by `chunk_content`
 class ChunkContent:
-    """What a pipeline chunk holds: whether the embedding, which layers, and whether the loss."""
+    """The content of a pipeline chunk: layers, and whether it has the embedding and the loss."""
 
     embedding: bool
     layers: tuple[LayerContent, ...]
     loss: bool
-    counts: tuple[tuple[LayerContent, int], ...]  # of layers, each kind where it comes first
+    counts: tuple[tuple[LayerContent, int], ...]  # of layers, in order of first occurrence
 
     @property
     def has_mtp(self) -> bool:
-        """Whether a layer behind the decoder is in it, with what is around that."""
+        """Whether it has the layer for multi-token prediction after the decoder, with its inputs and outputs."""
         return bool(self.layers) and self.layers[-1].kind.mtp
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether it has a copy of the word embedding for that layer."""
+        """Whether it has a copy of the word embedding for the MTP layer."""
         return self.has_mtp and not self.embedding
 
     @property
     def places(self) -> Iterator[ModelPart]:
-        """Yield where its parameters are, in the engine's order."""
+        """The groups of its parameters, in the engine's order."""
         if self.embedding:
             yield "first"
         if self.copies_embedding:
@@ -161,20 +161,20 @@ class ChunkContent:
 
 @cache
 def chunk_content(embedding: bool, layers: tuple[LayerContent, ...], loss: bool) -> ChunkContent:
-    """Return the one chunk of this content."""
+    """Return the unique chunk with this content."""
     return ChunkContent(embedding, layers, loss, tuple(Counter(layers).items()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once for each rank's share: known by identity
+@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, compared by identity
 class RankParameters:
     """Parameters of a rank.
 
     Attributes:
-        at: each place's, in the engine's order; "first" are the vision tower with its mergers and the word embedding,
-            "last" the final norm and the output layer, or the score of a reward model. The final norm is before a layer
-            that predicts a further token.
-        sparse_buffer_bytes: buffers of a sparse layer.
-        is_quantized: some of them have few bits (QLoRA, arXiv:2305.14314).
+        at: by group, in the engine's order; "first" has the vision tower, its mergers and the word embedding, "last"
+            the final norm and the output layer, or the score of a reward model. With MTP the final norm is before the
+            MTP layer.
+        sparse_buffer_bytes: of the buffers of a sparse layer.
+        is_quantized: whether some of them are quantized (QLoRA, arXiv:2305.14314).
     """
 
     at: Mapping[ModelPart, tuple[ParameterShard, ...]]
@@ -196,7 +196,7 @@ def stage_chunks(
 
 
 def whole_model(architecture: Architecture, trainable: FinetuningSettings) -> ChunkContent:
-    """Return the one chunk of a model that is not cut."""
+    """Return the chunk of a whole model."""
     return _stage_chunks((PipelineChunk(architecture.num_layers, True, True),), 1, architecture, trainable)[0][0]
 
 
@@ -214,7 +214,7 @@ def _stage_chunks(
 
 @lru_cache(maxsize=4096)
 def layer_contents(architecture: Architecture, trainable: FinetuningSettings) -> tuple[LayerContent, ...]:
-    """Return what the layers of the decoder are, in order, and those behind it that predict further tokens."""
+    """Return the layers of the decoder in order, then the MTP layers."""
     weights = trained_weights(architecture, trainable)
     trained = {layer for weight, layer in weights if weight.per_layer and _is_ours(weight)}
     first = first_trained_layer(architecture, trainable)
@@ -222,7 +222,7 @@ def layer_contents(architecture: Architecture, trainable: FinetuningSettings) ->
     def gradient(layer: int) -> Literal["weights", "through", "none"]:
         if layer in trained:
             return "weights"
-        # Of a language model that is frozen as a whole something before it is trained.
+        # If the whole language model is frozen, the encoder before it is trained.
         return "none" if layer < first and not trainable.freeze_language_model else "through"
 
     count = architecture.num_layers + architecture.mtp_num_layers
@@ -236,8 +236,8 @@ def held_parameters(
     """Return the parameters of a rank.
 
     Args:
-        tp, etp, ep: over how many ranks tensors, experts' tensors and experts are cut.
-        pipelined: embedding and loss are on different stages.
+        tp, etp, ep: ranks that shard dense tensors, tensors of experts, and experts.
+        pipelined: whether embedding and loss are on different stages.
     """
     architecture, moe = model.architecture, model.architecture.moe
     whole, expert = Slice(tp_size=tp), Slice(tp_size=etp, ep_size=ep)
@@ -265,18 +265,18 @@ def held_parameters(
         at["last"] = () if tied else (output,)
     return RankParameters(
         at,
-        # Beside the sums a router counts choices of each expert, int64; with a bias it has that and counts of its own,
-        # both fp32.
+        # In addition to the sums, a router counts each expert's tokens in int64; with a bias it also has that and its
+        # counts, both in fp32.
         sparse_buffer_bytes=_ROUTER_SUMS_BYTES + 8 * moe.num_experts * (2 if moe.expert_bias else 1) if moe else 0,
         is_quantized=form_of(trainable) is not None,
     )
 
 
-@lru_cache(maxsize=16384)  # dense weights are the same however experts are shared out
+@lru_cache(maxsize=16384)  # dense weights do not depend on the sharding of experts
 def _held(
     weight: Weight, layer: int, architecture: Architecture, trainable: FinetuningSettings, part: Slice
 ) -> ParameterShard:
-    """Return what a rank with this slice holds of a weight."""
+    """Return a rank's shard of a weight."""
     shape = engine_shape(weight, architecture, part)
     is_vector = len(shape) == 1 or weight.engine.endswith(".bias")
     return ParameterShard(
@@ -301,7 +301,7 @@ def _quantized_bytes(weight: Weight, architecture: Architecture, trainable: Fine
 
 
 def _orthogonal_flops(weight: Weight, architecture: Architecture, part: Slice) -> int:
-    """Count products of one iteration: x xᵀ, its square, and a polynomial of it times x, whose shorter side counts."""
+    """Count the FLOP of one iteration: x xᵀ, its square, and a polynomial of it times x, for the shorter side of x."""
     sides = (sorted(hf_shape(tensor, architecture)) for tensor in weight.hf if tensor.name)
     matrices = len(experts_of(weight, architecture, part))
     return matrices * sum(2 * short * short * (2 * long + short) for short, long in sides)
@@ -312,8 +312,8 @@ def _is_ours(weight: Weight) -> bool:
 
 
 def _of_vision(architecture: Architecture, trainable: FinetuningSettings) -> list[tuple[Weight, int]]:
-    """Return weights of the vision tower and its mergers, and of adapters in them, with their layers, in the order in
-    which Transformers' modules create them: that of the weight map, layer by layer."""
+    """Return the weights of the vision tower, its mergers and their adapters, each with its layer, in the order of Transformers'
+    modules: that of the weight map, layer by layer."""
     weights = [weight for weight in FAMILIES[architecture.model_type].weight_map(architecture) if not _is_ours(weight)]
     held = _with_adapters(weights, architecture, trainable)
     ours = [(weight, layer) for weight in held for layer in layers_of(weight, architecture)]
@@ -324,7 +324,7 @@ def _of_vision(architecture: Architecture, trainable: FinetuningSettings) -> lis
 def _with_adapters(
     weights: Sequence[Weight], architecture: Architecture, trainable: FinetuningSettings
 ) -> Iterator[Weight]:
-    """Yield weights, and those of adapters behind all of the module that they are in."""
+    """Yield weights, with those of adapters after all other weights of their module."""
     beside = adapters(architecture, trainable)
     for _, same in groupby(weights, lambda weight: weight.engine.rpartition(".")[0]):
         own = list(same)
@@ -334,13 +334,13 @@ def _with_adapters(
 
 
 def _module(weight: Weight) -> str:
-    """Return the name of the encoder's module that a weight is in: blocks."""
+    """Return the name of the encoder's module that has a weight: blocks."""
     return weight.engine.split(".")[1]
 
 
 @lru_cache(maxsize=256)
 def _of_layers(architecture: Architecture) -> list[Weight]:
-    """Return weights of layers in the order in which modules create them."""
+    """Return the weights of decoder layers in the order in which modules create them."""
     order = list(_ORDER)
     if architecture.mla is not None:
         order.remove(_OUTPUT_PROJECTION)
@@ -349,7 +349,7 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
     def place(weight: Weight) -> int:
         name = weight.engine.replace(GLOBAL_HEADS, "").replace(INNER_LAYER, ENGINE_LAYER)
-        # Around that layer are norms and a projection, and the last norm is behind it.
+        # An MTP layer has norms and a projection before it, and a final norm after it.
         return places.get(name, len(order) if name.endswith("final_layernorm.weight") else -1)
 
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
@@ -360,7 +360,7 @@ def _of_layers(architecture: Architecture) -> list[Weight]:
 
 
 def num_trained_parameters(architecture: Architecture, trainable: FinetuningSettings) -> int:
-    """Return elements of the whole model that are trained, without padding; of adapters as peft counts them."""
+    """Count the trained parameters of the whole model, without padding; those of adapters as peft counts them."""
     return sum(
         prod(shape)
         for weight, layer in trained_weights(architecture, trainable)
