@@ -1,7 +1,7 @@
-"""Bytes of parameters, gradients and optimizer, in closed form for the fullest rank of a stage.
+"""Bytes of parameters, gradients and optimizer state, in closed form for the fullest rank of a stage.
 
-Dense weights and experts each lie in buffers, and have an optimizer, of their own. Adapters are fp32: in a 16-bit model
-they lie in further buffers, and have no master weights.
+Dense weights and experts have separate buffers and optimizers. Adapters are fp32: in a 16-bit model they have separate
+buffers, too, and no master weights.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FP32 = 4  # bytes of an element
 
 
 class OptimizerStateConfig(NamedTuple):
-    """An optimizer's state.
+    """The size of an optimizer's state.
 
     Attributes:
         element_bytes: state of one element, without its master weight.
         matrix_bytes: state of one element of a matrix, see `ParameterShard.is_matrix`.
-        host_fraction: share of the elements whose state, master weights among it, is on the host.
-        dtype: that the model computes in.
+        host_fraction: share of the elements whose state, including master weights, is on the host.
+        dtype: the model's dtype.
     """
 
     element_bytes: int
@@ -47,16 +47,16 @@ class OptimizerStateConfig(NamedTuple):
     dtype: str
 
     def scalar_bytes(self, num_parts: int, is_sharded: bool) -> int:
-        """Return bytes of the fp32 and int32 numbers that an optimizer of `num_parts` parts keeps on the device.
+        """Return the bytes of the scalars that an optimizer of `num_parts` parts keeps on the device.
 
-        Of each part what overflow is noted in; in fp16 four more of all, the loss scale with its limits and factors.
+        Each part has overflow flags; fp16 has four more in total, for the loss scale with its limits and factors.
         """
         of_part = 1 if self.dtype == "bfloat16" or (self.dtype == "float32" and not is_sharded) else 2
         return 4 * (num_parts * of_part + (4 if self.dtype == "float16" else 0))
 
 
 def optimizer_state_config(settings: Settings) -> OptimizerStateConfig:
-    """Read them from the settings of a run."""
+    """Return the size of the optimizer's state by the settings of a run."""
     optimizer = settings.optimizer
     if optimizer.optimizer == "sgd":
         size = _FP32 if optimizer.sgd_momentum else 0
@@ -69,14 +69,14 @@ def optimizer_state_config(settings: Settings) -> OptimizerStateConfig:
 
 
 class StageParameters(NamedTuple):
-    """Elements that each rank of a stage holds, without padding.
+    """Elements on each rank of a stage, without padding.
 
     Attributes:
-        dense: of all parameters but experts': layers, embedding, output layer, vision tower, adapters.
-        expert: of its experts, adapters included.
-        trained_dense, trained_expert: what of `dense` and `expert` is trained: has gradients that are reduced.
-        updated: elements that the rank with most of them updates: its share, or all that are trained.
-        orthogonal_flops: see `ParameterShard`; of all matrices that are trained.
+        dense: all parameters except experts: layers, embedding, output layer, vision tower, adapters.
+        expert: experts, including their adapters.
+        trained_dense, trained_expert: the trained elements of `dense` and `expert`, whose gradients are reduced.
+        updated: the most elements that a rank updates: its shard, or all trained ones.
+        orthogonal_flops: see `ParameterShard`; for all trained matrices.
     """
 
     dense: int
@@ -88,11 +88,11 @@ class StageParameters(NamedTuple):
 
 
 class BufferKind(NamedTuple):
-    """Parameters that share buffers.
+    """A kind of parameters, which share buffers.
 
     Attributes:
-        is_expert: experts', or dense weights.
-        is_adapter: adapters', or others; None where they share them.
+        is_expert: whether they are of experts.
+        is_adapter: whether they are of adapters; None if adapters share the buffers of other parameters.
     """
 
     is_expert: bool
@@ -102,12 +102,12 @@ class BufferKind(NamedTuple):
         return one.is_expert == self.is_expert and self.is_adapter in (None, one.is_adapter)
 
 
-@dataclass(frozen=True, eq=False)  # a key of caches, made once: known by identity
+@dataclass(frozen=True, eq=False)  # a key of caches, compared by identity
 class StateConfig:
-    """All that decides about state.
+    """Everything that the size of parameters, gradients and optimizer state depends on.
 
     Attributes:
-        shards: ranks that share the optimizer of dense weights, and of experts.
+        shards: ranks that shard the optimizer of dense weights, and that of experts.
         parameter_bytes, gradient_bytes: of one element.
     """
 
@@ -128,16 +128,15 @@ class StateConfig:
 
     @cached_property
     def is_sharded(self) -> bool:
-        """As the engine's shards_optimizer: on one rank the distributed optimizer only copies, but for state on the
-        host, for which it alone has a place."""
+        """Whether the optimizer is sharded, as the engine's shards_optimizer: on one rank the distributed optimizer is
+        only used for state on the host, which others do not support."""
         parallel = self.parallel
         shards = parallel.use_distributed_optimizer and (max(self.shards) > 1 or parallel.overlap_param_gather)
         return shards or self.optimizer.host_fraction > 0
 
     @cached_property
     def kinds(self) -> tuple[BufferKind, ...]:
-        """Dense weights, and experts where the model has any; each in a 16-bit model without its adapters, and then
-        these."""
+        """The kinds of buffers: for dense weights and experts; in a 16-bit model separate ones for their adapters."""
         apart = self.parameter_bytes < _FP32 and self.trainable.finetuning_type == "lora"
         experts = (False, True) if self.model.architecture.moe is not None else (False,)
         return tuple(
@@ -147,12 +146,12 @@ class StateConfig:
         )
 
     def bytes_of(self, kind: BufferKind) -> tuple[int, int]:
-        """Return bytes of an element, and of its gradient."""
+        """Return the bytes of an element, and those of its gradient."""
         return (_FP32, _FP32) if kind.is_adapter else (self.parameter_bytes, self.gradient_bytes)
 
     @cached_property
     def num_optimizers(self) -> int:
-        """Parts of the optimizer: of dense weights, and of experts where some are trained, on whatever stage."""
+        """Number of parts of the optimizer: dense weights, and experts if any are trained on any stage."""
         layers = whole_model(self.model.architecture, self.trainable).counts
         return 1 + any(one.is_expert and one.trained for layer, _ in layers for one in self.held.at[layer])
 
@@ -165,12 +164,12 @@ class StateConfig:
 
     @cached_property
     def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
-        """Chunks by stage and virtual stage."""
+        """The chunks by stage and virtual stage."""
         return stage_chunks(self.parallel, self.model.architecture, self.trainable)
 
     def bucket_size(self, stage: int, virtual_stage: int) -> int | None:
-        """Return elements after which a bucket is full; None for one bucket."""
-        # Only the first stage's first chunk waits for its last gradients: the others hide behind the pipeline.
+        """Return the elements of a full bucket; None for one bucket."""
+        # Only the first chunk of the first stage waits for its last gradients: the others overlap with the pipeline.
         first = self.parallel.overlap_grad_reduce and not stage and not virtual_stage
         return full_bucket(self.shards[0] // self.parallel.context_parallel_size) if first else None
 
@@ -179,17 +178,16 @@ _rules = lru_cache(maxsize=65536)(StateConfig)
 
 
 class BufferElements(NamedTuple):
-    """Elements of a rank, of parameters that share buffers.
+    """Elements of one kind of parameters on a rank.
 
     Attributes:
-        kind: of them.
-        size: of all parameters.
-        trained: of those that are trained.
-        buffers: of the buffers that those lie in.
-        updated: of those, what this rank updates.
-        matrices: of `updated`, what is of matrices.
-        on_host: of `updated`, what has its state on the host.
-        orthogonal_flops: as of `ParameterShard`, of all matrices that are trained.
+        size: all elements.
+        trained: trained elements.
+        buffers: elements of their buffers, with padding.
+        updated: elements that this rank updates.
+        matrices: those of `updated` in matrices.
+        on_host: those of `updated` with their state on the host.
+        orthogonal_flops: see `ParameterShard`; for all trained matrices.
     """
 
     kind: BufferKind
@@ -208,19 +206,19 @@ class BufferElements(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def stage_state(rules: StateConfig, stage: int) -> StageMemory:
-    """Return the state of a stage's fullest rank.
+    """Return the weights, gradients and optimizer state of a stage's fullest rank.
 
-    All ranks of a stage hold the same weights and gradients. Under the distributed optimizer the fullest is taken to
-    update an equal share of every buffer, padding included: at least what any rank updates, and more by at most the
-    padding inside that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so that up
-    to one parameter's state more is on the host than the fraction says.
+    All ranks of a stage hold the same weights and gradients. With the distributed optimizer the fullest one is assumed
+    to update an equal share of every buffer with its padding, which exceeds the real elements by at most the padding in
+    that share. With optimizer_offload_fraction below 1 the engine moves whole parameters, so the host may have up to
+    one parameter's state more than the fraction.
     """
     return sum_parts(rules, stage, _parts(rules, stage))
 
 
 @lru_cache(maxsize=65536)
 def elements_of(rules: StateConfig, stage: int) -> StageParameters:
-    """Return elements that each rank of a stage holds."""
+    """Return the elements on each rank of a stage."""
     parts = _parts(rules, stage)
     dense, expert = ([part for part in parts if part.kind.is_expert == is_expert] for is_expert in (False, True))
     return StageParameters(
@@ -229,7 +227,7 @@ def elements_of(rules: StateConfig, stage: int) -> StageParameters:
         trained_dense=sum(part.trained for part in dense),
         trained_expert=sum(part.trained for part in expert),
         updated=sum(part.updated for part in parts),
-        # Replicas share matrices, those of experts and the others.
+        # Replicas divide the matrices among themselves.
         orthogonal_flops=sum(
             part.orthogonal_flops // (rules.shards[part.kind.is_expert] if rules.is_sharded else 1) for part in parts
         ),
@@ -237,7 +235,7 @@ def elements_of(rules: StateConfig, stage: int) -> StageParameters:
 
 
 def sum_parts(rules: StateConfig, stage: int, parts: Sequence[BufferElements]) -> StageMemory:
-    """Return bytes of a rank that holds these parts."""
+    """Return the bytes of a rank with these elements."""
     chunks, optimizer = rules.contents[stage], rules.optimizer
     sparse = sum([count for chunk in chunks for layer, count in chunk.counts if layer.kind.sparse])
     num_layers = sum(count for chunk in chunks for layer, count in chunk.counts if not layer.kind.mtp)
@@ -265,11 +263,10 @@ def _parts(rules: StateConfig, stage: int) -> tuple[BufferElements, ...]:
 def _closed_parts(
     rules: StateConfig, chunks: tuple[ChunkContent, ...], first: int | None
 ) -> tuple[BufferElements, ...]:
-    """Return what the fullest rank holds, kind by kind, layers counted by theirs: as much of `updated` as any, as
-    little of `on_host`.
+    """Return the elements of the fullest rank for each kind: the most in `updated`, the fewest in `on_host`.
 
     Args:
-        first: elements after which a bucket of the first chunk is full.
+        first: elements of a full bucket in the first chunk; None for one bucket.
     """
     held, optimizer, parts = rules.held, rules.optimizer, []
     full = [first, *[None] * (len(chunks) - 1)]
@@ -297,7 +294,7 @@ def _closed_parts(
 
 @lru_cache(maxsize=4096)
 def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[ModelPart, int]]:
-    """Return the places of what chunks hold, of one in the engine's order, and how often they hold it."""
+    """Return the groups of parameters in chunks with their counts; for one chunk in the engine's order."""
     counts: Counter[ModelPart] = Counter()
     for chunk in chunks:
         counts["first"] += chunk.embedding
@@ -322,7 +319,7 @@ def _trained_at(held: RankParameters, place: ModelPart, kind: BufferKind) -> lis
 
 @lru_cache(maxsize=16384)
 def _buffer_size(held: RankParameters, chunk: ChunkContent, full: int | None, kind: BufferKind, shards: int) -> int:
-    """Return elements of a chunk's buffer under the distributed optimizer, padding included."""
+    """Return the elements of a chunk's buffer with the distributed optimizer, including padding."""
     if full is None:
         return padded_size(((_trained_at(held, place, kind), count) for place, count in _places((chunk,))), shards)
     ours = [one for place in chunk.places for one in _trained_at(held, place, kind)]
@@ -330,7 +327,7 @@ def _buffer_size(held: RankParameters, chunk: ChunkContent, full: int | None, ki
 
 
 def saved_bytes(held: RankParameters, chunks: tuple[ChunkContent, ...], itemsize: int) -> int:
-    """Return bytes that quantized matrices take less than they would with every element in `itemsize` bytes."""
+    """Return the bytes that quantization saves over elements of `itemsize` bytes."""
     if not held.is_quantized:
         return 0
     return sum(

@@ -312,8 +312,8 @@ def _is_ours(weight: Weight) -> bool:
 
 
 def _of_vision(architecture: Architecture, trainable: FinetuningSettings) -> list[tuple[Weight, int]]:
-    """Return the weights of the vision tower, its mergers and their adapters, each with its layer, in the order of Transformers'
-    modules: that of the weight map, layer by layer."""
+    """Return the weights of the vision tower, its mergers and their adapters, each with its layer, in the order of
+    Transformers' modules: that of the weight map, layer by layer."""
     weights = [weight for weight in FAMILIES[architecture.model_type].weight_map(architecture) if not _is_ours(weight)]
     held = _with_adapters(weights, architecture, trainable)
     ours = [(weight, layer) for weight in held for layer in layers_of(weight, architecture)]

@@ -171,8 +171,8 @@ def _exchanged(shapes: Shapes, moe: MixtureOfExperts, rows: int) -> tuple[int, i
     if shapes.ep * shapes.etp == 1:
         return 0, rows * row
     if shapes.experts.moe_token_dispatcher_type == "allgather":
-        # The allgather dispatcher holds the tokens of all its ranks, and as many sums. It sums for some tokens at a time,
-        # with at most as many choices as there are rows (engine.layers.moe.dispatcher).
+        # The allgather dispatcher holds the tokens of all its ranks, and as many sums. It sums for some tokens at a
+        # time, with at most as many choices as there are rows (engine.layers.moe.dispatcher).
         gathered = shapes.sp_tokens * shapes.ep * shapes.etp
         summed = min(gathered, max(rows // moe.router_topk, _LEAST_SUMMED)) * moe.router_topk
         return gathered * row, (rows + gathered + summed) * row

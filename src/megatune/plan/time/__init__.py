@@ -1,4 +1,4 @@
-"""Seconds of a step, by part, from the numbers of the model, the settings and the machine alone."""
+"""Predicts the seconds of a step, by part, from the model, the settings and the machine."""
 
 from megatune.plan.time.estimate import TIME_PARTS, FixedTime, StepTime, answers, step_time
 

@@ -1,11 +1,11 @@
-"""Seconds of collectives, and of what a layer and the optimizer exchange and computing does not hide.
+"""Seconds of collectives, and of the communication of layers and the optimizer that does not overlap with compute.
 
 Megatron-Core numbers ranks with tensor parallelism fastest, then context, data and pipeline parallelism (of experts:
-expert tensor, expert, expert data, pipeline); ranks fill one machine after the other. A group's size and stride so say
-how many of its ranks share a machine.
+expert tensor, expert, expert data, pipeline); ranks fill one machine after the other. So a group's size and stride
+determine how many of its ranks share a machine.
 
-A ring moves (n - 1) / n of the whole through each rank. Over machines, k ranks of the group in one machine bring k
-network ports, and the library lays as many rings as use them all: the ring runs at k ports, at most at the link's rate.
+A ring sends (n - 1) / n of the data through each rank. Across machines, k ranks of a group in one machine have k
+network ports, and the library uses enough rings for all of them: the rate is that of k ports, at most that of the link.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatune.plan.operators.shapes import Shapes
 from megatune.plan.operators.vision import Images
 from megatune.plan.time.efficiency import EFFICIENCIES, Seconds
 
-# Of what collectives reach elsewhere: over PCIe they share switches, bridges and the hosts' memory. Eight RTX 5090 pass
-# on 28 of 63 GB/s, four 35 (NCCL issue 1639). A link of a user's own has a number of its own.
+# Relative to other links: over PCIe, collectives share switches, bridges and host memory. Eight RTX 5090 reach 28 of
+# 63 GB/s, four 35 (NCCL issue 1639). A user's own links are not reduced.
 _PCIE, _PCIE_SHARE = ("pcie3", "pcie4", "pcie5"), 0.6
-# Of a pass that an exchange runs beside, what hides it: both share memory bandwidth and multiprocessors.
+# Share of a pass that hides overlapped communication: both share memory bandwidth and multiprocessors.
 HIDING = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of caches, made once: known by identity
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of caches, compared by identity
 class Group:
     """Ranks that communicate.
 
     Attributes:
-        size: how many.
-        per_node: how many of them share a machine.
-        link, network: what joins them, inside and between machines.
+        size: number of ranks.
+        per_node: number of ranks in one machine.
+        link, network: the interconnects inside and between machines.
         efficiency: share of a link's bandwidth that collectives reach.
     """
 
@@ -51,7 +51,7 @@ class Group:
 
     @property
     def crosses(self) -> bool:
-        """Whether the group lies on several machines."""
+        """Whether the group spans several machines."""
         return self.per_node < self.size
 
     @property
@@ -70,7 +70,7 @@ class Group:
 
 
 def group_of(machine: Machine, size: int, stride: int) -> Group:
-    """Return the group of `size` ranks, one every `stride`."""
+    """Return a group of `size` ranks with a stride."""
     efficiency = EFFICIENCIES[machine.device.generation].link
     return _group(size, stride, machine.gpus_per_node, machine.link, machine.network, efficiency)
 
@@ -84,18 +84,18 @@ def _group(size: int, stride: int, gpus_per_node: int, link: Link, network: Link
 
 
 def all_gather(group: Group, size: float) -> float:
-    """Return seconds until every rank has `size` bytes, of which it had 1 / n; a reduce-scatter takes the same."""
+    """Return the seconds of an all-gather to `size` bytes per rank; a reduce-scatter takes the same."""
     n = group.size
     return 0.0 if n == 1 else (n - 1) / n * size / group.bandwidth + group.latency
 
 
 def all_reduce(group: Group, size: float) -> float:
-    """Return seconds until every rank has the sum of `size` bytes: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather(group, size)
 
 
 def all_to_all(group: Group, size: float) -> float:
-    """Return seconds in which every rank sends `size` bytes in equal parts to all; both kinds of link work at once."""
+    """Return the seconds of an all-to-all of `size` bytes per rank; both kinds of links work at the same time."""
     n = group.size
     if n == 1:
         return 0.0
@@ -105,16 +105,16 @@ def all_to_all(group: Group, size: float) -> float:
 
 
 def send(group: Group, size: float) -> float:
-    """Return seconds of a message to the next rank of the group; over the network where any is on another machine."""
+    """Return the seconds of a message to the next rank of the group; over the network if the group spans machines."""
     link = group.network if group.crosses else group.link
     return size / (link.bandwidth * group.efficiency) + link.latency
 
 
 class Exchange(NamedTuple):
-    """Seconds of one layer and micro-batch that are not hidden: forward and backward, by kind of parallelism.
+    """Seconds of communication that is not overlapped, for one layer and micro-batch: forward and backward, by kind.
 
     Attributes:
-        calls: of collectives and messages, whether or not something hides them.
+        calls: number of collectives and messages, overlapped or not.
     """
 
     tensor: tuple[float, float] = (0.0, 0.0)
@@ -127,13 +127,13 @@ class Exchange(NamedTuple):
         return self.tensor[0] + self.context[0] + self.expert[0]
 
 
-# Seconds, and numbers of calls, forward and backward; see `Exchange`.
+# Seconds and numbers of calls, forward and backward; see `Exchange`.
 _Exchanged = tuple[tuple[float, float], tuple[int, int]]
 _NONE: _Exchanged = (0.0, 0.0), (0, 0)
 
 
 class Groups(NamedTuple):
-    """The groups of a case's layers, and the one that pictures are dealt to."""
+    """The groups of a case's layers, and the one over which images are distributed."""
 
     tensor: Group
     context: Group
@@ -143,14 +143,14 @@ class Groups(NamedTuple):
 
 
 def groups_of(machine: Machine, shapes: Shapes) -> Groups:
-    """Return the groups that a layer's ranks exchange in."""
+    """Return the groups in which a layer's ranks communicate."""
     tp, cp, ep, etp = shapes.tp, shapes.cp, shapes.ep, shapes.etp
     sizes = ((tp, 1), (cp, tp), (tp * cp, 1), (ep, etp), (etp, 1))
     return Groups(*(group_of(machine, size, stride) for size, stride in sizes))
 
 
 def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: bool) -> Exchange:
-    """Return the exchanges of one decoder layer."""
+    """Return the communication of one decoder layer."""
     tensor, of_tensor = _tensor(shapes, groups.tensor, seconds, sparse)
     context, of_context = _context(shapes, groups.context, seconds)
     expert, of_expert = _expert(shapes, groups, seconds) if sparse else _NONE
@@ -159,17 +159,17 @@ def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: boo
 
 
 def _tensor_blocks(shapes: Shapes, sparse: bool) -> int:
-    """Count a layer's blocks that tensor parallelism cuts: attention, and a feed-forward or shared experts."""
+    """Count a layer's tensor-parallel blocks: attention, and a feed-forward or shared experts."""
     moe = shapes.architecture.moe
     return 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
 
 
 def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> _Exchanged:
-    """Time Megatron-LM's exchanges (arXiv:1909.08053, with sequence parallelism arXiv:2205.05198) of dense blocks.
+    """Return Megatron-LM's communication of dense blocks (arXiv:1909.08053; sequence parallelism: arXiv:2205.05198).
 
-    Forward an all-reduce behind each block; with sequence parallelism an all-gather before and a reduce-scatter behind
-    it, which move as much. Backward the same towards the inputs, started before the weight's gradient is computed,
-    which hides it; with sequence parallelism the inputs are gathered once more, and the outputs' gradients first.
+    Forward an all-reduce after each block; with sequence parallelism an all-gather before and a reduce-scatter after
+    it, with the same volume. Backward the same for the gradients of inputs, overlapped with the computation of the
+    weight's gradient; with sequence parallelism also an all-gather of the inputs, and of the outputs' gradients.
     """
     if group.size == 1:
         return _NONE
@@ -182,16 +182,16 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> _Ex
 
 
 def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
-    """Time exchanges of keys and values, or of all heads' channels (a2a).
+    """Return the communication of keys and values, or of all heads' channels (a2a).
 
-    A ring passes them on n - 1 times while attention computes on those that are there. Backward their gradients are
-    passed on as well, in fp32, and nothing hides the last of n messages, which returns them.
+    A ring sends them n - 1 times, overlapped with attention on those that have arrived. Backward their fp32 gradients
+    are also sent, and the last of n messages, which returns them, does not overlap.
     """
     n = group.size
     if n == 1:
         return _NONE
     if shapes.kind.delta and (delta := shapes.architecture.delta) is not None:
-        # Tokens for heads, of all projections, and back, of the values.
+        # All-to-all of all projections, and back of the values.
         channels = (delta.qkvz_size + delta.ba_size + delta.value_size) / shapes.tp
         once = all_to_all(group, shapes.tokens * shapes.itemsize * channels)
         return (once, once), (2, 2)
@@ -202,7 +202,7 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
         once = all_gather(group, n * size)
         return (once, once), (2, 2)
     if shapes.cp_comm_type == "a2a":
-        # Ranks that outnumber the key/value heads get copies of them.
+        # With more ranks than key/value heads, ranks get copies of these.
         heads = max(architecture.num_query_groups // shapes.tp, 1) if architecture.mla is None else n
         channels = keys_values * (math.lcm(heads, n) // heads) + architecture.query_size + architecture.attention_size
         once = all_to_all(group, per_rank * channels)
@@ -214,19 +214,19 @@ def _context(shapes: Shapes, group: Group, seconds: Seconds) -> _Exchanged:
 
 
 def _expert(shapes: Shapes, groups: Groups, seconds: Seconds) -> _Exchanged:
-    """Time dispatch of tokens to their experts, and combination; backward their gradients, in the same way. Before
-    tokens are dispatched ranks tell each other how many go where."""
+    """Return the communication of dispatch and combination, and backward that of their gradients. Before the dispatch,
+    ranks exchange the numbers of tokens."""
     kinds = (shapes.ep > 1) + (shapes.etp > 1)
     if not kinds:
         return _NONE
     once = _dispatch(shapes, groups)
-    if shapes.engine.overlaps:  # a micro-batch's forward pass runs next to another one's backward pass
+    if shapes.engine.overlaps:  # with the backward pass of another micro-batch
         once = max(0.0, once - HIDING * (seconds.forward + seconds.backward) / 2)
     return (once, once), (2 * kinds + 1, 2 * kinds)
 
 
 def _dispatch(shapes: Shapes, groups: Groups) -> float:
-    """Time dispatch and combination in one direction."""
+    """Return the seconds of dispatch and combination, forward or backward."""
     moe = shapes.architecture.moe
     assert moe is not None
     if shapes.experts.moe_token_dispatcher_type == "allgather":
@@ -240,13 +240,13 @@ def _dispatch(shapes: Shapes, groups: Groups) -> float:
 
 
 def _to_machines(shapes: Shapes, moe: MixtureOfExperts, group: Group) -> float:
-    """Return seconds in which tokens are sent once to each machine, and to each rank, that has one of their experts."""
+    """Return the seconds to send tokens once to each machine, and each rank, with one of their experts."""
     ranks, machines, size = group.size, group.size // group.per_node, shapes.hidden * shapes.imbalance
     if ranks == 1:
         return 0.0
 
     def others(parts: int) -> float:
-        """Count parts of the group, of so many, that a token is sent to, and is not in."""
+        """Return the mean number of other parts of the group, of `parts`, that a token is sent to."""
         if shapes.engine.dispatch == "neighbours":
             met = max(1.0, moe.router_topk * parts / moe.num_experts)
         else:
@@ -260,10 +260,11 @@ def _to_machines(shapes: Shapes, moe: MixtureOfExperts, group: Group) -> float:
 
 
 def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float]:
-    """Return the exchanges of the word embedding, or of the output layer and the loss.
+    """Return the communication of the word embedding, or of the output layer and the loss.
 
-    The embedding's ranks hold different words: sums forward, scattered along the sequence or not. Of the output layer
-    its inputs forward, their gradients backward, and two numbers a token for the loss; of a reward model the scores.
+    The embedding is sharded by vocabulary: its outputs are reduced, or reduce-scattered along the sequence. The output
+    layer gathers its inputs, reduces their gradients, and exchanges two numbers per token for the loss; a reward model
+    gathers the scores.
     """
     whole = all_gather(group, shapes.whole_hidden)
     if loss and shapes.architecture.num_labels:
@@ -275,8 +276,8 @@ def end_exchange(shapes: Shapes, group: Group, loss: bool) -> tuple[float, float
 
 
 def vision_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[float, float]:
-    """Return the exchanges of the word embedding, which is summed whole, and of pictures' features, each of which one
-    rank has computed; backward their gradients come from all context-parallel ranks."""
+    """Return the communication of the word embedding, which is reduced whole, and of the features of images, each of
+    which one rank has computed; backward their gradients are reduced over context-parallel ranks."""
     features = images.features(shapes)
     forward = all_reduce(groups.tensor, shapes.whole_hidden) + all_gather(groups.pictures, features)
     backward = all_gather(groups.tensor, shapes.whole_hidden) if shapes.sequence_parallel else 0.0
@@ -287,19 +288,20 @@ def vision_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[flo
 
 
 def encoder_gradients(case: Case, groups: Groups, images: Images | None) -> float:
-    """Return seconds in which tensor-parallel ranks add up, once a step, what each found of the encoder's gradients."""
+    """Return the seconds to reduce the encoder's gradients over tensor-parallel ranks, once per step."""
     if images is None or not images.num_trained:
         return 0.0
     return all_reduce(groups.tensor, images.num_trained * case.gradient_itemsize)
 
 
 class Reduction(NamedTuple):
-    """Seconds, whether or not something hides them.
+    """Seconds of data-parallel communication, overlapped or not.
 
     Attributes:
-        reduce: of gradients. gather: of updated weights.
-        last: of the last bucket, which nothing is left to hide behind.
-        updates: of Muon's, before and after they are orthogonalized.
+        reduce: of gradients.
+        gather: of updated weights.
+        last: of the last bucket of gradients, which never overlaps.
+        updates: of Muon's gradients, before and after orthogonalization.
     """
 
     reduce: float
@@ -310,7 +312,7 @@ class Reduction(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def data_groups(case: Case) -> tuple[Group, Group]:
-    """Return the ranks that hold the same weights: outside of experts, and of experts."""
+    """Return the groups of ranks with the same dense weights, and with the same experts."""
     parallel = case.settings.parallel
     tp, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_size * parallel.expert_model_parallel_size
     machine = case.machine
@@ -318,10 +320,10 @@ def data_groups(case: Case) -> tuple[Group, Group]:
 
 
 def reduction(case: Case, elements: StageParameters) -> Reduction:
-    """Time the exchanges of a stage's trained parameters, over both kinds of groups.
+    """Return the data-parallel communication of a stage's trained parameters.
 
-    Under the distributed optimizer gradients are reduce-scattered, and weights gathered, in the dtypes of their
-    buffers; otherwise gradients are all-reduced. Muon gathers and scatters gradients once more, and nothing hides that.
+    With the distributed optimizer gradients are reduce-scattered and weights gathered, in the dtypes of their buffers;
+    otherwise gradients are all-reduced. Muon gathers and scatters gradients again, without overlap.
     """
     sharded = case.settings.parallel.use_distributed_optimizer
     reduce = gather = last = updates = 0.0
@@ -339,11 +341,11 @@ def reduction(case: Case, elements: StageParameters) -> Reduction:
 
 
 def exposed_seconds(case: Case, exchange: Reduction, forward: float, backward: float) -> float:
-    """Return what of it is not hidden.
+    """Return the seconds of data-parallel communication that does not overlap.
 
     Args:
-        forward, backward: seconds of a stage's last micro-batch backward and first one forward, beside which gradients
-            go out and weights come in where settings say so.
+        forward, backward: seconds of the first micro-batch forward, with which gathering weights may overlap, and of
+            the last one backward, with which reducing gradients may.
     """
     parallel = case.settings.parallel
     reduce, gather = exchange.reduce, exchange.gather

@@ -1,4 +1,4 @@
-"""Seconds of a step: the slowest pipeline stage's, by part."""
+"""Seconds of a step, by part of the slowest pipeline stage."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from megatune.plan.uncertainty import time_uncertainty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step, of the slowest pipeline stage; communication not overlapped with compute.
+    """Seconds of one optimizer step on the slowest pipeline stage; communication counts if it is not overlapped.
 
     Attributes:
-        compute: forward and backward passes; in preference training also passes without gradients, exchanges included.
-        recompute: what the backward passes compute again.
-        tensor_parallel, context_parallel, expert_parallel: what the ranks of a layer exchange.
-        host: what the device waits for the host, which takes longer to launch a pass than the device to compute it.
-        pipeline: waiting for the other stages, and exchanges with them.
-        data_parallel: summing gradients and collecting weights.
+        compute: forward and backward passes; in preference training also passes without gradients, with communication.
+        recompute: recomputation in the backward passes.
+        tensor_parallel, context_parallel, expert_parallel: communication in a layer.
+        host: waiting for the host, if it takes longer to launch a pass than the device to compute it.
+        pipeline: waiting for the other stages, and communication with them.
+        data_parallel: reducing gradients and gathering weights.
         optimizer: the update, and all passes over gradients.
-        overhead: what the host does between steps.
-        tokens: of a step; padding included where nobody knows how long rows are.
-        model_flops: of a step, FLOP; see `megatune.plan.flops.train_flops`.
+        overhead: work of the host between steps.
+        tokens: of a step; with padding if the lengths of rows are unknown.
+        model_flops: FLOP of a step, see `megatune.plan.flops.train_flops`.
         num_gpus: devices of the run.
-        peak_flops: of one device, FLOP/s, in the dtype of the model.
-        forward: a pass without gradients over the rows of a step.
+        peak_flops: FLOP/s of one device in the model's dtype.
+        forward: seconds of a pass without gradients over the rows of a step.
         chunks: seconds of a micro-batch, by stage and virtual stage.
-        uncertainty: relative: 0.25 is ± 25 %; see `plan.uncertainty`.
+        uncertainty: relative, 0.25 for ±25 %; see `plan.uncertainty`.
     """
 
     compute: float
@@ -90,22 +90,22 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of the whole run."""
         return self.tokens / self.total
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         return self.tokens_per_second / self.num_gpus
 
     @property
     def model_tflops(self) -> float:
-        """Model floating-point operations of one device in a second, in 1e12."""
+        """Model TFLOP/s of one device."""
         return self.model_flops / self.total / self.num_gpus / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s utilization (arXiv:2204.02311): share of the peak."""
+        """Model FLOP/s utilization (arXiv:2204.02311): the share of the peak."""
         return self.model_tflops * 1e12 / self.peak_flops
 
 
@@ -113,14 +113,14 @@ _OTHERS = ("tokens", "model_flops", "num_gpus", "peak_flops", "forward", "chunks
 TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in _OTHERS)
 _parts_of = attrgetter(*TIME_PARTS)
 
-# Between steps the host reads rows, asks for the loss and the norm (which waits for the device), and logs.
+# Between steps the host reads rows, fetches the loss and the norm (which synchronizes the device), and logs.
 _OVERHEAD = 0.02
-# Operators that the host launches in the time of a collective's call: of torch.distributed, autograd and NCCL.
+# A call of a collective (torch.distributed, autograd, NCCL) takes the host as long as so many operators.
 _OF_A_CALL = 5
 
 
 class _Parts(NamedTuple):
-    """Seconds of one micro-batch in one chunk; of the host, what it takes to launch the passes."""
+    """Seconds of one micro-batch in one chunk by part; host_* are those to launch the passes."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -133,7 +133,7 @@ class _Parts(NamedTuple):
     host_backward: float = 0.0
 
     def plus(self, other: _Parts, times: int = 1) -> _Parts:
-        # Written out: every plan adds up thousands of these.
+        # Written out for speed: every plan adds up thousands of these.
         return _Parts(
             self.forward + times * other.forward,
             self.backward + times * other.backward,
@@ -151,8 +151,8 @@ class _Chunk:
     """Seconds of one micro-batch in one chunk.
 
     Attributes:
-        time: as long as the device computes and exchanges, or the host launches; all of it is `total`.
-        waiting: seconds of `total` in which the device has nothing to do.
+        time: the longer of the device's computation with communication, and the host's launches; summed in `total`.
+        waiting: seconds of `total` in which the device is idle.
     """
 
     def __init__(self, parts: _Parts) -> None:
@@ -165,7 +165,7 @@ class _Chunk:
 
 
 class _Stage:
-    """The chunks of a stage, and seconds of a micro-batch in all of them."""
+    """The chunks of a stage, and the seconds of a micro-batch in all of them."""
 
     def __init__(self, chunks: list[_Chunk]) -> None:
         self.chunks, self.times = chunks, tuple([chunk.time for chunk in chunks])
@@ -175,13 +175,13 @@ class _Stage:
 
 
 def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
-    """Time of a step.
+    """Return the time of a step.
 
     Args:
-        fixed: of the same case, with whatever recomputed.
+        fixed: of the same case with any recomputation.
 
     Raises:
-        MegatuneError: nothing is known of the device's generation, or it has no rate for the model's dtype.
+        MegatuneError: the device's generation is unknown, or it has no rate for the model's dtype.
     """
     case, fixed = case.with_mean_rows, fixed or FixedTime(case)
     settings, contents, images, recompute = case.settings, fixed.contents, images_of(case), recompute_of(case.settings)
@@ -194,7 +194,7 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
     for chunk in slowest.chunks:
         total, waiting = total.plus(chunk.parts), waiting + chunk.waiting
     count, calibration = case.num_micro_batches, case.machine.calibration
-    # Exchanges between stages that nothing hides.
+    # Communication between stages that is not overlapped.
     pp, virtual, overlap = len(contents), len(contents[0]), settings.parallel.overlap_p2p_comm
     hops = exchange_seconds(pp, virtual, count, overlap, fixed.hop, count * (slowest.forward + slowest.backward))
     totals, forwards = ([getattr(stages[chunks], part) for chunks in contents] for part in ("total", "forward"))
@@ -222,11 +222,11 @@ def step_time(case: Case, fixed: FixedTime | None = None) -> StepTime:
 
 
 class FixedTime:
-    """What recomputation does not change of a case's time; each part is computed when it is first asked for.
+    """The parts of a case's time that recomputation does not change, each computed on first access.
 
     Attributes:
         hop: seconds of a message to the next stage.
-        reductions: of the stages that may hold most parameters.
+        reductions: of the stages that may have the most parameters.
     """
 
     def __init__(self, case: Case) -> None:
@@ -240,11 +240,11 @@ class FixedTime:
 
     @cached_property
     def contents(self) -> tuple[tuple[ChunkContent, ...], ...]:
-        """Chunks by stage and virtual stage."""
+        """The chunks by stage and virtual stage."""
         return StateConfig.of(self._case).contents
 
     def rank(self, images: Images | None) -> RankTime:
-        """Return one rank's passes, with pictures that recomputation may change."""
+        """Return the time of one rank's passes; `images` may depend on recomputation."""
         if images not in self._ranks:
             groups = groups_of(self._case.machine, self.shapes)
             self._ranks[images] = rank_time(self.shapes, groups, self.rates, self.calibration, images)
@@ -252,9 +252,9 @@ class FixedTime:
 
     @property
     def micro_batch(self) -> float:
-        """Seconds of a micro-batch in all stages together, forward and backward; however many stages there are.
+        """Seconds of a micro-batch in all stages together, forward and backward, for any number of stages.
 
-        The slowest of p stages has 1 / p of it or more, and a step the slowest one's of all micro-batches.
+        The slowest of p stages takes at least 1 / p of it for each micro-batch.
         """
         settings = self._case.settings
         content = whole_model(self._case.model.architecture, settings.finetuning)
@@ -286,7 +286,7 @@ class FixedTime:
 
 
 class RankTime:
-    """Seconds of one rank's passes over a micro-batch: of layers and ends, however many stages share them."""
+    """Seconds of one rank's passes over a micro-batch in layers and ends, for any number of stages."""
 
     def __init__(
         self, shapes: Shapes, groups: Groups, rates: Rates, calibration: Calibration, images: Images | None
@@ -296,16 +296,16 @@ class RankTime:
         self._chunks: dict[tuple[ChunkContent, Recompute], _Chunk] = {}
 
     def chunk(self, content: ChunkContent, recompute: Recompute) -> _Chunk:
-        """Return a chunk, the same for the same one."""
+        """Return the seconds of a chunk, from a cache."""
         if (found := self._chunks.get((content, recompute))) is None:
             self._chunks[content, recompute] = found = _Chunk(self._sum(content, recompute))
         return found
 
     def _sum(self, content: ChunkContent, recompute: Recompute) -> _Parts:
-        """Return all layers of a chunk, with the word embedding and the output layer where it has them."""
+        """Return the seconds of a chunk's layers, word embedding and output layer."""
         parts = _Parts()
         layers = len(content.layers)
-        # Layers of all kinds are recomputed in proportion: which of them come first matters to few settings.
+        # An approximation: the same share of each kind of layer is recomputed.
         again = min(recompute.num_layers, layers) / layers if layers else 0.0
         for layer, count in content.counts:
             key = layer, recompute.modules, again
@@ -320,7 +320,7 @@ class RankTime:
 
     @cached_property
     def _mtp(self) -> _Parts:
-        """Return what is before a layer that predicts a further token."""
+        """The inputs of an MTP layer."""
         computed = mtp_seconds(without_experts(self.shapes), self.rates)
         return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
 
@@ -331,7 +331,7 @@ class RankTime:
 
     @cached_property
     def _begin(self) -> _Parts:
-        """Return the word embedding, with pictures in it."""
+        """The word embedding, with the vision encoder if there is one."""
         if self.images is None:
             computed = end_seconds(without_experts(self.shapes), self.rates, False)
             return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
@@ -343,11 +343,11 @@ class RankTime:
         return parts._replace(recompute=self.calibration.compute * again, host_backward=parts.host_backward + host)
 
     def _launching(self, launches: float) -> float:
-        """Return seconds that the host takes for so many operators."""
+        """Return the seconds of the host to launch this many operators."""
         return self.calibration.compute * self.rates.efficiency.launch * launches
 
     def _once(self, computed: Seconds, exchanged: tuple[float, float]) -> _Parts:
-        """Return what is not recomputed."""
+        """Return the seconds of operators that are not recomputed."""
         compute, communication = self.calibration.compute, self.calibration.communication
         return _Parts(
             forward=compute * computed.forward,
@@ -359,8 +359,8 @@ class RankTime:
         )
 
     def _layer(self, layer: LayerContent, modules: tuple[str, ...], again: float) -> _Parts:
-        """Return one layer with these modules recomputed, of which `again` is recomputed whole (the mean over layers of
-        a chunk)."""
+        """Return the seconds of one layer with recomputed modules; `again` is the share of layers in the chunk that is
+        recomputed whole."""
         shapes = layer_shapes(self.shapes, layer.kind, layer.gradient == "weights")
         seconds = layer_seconds(shapes, self.rates, layer.kind.sparse)
         exchange = layer_exchange(shapes, self.groups, seconds, layer.kind.sparse)
@@ -388,11 +388,11 @@ class RankTime:
         )
 
 
-rank_time = lru_cache(maxsize=8192)(RankTime)  # layouts that differ in their number of stages share it
+rank_time = lru_cache(maxsize=8192)(RankTime)  # layouts with different numbers of stages share it
 
 
 def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchange, sparse: bool) -> tuple[float, float]:
-    """Return seconds of computing and exchanging again, of one layer with these modules recomputed."""
+    """Return the seconds of recomputation and of repeated communication in one layer with these modules."""
     computing = exchanging = 0.0
     for module in modules:
         computing += seconds.recompute.get(module, 0.0)
@@ -407,7 +407,7 @@ def module_seconds(modules: tuple[str, ...], seconds: Seconds, exchange: Exchang
 
 
 def num_forward_passes(settings: Settings) -> int:
-    """Count those of each step: for answers to other prompts, and for the reference where rows are streamed."""
+    """Count forward passes in each step: for KTO's mismatched answers, and for the reference with streamed rows."""
     if settings.run.stage == "kto":
         return num_reference_passes(settings) - 1
     if settings.run.stage != "dpo":
@@ -416,18 +416,18 @@ def num_forward_passes(settings: Settings) -> int:
 
 
 def num_reference_passes(settings: Settings) -> int:
-    """Count forward passes over all rows before the first step; of KTO a second one, with answers to other prompts."""
+    """Count the reference's passes over all rows before the first step; KTO has a second one for mismatched answers."""
     if settings.run.stage == "kto":
         return 2 if settings.preference.kto_loss == "kto" else 1
     return int(settings.run.stage == "dpo" and settings.preference.has_reference and not settings.data.streaming)
 
 
 class Answers(NamedTuple):
-    """What answers that are written during training take.
+    """The time to generate answers during training.
 
     Attributes:
-        seconds: each time, with as many tokens as an answer may have, to rows as long as training's.
-        every: steps between two times, below 1 a share of all; None where they are written after each epoch.
+        seconds: each time, with the most tokens per answer, for prompts as long as the rows.
+        every: steps in between, a share of all steps if below 1; None if answers are generated after each epoch.
     """
 
     seconds: float
@@ -435,9 +435,9 @@ class Answers(NamedTuple):
 
 
 def answers(case: Case) -> Answers | None:
-    """Time `training.answers`: every token is a forward pass over whole rows; None where no answers are written.
+    """Return the time of `training.answers`, with a forward pass over whole rows for every token; None without answers.
 
-    The prompts are dealt to the data-parallel ranks, and in each pass as many micro-batches as there are stages.
+    The prompts are distributed over the data-parallel ranks, and each pass has as many micro-batches as stages.
     """
     settings, evaluation = case.settings, case.settings.evaluation
     if not settings.generates:
