@@ -1,8 +1,8 @@
-"""The plan of a run: bytes of every device in every phase, and seconds of a step, phase by phase.
+"""Plans a run of reinforcement learning: bytes of every device in every phase, and seconds of each phase of a step.
 
-A decoding step reads the weights that its sequences meet and their keys and values, computes two FLOP a weight and
-sequence, adds up over the engine's devices twice a layer, and costs the host what scheduling and sampling take. All of
-that follows from the model and the device; what the host takes is a figure of each engine.
+A decoding step reads the weights that its sequences use and their KV cache, computes two FLOP per weight and sequence,
+has two all-reduces per layer over the engine's devices, and takes the host some time for scheduling and sampling. All
+of it follows from the model and the device, except for the host's time, which is a constant of each engine.
 """
 
 from __future__ import annotations
@@ -43,59 +43,53 @@ from megatune.plan.time import step_time
 from megatune.plan.time.efficiency import Rates
 
 OFFLOAD = "offload"
-# Two of three of the published runs of benchmarks/planner/published_rl.py lie within: 0.4 is from 1 / 1.4 of the total
-# to 1.4 times it.
+# Two of three published runs of benchmarks/planner/published_rl.py are between 1 / 1.4 and 1.4 times the plan.
 UNCERTAINTY = 0.4
-# Between a device and the main memory of its machine, one way.
+# Bytes/s between a device and the main memory of its machine, in one direction.
 HOST_BANDWIDTH = 12e9
-# Of weights that are gathered tensor by tensor and handed to engines on GPUs: verl publishes 8.25 GB/s from 32 GPUs
-# to 30 receivers, slime 8.6 GB/s for colocated engines, both of Qwen3-30B-A3B.
+# Bytes/s of weights that are gathered tensor by tensor and sent to engines on GPUs: verl publishes 8.25 GB/s from 32
+# GPUs to 30 receivers, slime 8.6 GB/s for colocated engines, both for Qwen3-30B-A3B.
 SYNC_BANDWIDTH = 8.5e9
-# Of weights between processes of one CPU: packed into memory that engines map, and read there; measured, one thread.
+# Bytes/s of weights between processes on a CPU, through shared memory; measured with one thread.
 MAPPED_BANDWIDTH = 0.8e9
-# Of each bucket, and of an update's beginning and end: calls of all actors. Measured: 0.05 s for a few MB.
+# Seconds of each bucket, and of an update's start and end, for calls of all actors; measured with a few MB.
 _BUCKET_SECONDS = 0.05
-# Of a network's bandwidth, by gloo, which goes over TCP; an assumption.
+# Share of a network's bandwidth that gloo reaches over TCP; an assumption.
 _TCP_SHARE = 0.3
-# Of the memory's bandwidth, by products of a few rows and attention of one query; those of experts reach the share of
-# it that grouped products do of others (`Efficiency.grouped`).
+# Share of the memory bandwidth in products of a few rows and attention of one query; products of experts are slower by
+# `Efficiency.grouped`.
 _READING = 0.7
-# Of the peak, by the products of a prefill; they are not as large as those of training.
+# Share of the peak in the products of a prefill, which are smaller than those of training.
 _PREFILL = 0.5
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# What an engine's host takes for a decoding step and for each sequence in it, in seconds, and operators of a layer that
-# are launched one by one, 0 where the step is a captured graph. Assumed, of the engines' own profiles: scheduling,
-# sampling and detokenizing. Built in is Transformers' forward pass.
+# Seconds of an engine's host for a decoding step and for each sequence in it (scheduling, sampling, detokenizing), and
+# launches per layer, 0 with CUDA graphs. Assumed from profiles of the engines; the built-in one is Transformers'
+# forward pass.
 _HOSTS = {"vllm": (2.5e-3, 12e-6, 0), "sglang": (2.0e-3, 10e-6, 0), "builtin": (1.5e-3, 20e-6, 20)}
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that hold the same.
-
-    Attributes:
-        devices: their numbers.
-        held: what each role on them holds.
-    """
+    """Devices with the same content: their numbers, and the memory of each role on them."""
 
     devices: tuple[int, ...]
     held: tuple[RoleMemory, ...]
 
     def total(self, phase: str) -> int:
-        """Return bytes of a device in a phase."""
+        """Return the bytes of a device in a phase."""
         return sum(each.total(phase) for each in self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Seconds of the rollouts of a step, and how they come about.
+    """Seconds of the rollouts of a step.
 
     Attributes:
-        prefill: of prompts, once a group where the engine finds them in its cache.
+        prefill: of prompts; once per group if the engine has a prefix cache.
         decode: until the last response has ended.
-        full: of `decode`, while as many sequences are sampled as fit; after that fewer and fewer are.
-        at_once: sequences that an engine samples while all places are taken.
-        busy_step, last_step: of one token of each sequence, with all of them and with the last one.
+        full: the part of `decode` in which all slots are used; after that the slots empty.
+        at_once: sequences that an engine samples while all slots are used.
+        busy_step, last_step: for one token of each sequence, with all slots used and with the last sequence.
     """
 
     prefill: float
@@ -112,8 +106,8 @@ class StepSeconds:
 
     Attributes:
         phases: by name, in their order.
-        rollout: how the seconds of "rollout" come about.
-        overlaps: rollouts run beside everything else (async_generation_ratio on devices of their own).
+        rollout: details of the phase "rollout".
+        overlaps: whether rollouts run concurrently with the other phases (async_generation_ratio on separate devices).
     """
 
     phases: Mapping[str, float]
@@ -122,28 +116,23 @@ class StepSeconds:
 
     @property
     def rollout_side(self) -> float:
-        """Seconds in which the devices of the rollouts work."""
+        """Seconds in which the devices of the rollouts are busy."""
         return self.phases[SAMPLE] + self.phases[SYNC]
 
     @property
     def trainer_side(self) -> float:
-        """Seconds in which the others do."""
+        """Seconds in which the other devices are busy."""
         return sum(self.phases.values()) - self.phases[SAMPLE]
 
     @property
     def total(self) -> float:
-        """Seconds of a step, in the steady state where rollouts run beside training."""
+        """Seconds of a step, in the steady state if rollouts run concurrently."""
         return max(self.rollout_side, self.trainer_side) if self.overlaps else sum(self.phases.values())
 
 
 @dataclass(frozen=True)
 class RLAnswer:
-    """What was found.
-
-    Attributes:
-        roles: what each of them holds.
-        engine: of the rollouts.
-    """
+    """The answer of the planner: the memory of each role, that of a rollout engine, and the seconds of a step."""
 
     question: RLQuestion
     roles: tuple[RoleDevices, ...]
@@ -157,7 +146,7 @@ class RLAnswer:
 
     @cached_property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        """Devices by what they hold, the first first."""
+        """Groups of devices with the same content, by their first device."""
         groups: dict[tuple[int, ...], DeviceGroup] = {}
         for device in range(self.question.world_size):
             held = tuple(role.on(device) for role in self.roles if device in role.devices)
@@ -167,24 +156,24 @@ class RLAnswer:
 
     @cached_property
     def fullest(self) -> tuple[DeviceGroup, str]:
-        """The devices that hold most, and the phase in which they do."""
+        """The group of devices with the most memory, and the phase in which it is used."""
         pairs = ((group, phase) for group in self.groups for phase in self.phases)
         return max(pairs, key=lambda pair: pair[0].total(pair[1]))
 
     @property
     def fits(self) -> bool:
-        """Whether every device holds what is on it, and the engines have room to sample the longest response."""
+        """Whether every device has enough memory, and the KV cache of an engine holds the longest sample."""
         group, phase = self.fullest
         return group.total(phase) <= self.question.machine.device.memory and self.has_cache
 
     @property
     def has_cache(self) -> bool:
-        """Whether an engine's cache holds the longest sample."""
+        """Whether the KV cache of an engine holds the longest sample."""
         return self.engine.cached_tokens >= self.question.lengths.longest
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that sleeping roles have in the main memory of the fullest machine."""
+        """Bytes of offloaded roles in the main memory of the fullest machine."""
         by_node: dict[int, int] = {}
         for role in self.roles:
             for device in role.devices:
@@ -194,7 +183,7 @@ class RLAnswer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run, prompts counted."""
+        """Tokens per second of the whole run, including prompts."""
         return self.question.settings.samples_per_step * self.question.lengths.mean / self.seconds.total
 
 
@@ -202,20 +191,20 @@ def plan_rl(question: RLQuestion) -> RLAnswer:
     """Plan a run whose settings are valid.
 
     Raises:
-        MegatuneError: INPUT, where nothing is known of the device's generation, or of its speed in a role's dtype.
+        MegatuneError: INPUT if the device's generation, or its speed in a role's dtype, is unknown.
     """
     held, engine = memory_of_roles(question), engine_of(question, question.settings.actor_infer)
     rollout = _rollout(question, engine)
     found = {phase: _seconds(question, phase, rollout) for phase in phases(question)}
     if shared_devices(question):
-        found[OFFLOAD] = _moves(question, held)
+        found[OFFLOAD] = _offload_seconds(question, held)
     return RLAnswer(question, tuple(held), engine, StepSeconds(found, rollout, question.steps_ahead > 0))
 
 
 def _seconds(question: RLQuestion, phase: str, rollout: Rollout) -> float:
     settings = question.settings
     actor, critic = settings.actor_train, settings.critic
-    sampled = settings.algorithm.opd_lmbda  # of the steps; others send no weights either
+    sampled = settings.algorithm.opd_lmbda  # share of steps with rollouts; the others send no weights either
     if phase == SYNC:
         return sampled * _sync_seconds(question) / max(1, actor.model_update_frequency)
     if phase == SAMPLE:
@@ -231,21 +220,21 @@ def _seconds(question: RLQuestion, phase: str, rollout: Rollout) -> float:
 
 
 def _forward(question: RLQuestion, role: ModelRole) -> float:
-    """Return seconds of a pass without gradients over the samples of a step."""
+    """Return the seconds of a pass without gradients over the samples of a step."""
     return step_time(forward_case(question, role, longest=False)).forward
 
 
 def _training(question: RLQuestion, role: ModelRole) -> float:
     found, teacher = step_time(training_case(question, role, longest=False)).total, teacher_inside(question.settings)
-    if role.teacher is not None and teacher is not None:  # one forward pass over the tokens of an update
+    if role.teacher is not None and teacher is not None:  # a forward pass over the tokens of an update
         found += step_time(training_case(question, teacher, longest=False)).forward
     return num_updates(question, role) * found
 
 
 def _sync_seconds(question: RLQuestion) -> float:
-    """Return seconds of a weight update: a stream of buckets, as fast as the slowest part of its way (`rl.transport`).
+    """Return the seconds of a weight update: buckets at the rate of the slowest link (`rl.transport`).
 
-    On GPUs ranks gather whole tensors, which engines on the same GPUs read there; to others one rank broadcasts them.
+    On GPUs ranks gather whole tensors, which engines on the same GPUs read; to other engines one rank broadcasts them.
     """
     machine, settings = question.machine, question.settings
     used = {*settings.actor_train.devices, *settings.actor_infer.devices}
@@ -256,8 +245,8 @@ def _sync_seconds(question: RLQuestion) -> float:
     return sync_bytes(question) / min(rates) + _BUCKET_SECONDS * (1 + buckets)
 
 
-def _moves(question: RLQuestion, held: list[RoleDevices]) -> float:
-    """Return seconds in which what takes turns on the busiest device leaves it, and comes back."""
+def _offload_seconds(question: RLQuestion, held: list[RoleDevices]) -> float:
+    """Return the seconds to offload and reload the time-sharing roles of the busiest device."""
     of_device = (
         sum(role.on(device).offloaded for role in held if device in role.devices) for device in shared_devices(question)
     )
@@ -268,8 +257,8 @@ def _moves(question: RLQuestion, held: list[RoleDevices]) -> float:
 def _rollout(question: RLQuestion, memory: EngineMemory) -> Rollout:
     """Return the seconds of one engine with an even share of the step's samples.
 
-    Samples that wait for a place are sampled while all places are taken; then the places empty. Where rollouts run
-    ahead places are never empty, but a response of the longest length may not take longer than it may be old.
+    While samples wait, all slots are used; then the slots empty. If rollouts run ahead, slots are never empty, but the
+    longest response must not take longer than the allowed staleness.
     """
     role, lengths, ahead = question.settings.actor_infer, question.lengths, question.steps_ahead
     engine = _Engine(role, question.models[ROLLOUT].architecture, question.machine)
@@ -301,7 +290,7 @@ def _rollout(question: RLQuestion, memory: EngineMemory) -> Rollout:
 
 
 class _Engine:
-    """One engine's devices, and what they read and compute for a token."""
+    """One engine's devices, and their memory traffic and computation for a token."""
 
     def __init__(self, role: InferRole, architecture: Architecture, machine: Machine) -> None:
         self.architecture, self.devices, self.host = architecture, role.devices_per_engine, _HOSTS[role.engine]
@@ -313,8 +302,8 @@ class _Engine:
         self.of_token = key_value_bytes(architecture, self.size) / cache_shards(architecture, self.devices)
 
     def step(self, sequences: float, context: float) -> float:
-        """Return seconds of one token of each sequence, with so many tokens before it."""
-        experts = self.experts * self._met(sequences) / self.rates.efficiency.grouped
+        """Return the seconds of one token for each sequence, with `context` tokens before it."""
+        experts = self.experts * self._used_experts(sequences) / self.rates.efficiency.grouped
         read = (self.others + experts) * self.size / self.devices
         moved = (read + sequences * context * self.of_token) / (self.rates.bandwidth * _READING)
         computed = 2 * self.active * sequences / self.devices / self.rates.dense
@@ -324,16 +313,16 @@ class _Engine:
         return max(on_device, launched) + of_step + of_sequence * sequences
 
     def prefill(self, tokens: float) -> float:
-        """Return seconds of the prompts of an engine."""
+        """Return the seconds of the prompts of an engine."""
         return 2 * self.active * tokens / self.devices / (self.rates.peak * _PREFILL)
 
-    def _met(self, sequences: float) -> float:
-        """Return the share of the experts that any of the sequences goes to, if each chooses evenly."""
+    def _used_experts(self, sequences: float) -> float:
+        """Return the share of the experts that any of the sequences uses, with uniform routing."""
         moe = self.architecture.moe
         return 1 - (1 - moe.router_topk / moe.num_experts) ** sequences if moe is not None else 0.0
 
     def _exchange(self, sequences: float) -> float:
-        """Return seconds of two all-reduces a layer."""
+        """Return the seconds of two all-reduces per layer."""
         if self.devices == 1:
             return 0.0
         message = sequences * self.architecture.hidden_size * self.size
@@ -342,10 +331,10 @@ class _Engine:
 
 
 def _split(architecture: Architecture) -> tuple[int, int]:
-    """Return parameters of routed experts, and of all other matrices that a token meets."""
+    """Return the number of parameters in routed experts, and in all other matrices that a token uses."""
     whole, moe = num_parameters(architecture), architecture.moe
     table = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size
     if moe is None:
-        return 0, whole - table  # of the word embedding a few rows are read
+        return 0, whole - table  # only few rows of the word embedding are read
     experts = sum(moe.layers) * moe.num_experts * 3 * architecture.hidden_size * moe.moe_ffn_hidden_size
     return experts, whole - table - experts

@@ -1,19 +1,18 @@
-"""Seconds that one rank computes, operator by operator, each by the roofline of its device, and seconds that the host
-takes to launch them.
+"""Seconds of computation on one rank by the roofline model of its device, and seconds of the host to launch kernels.
 
-A kernel distributes its output over the device's multiprocessors in tiles. Small products fill the last round of tiles
-badly and short sums hardly hide their prologue; both follow from the shape, by one law for all devices
+A kernel distributes its output over the device's multiprocessors in tiles. Small products do not fill the last wave of
+tiles, and short sums do not amortize the prologue; both follow from the shape, with the same formula for all devices
 (`_product_seconds`).
 
-What large kernels sustain follows from the device's data sheet, by what limits it (`Rates`). A large product runs at
-the same share of the peak on every device (`ceiling`) as long as the board may draw what its tensor cores ask for. They
-ask for so many watts a TFLOP/s (`demand`, by generation: by its process and tensor cores); where the board allows less,
-clocks fall until the draw fits. Power grows faster than the clock, with its square about (voltage falls with it), so
-that products keep the share (allowed / asked for) to the power of `SCALING`. That is what an H20 and an H100 differ by:
-the one has watts to spare, the other asks for twice what it may draw.
+The sustained rate of large kernels follows from the device's data sheet (`Rates`). A large product reaches the same
+share of the peak on every device (`ceiling`) unless the board's power limit is lower than the demand of its tensor
+cores: a number of watts per TFLOP/s by generation (`demand`). Then the clock falls until the power fits. Power grows
+about with the square of the clock, because voltage falls with it, so products keep the share (limit / demand) to the
+power of `SCALING`. This is the difference between an H20, whose limit is not reached, and an H100, whose demand is
+twice its limit.
 
-Attention adds work beside tensor cores (exponentials, maxima), which takes as long as the device's fp32 rate says. It
-is found from shares of the peak that were published for the generation's reference device.
+Attention also has work outside of tensor cores (exponentials, maxima) at the device's fp32 rate. It is derived from
+published shares of the peak of the generation's reference device.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from megatune.plan.operators.shapes import Shapes, without_experts
 from megatune.plan.operators.vision import Images, encoder_inputs, encoder_layer, media_embedding, mergers
 
 SCALING = 0.5
-# Of products in 8-bit floats over those in 16 bits: data sheets have twice as much, and clocks fall under the load. It
-# is assumed: nothing was measured.
+# Speed of fp8 products relative to 16 bits: twice by data sheets, less because clocks fall under load. Assumed, not
+# measured.
 FP8_SPEEDUP = 1.7
 _WITHOUT_FP8 = ("volta", "turing", "ampere")
-_FLASH_2 = (0.60, 0.50)  # of an A100: FlashAttention-2, arXiv:2307.08691, figures 4 to 6
+_FLASH_2 = (0.60, 0.50)  # on an A100: FlashAttention-2, arXiv:2307.08691, figures 4 to 6
 _NO_FLASH, _ON_CPU = (0.30, 0.25), (0.35, 0.30)
-# Bytes/s that a copy between a device and page-locked memory reaches in one direction, each device at its own port:
-# some 80 % of sixteen lanes of PCIe 3, 4 and 5.
+# Bytes/s of a copy between a device and page-locked memory in one direction, with a port for each device: about 80 % of
+# sixteen lanes of PCIe 3, 4 and 5.
 _PCIE = {"volta": 12e9, "turing": 12e9, "ampere": 25e9, "ada": 25e9, "hopper": 50e9, "blackwell": 50e9}
-# Bytes/s that Adam reads and writes on all processors of a machine: ZeRO-Offload (arXiv:2101.06840, table 4) updates
-# 10 billion parameters in 2.7 s on two sockets of DDR4, 32 bytes each.
+# Bytes/s that Adam reads and writes on all CPUs of a machine: ZeRO-Offload (arXiv:2101.06840, table 4) updates 10
+# billion parameters in 2.7 s on two sockets with DDR4, 32 bytes each.
 _MACHINE = 120e9
 _FP32 = 4
 _ITERATIONS = 5  # of Muon's orthogonalization
@@ -60,7 +59,7 @@ _ITERATIONS = 5  # of Muon's orthogonalization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A device that shares were found on: TFLOP/s of 16 bits and of fp32, multiprocessors, watts."""
+    """The device that shares were measured on: TFLOP/s in 16 bits and in fp32, multiprocessors, watts."""
 
     peak: float
     single: float
@@ -70,20 +69,20 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What devices of one generation have in common.
+    """The properties of devices of one generation.
 
     Attributes:
-        reference: what shares were found on, and what an unknown number of a device is taken from.
+        reference: the device that the shares are for, and the default for unknown numbers of a device.
         tile: rows and columns of a tile of a product.
-        depth: of a sum at which a kernel spends as long on filling its pipeline and writing out as on the sum.
-        ceiling: share of the peak that large dense products reach where power does not limit them.
-        demand: watts that a TFLOP/s of the peak asks for; 0 where clocks do not depend on it.
-        grouped: of what dense products reach, by products of many experts at once.
-        attention: of the reference's peak, by the fastest kernel for rows of one document: forward, backward.
-        packed: the same of the kernel for rows of several documents.
-        memory: of the memory's bandwidth, by operators that compute little.
-        link: of a link's bandwidth, by collectives.
-        launch: seconds that the host takes for one operator, its share of Python and autograd included.
+        depth: length of a sum that takes as long as its prologue and epilogue.
+        ceiling: share of the peak of large dense products that are not limited by power.
+        demand: watts per TFLOP/s of the peak; 0 if power does not limit clocks.
+        grouped: rate of grouped products of experts relative to dense products.
+        attention: share of the reference's peak of the fastest kernel for rows of one document: forward, backward.
+        packed: the same for rows of several documents.
+        memory: share of the memory bandwidth of memory-bound operators.
+        link: share of a link's bandwidth of collectives.
+        launch: seconds of the host for one operator, including Python and autograd.
     """
 
     reference: Reference
@@ -99,9 +98,9 @@ class Efficiency:
     launch: float = 20e-6
 
     def dense(self, peak: float, watts: float) -> float:
-        """Return the share of a peak of so many TFLOP/s that large products reach."""
-        asked = self.demand * peak
-        return self.ceiling * min(1.0, (watts / asked) ** SCALING if asked else 1.0)
+        """Return the share of a peak in TFLOP/s that large products reach with this power limit."""
+        demand = self.demand * peak
+        return self.ceiling * min(1.0, (watts / demand) ** SCALING if demand else 1.0)
 
 
 _V100 = Reference(peak=125, single=15.7, multiprocessors=80, watts=300)
@@ -110,16 +109,16 @@ _H100 = Reference(peak=989.4, single=66.9, multiprocessors=132, watts=700)
 _B200 = Reference(peak=2250, single=75, multiprocessors=148, watts=1000)
 _CORE = Reference(peak=1, single=1, multiprocessors=1, watts=1)
 
-# ceiling, SCALING and demand: chosen from the open rows of benchmarks/planner_accuracy.py, of H100 at 700 and 500 W, of
-# H20, and of A100 and A800; Ada and the RTX cards of Blackwell are made in Hopper's process and take what an H100 with
-# a ceiling of 0.92 would ask for; those of Volta, Turing and Blackwell are assumed, from products of a V100 (0.60 of
-# the peak) and a B200 (0.55).
+# ceiling, SCALING and demand: fitted to the open rows of benchmarks/planner_accuracy.py, of H100 at 700 and 500 W, H20,
+# A100 and A800; Ada and the RTX cards of Blackwell, made in Hopper's process, have the demand of an H100 with a ceiling
+# of 0.92; those of Volta, Turing and Blackwell are assumed, from products of a V100 (0.60 of the peak) and a B200
+# (0.55).
 # Attention: FlashAttention-2 reaches 0.33 of an H100, cuDNN and FlashAttention-3 (arXiv:2407.08608) 0.64; Blackwell's
 # shares are assumed: its peak grew more than its attention. grouped: torch's grouped_mm was measured at 0.24 of an
 # H100's peak (128 experts of 768 channels, VeOmni issue 460) and at 0.65 (large experts, TransformerEngine issue 2045),
-# where dense products of these tiles reach 0.5 to 0.6. memory: of HBM, as STREAM-like kernels do; on a CPU much of what
-# passes hits its caches. link: bus bandwidth of nccl-tests over the data sheet's. launch: 13 to 14 microseconds of the
-# host an operator, measured of this engine's layers (one thread, without a GPU), and five for a driver's launch.
+# where dense products of these tiles reach 0.5 to 0.6. memory: STREAM-like kernels on HBM; on a CPU much of the traffic
+# hits the caches. link: bus bandwidth of nccl-tests over the data sheet's. launch: 13 to 14 microseconds of the host
+# per operator, measured with this engine's layers (one thread, without a GPU), and five for a driver's launch.
 EFFICIENCIES = {
     "volta": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
     "turing": Efficiency(reference=_V100, tile=(128, 128), demand=5.6, attention=_NO_FLASH, packed=_NO_FLASH),
@@ -131,7 +130,7 @@ EFFICIENCIES = {
     "blackwell": Efficiency(
         reference=_B200, tile=(256, 256), demand=1.24, attention=(0.55, 0.42), packed=(0.22, 0.17)
     ),
-    # Its tensor cores are programmed as Ada's are: compute capability 12.0 has no tiles of two multiprocessors.
+    # Its tensor cores are programmed like Ada's: compute capability 12.0 has no tiles of two multiprocessors.
     "blackwell-rtx": Efficiency(
         reference=_A100, tile=(128, 256), demand=1.65, attention=_FLASH_2, packed=_FLASH_2
     ),
@@ -142,16 +141,16 @@ EFFICIENCIES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, made once: known by identity
+@dataclass(frozen=True, slots=True, eq=False)  # a key of caches, compared by identity
 class Rates:
-    """What one device does in a second, of one dtype.
+    """The rates of one device in one dtype.
 
     Attributes:
         peak: FLOP/s of the data sheet.
-        dense, single: FLOP/s of large products, of this dtype and of fp32 numbers.
+        dense, single: FLOP/s of large products in this dtype and in fp32.
         attention, packed: FLOP/s of attention, forward and backward.
         bandwidth: bytes/s of the data sheet.
-        multiprocessors: over which tiles are distributed.
+        multiprocessors: number of multiprocessors.
     """
 
     peak: float
@@ -168,12 +167,12 @@ class Rates:
         """Return the rates of the machine's device.
 
         Args:
-            dtype: torch name of what the model computes in.
-            fp8: it multiplies in 8-bit floats, too.
-            host: of an engine, see `Engine`.
+            dtype: torch's name of the model's dtype.
+            fp8: whether it also multiplies in fp8.
+            host: see `Engine`.
 
         Raises:
-            MegatuneError: the device has no rate for this dtype, or is of a generation that nothing is known of.
+            MegatuneError: the device has no rate for this dtype, or its generation is unknown.
         """
         device = machine.device
         if device.generation not in EFFICIENCIES:
@@ -181,7 +180,7 @@ class Rates:
         elif dtype not in device.flops:
             what, why = f"{device.name} does not compute in {dtype}", f"it computes in {', '.join(device.flops)}"
         elif fp8 and device.generation in _WITHOUT_FP8:
-            what, why = f"{device.name} does not multiply in 8-bit floats", "GPUs do since Ada and Hopper; remove fp8"
+            what, why = f"{device.name} does not support fp8", "GPUs do since Ada and Hopper; remove fp8"
         else:
             efficiency = EFFICIENCIES[device.generation]
             efficiency = efficiency if host == 1.0 else replace(efficiency, launch=host * efficiency.launch)
@@ -191,7 +190,7 @@ class Rates:
 
 @lru_cache(maxsize=256)
 def _rates(device: Device, dtype: str, efficiency: Efficiency) -> Rates:
-    """Derive what is sustained from the board's own numbers."""
+    """Derive the sustained rates from the numbers of the data sheet."""
     reference, peak = efficiency.reference, device.flops[dtype]
     at_reference = efficiency.dense(reference.peak, reference.watts)
     share = at_reference
@@ -200,9 +199,9 @@ def _rates(device: Device, dtype: str, efficiency: Efficiency) -> Rates:
     dense, single = share * peak, device.flops.get("float32", peak)
 
     def attending(shares: tuple[float, float]) -> tuple[float, float]:
-        # Beside tensor cores, in units of the fp32 rate: what the reference takes longer than products alone would.
-        beside = [max(0.0, reference.single / reference.peak * (1 / each - 1 / at_reference)) for each in shares]
-        forward, backward = (1 / (1 / dense + each / single) for each in beside)
+        # Work outside of tensor cores, in units of the fp32 rate: the reference's time beyond that of the products.
+        others = [max(0.0, reference.single / reference.peak * (1 / each - 1 / at_reference)) for each in shares]
+        forward, backward = (1 / (1 / dense + each / single) for each in others)
         return forward, backward
 
     return Rates(
@@ -215,7 +214,7 @@ def _rates(device: Device, dtype: str, efficiency: Efficiency) -> Rates:
 
 
 def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = False) -> float:
-    """Sum the seconds of these kernels, each by roofline."""
+    """Sum up the seconds of kernels by the roofline model."""
     seconds = 0.0
     for kernel in kernels:
         if isinstance(kernel, Product):
@@ -230,15 +229,15 @@ def kernel_seconds(rates: Rates, kernels: Iterable[Kernel], backward: bool = Fal
 
 
 def memory_seconds(rates: Rates, data: float) -> float:
-    """Return seconds of an operator that reads and writes `data` bytes together and computes little."""
+    """Return the seconds of a memory-bound operator that reads and writes `data` bytes in total."""
     return data / (rates.bandwidth * rates.efficiency.memory)
 
 
 def _product_seconds(rates: Rates, product: Product) -> float:
-    """Return the roofline of tiles and of bytes.
+    """Return the seconds of a product by the roofline model, the longer of its tiles and its bytes.
 
-    ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b, or of b · a, run in rounds of the multiprocessors; the last round is half
-    full on average. So is the last tile of each of the experts that share the rows.
+    ⌈rows / a⌉ · ⌈columns / b⌉ tiles of a · b, or of b · a, run in waves on the multiprocessors; the last wave is half
+    full on average. So is the last tile of each expert in grouped rows.
     """
     rows, columns, depth, _, matrices, grouped = product
     efficiency = rates.efficiency
@@ -262,8 +261,7 @@ def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> fl
     if kernel == "plain":
         return (2 if backward else 1) * flops / rates.dense
     if kernel != "unmasked":
-        # Blocks of the diagonal are computed whole, and blocks of queries are distributed to the multiprocessors in
-        # rounds.
+        # Blocks on the diagonal are computed whole, and blocks of queries run in waves on the multiprocessors.
         block = rates.efficiency.tile[0]
         rounds = tokens / block * heads / rates.multiprocessors
         flops = tokens * (document + block) * channels * (1 + 0.5 / max(rounds, 0.5))
@@ -272,14 +270,14 @@ def _attention_seconds(rates: Rates, attention: Attention, backward: bool) -> fl
 
 
 class Seconds(NamedTuple):
-    """Seconds of one layer and micro-batch, on one rank, as its device computes.
+    """Seconds of computation for one layer and micro-batch on one rank.
 
     Attributes:
         recompute: forward seconds by module.
-        weight_gradient: seconds of weight gradients behind each exchange of the backward pass, in which it hides.
-        attention: forward, of core attention alone: exchanges of a ring hide in it.
+        weight_gradient: seconds of weight gradients, with which communication of the backward pass overlaps.
+        attention: forward seconds of core attention, with which communication of a ring overlaps.
         launches: operators that the host launches forward, and backward.
-        recompute_launches: of the forward pass, by module.
+        recompute_launches: those of the forward pass, by module.
     """
 
     forward: float
@@ -291,7 +289,7 @@ class Seconds(NamedTuple):
     recompute_launches: dict[str, int]
 
     def plus(self, other: Seconds) -> Seconds:
-        """Return both."""
+        """Return the sum of both."""
         forward, backward, again, weights, attention, launches, recompute_launches = self
         return Seconds(
             forward + other.forward,
@@ -307,7 +305,7 @@ class Seconds(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
-    """Time one decoder layer, dense or sparse."""
+    """Return the seconds of one decoder layer, dense or sparse."""
     whole = without_experts(shapes)
     mixer = _branch_seconds(mixer_branch, whole, rates)
     if not sparse:
@@ -316,37 +314,34 @@ def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     return mixer.plus(around).plus(_add_up(rates, experts(shapes)))
 
 
-@lru_cache(maxsize=8192)  # ways to share out experts have all others in common
+@lru_cache(maxsize=8192)  # layouts that differ in the sharding of experts share it
 def _branch_seconds(branch: Callable[[Shapes], tuple[Operator, ...]], shapes: Shapes, rates: Rates) -> Seconds:
     return _add_up(rates, branch(shapes))
 
 
 @lru_cache(maxsize=8192)
 def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
-    """Time the word embedding, or the last norm, the output layer and the loss."""
+    """Return the seconds of the word embedding, or of the last norm, the output layer and the loss."""
     return _add_up(rates, head(shapes) if loss else (embedding(shapes),))
 
 
 @lru_cache(maxsize=8192)
 def mtp_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    """Time what is before a layer that predicts a further token."""
+    """Return the seconds of the inputs of an MTP layer."""
     return _add_up(rates, mtp_inputs(shapes))
 
 
 @lru_cache(maxsize=1024)
 def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
-    """Time an encoder and its mergers, and the word embedding that features take places in."""
+    """Return the seconds of an encoder and its mergers, and of the embedding with the inserted features."""
     layers = encoder_layer(shapes, images) * images.tower.depth
     operators = encoder_inputs(shapes, images), *layers, *mergers(shapes, images), media_embedding(shapes, images)
     return _add_up(rates, operators, both_ways=images.tower_trained)
 
 
 def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True) -> Seconds:
-    """Sum all operators.
-
-    Args:
-        both_ways: the backward pass launches, too: twice as many, and kernels of weights' gradients.
-    """
+    """Sum up the seconds of operators; `both_ways` counts launches of a backward pass, too: twice as many, and those of
+    weight gradients."""
     forward = backward = weight_gradient = attention = 0.0
     recompute: dict[str, float] = {}
     recompute_launches: dict[str, int] = {}
@@ -367,11 +362,12 @@ def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True)
 
 
 def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> float:
-    """Time the optimizer: scaling and clipping of gradients, the update, and zeroing, all passes over memory.
+    """Return the seconds of the optimizer: scaling and clipping of gradients, the update, and zeroing, which are all
+    memory-bound.
 
-    Of each trained element gradients are zeroed, scaled by the number of tokens (read and written); of those that this
-    rank updates the norm reads them, clipping reads and writes them, Adam reads them, reads and writes the master
-    weight and both averages, and writes the weight. Muon multiplies matrices in addition, which was not measured.
+    The gradient of each trained element is zeroed and scaled by the number of tokens (read and written). For elements
+    that this rank updates, the norm reads it, clipping reads and writes it, and Adam reads it, reads and writes the
+    master weight and both moments, and writes the weight. Muon also multiplies matrices, which was not measured.
     """
     gradient, size, rules = case.gradient_itemsize, case.itemsize, optimizer_state_config(case.settings)
     trained = elements.trained_dense + elements.trained_expert
@@ -384,11 +380,11 @@ def optimizer_seconds(case: Case, rates: Rates, elements: StageParameters) -> fl
 
 
 def _host_seconds(case: Case, elements: StageParameters) -> float:
-    """Time what a rank updates on the host; 0 where that is nothing. All of it is assumed: nothing was measured.
+    """Return the seconds of the update on the host, if any. Assumed, not measured.
 
-    Of an element the device sends the gradient in fp32, of an fp32 model also the weight, and is sent the weight. The
-    host reads the gradient, reads and writes the master weight and both averages, and writes the weight. Both go on
-    side by side: the longer one counts.
+    For each element the device sends the fp32 gradient, in an fp32 model also the weight, and receives the weight. The
+    host reads the gradient, reads and writes the master weight and both moments, and writes the weight. Both overlap:
+    the longer one counts.
     """
     rules, size = optimizer_state_config(case.settings), case.itemsize
     updated = rules.host_fraction * elements.updated
