@@ -118,9 +118,7 @@ def test_a_run_that_goes_on_keeps_what_was_noted_before(pool: RankPool, model: P
     assert dump_records(read_records(output)) == dump_records([again])
     values = {"max_steps": 3, "save_steps": 3, "overwrite_output_dir": True}
     assert pool.run(1, train, settings_of(model, output, **values), output / "launch", None, None) == [0]
-    with pytest.raises(
-        MegatuneError, match="nothing was planned for it"
-    ):  # the plan of the run before is not this one's
+    with pytest.raises(MegatuneError, match="it has no plan"):  # the plan of the run before is not this one's
         diagnose(output)
 
 

@@ -1,4 +1,4 @@
-"""Devices, links and machines by the names that people type and drivers report; and well-known models."""
+"""Finds devices, links and machines by the names that users or drivers give, and well-known models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatune.plan.machine import Device, Link, Machine
 
 T = TypeVar("T")
 
-# What vendors and users write around a device's name.
+# Words around a device's name that are ignored.
 _NOISE = re.compile(r"\b(?:nvidia|tesla|geforce|quadro)\b")
-# Two multiply-adds of 256 bits a cycle at 3 GHz, of one core with AVX2.
+# FLOP/s of a core with AVX2: two multiply-adds of 256 bits per cycle at 3 GHz.
 _CORE_FLOPS = 96e9
-# Of one channel of memory, which is about what one core can read.
+# Bytes/s of one memory channel, which is about the limit of one core.
 _CORE_BANDWIDTH = 12e9
 _FIX = "give one of these, or its numbers in a file: --devices FILE (docs/devices.md)"
 __all__ = [
@@ -35,20 +35,20 @@ __all__ = [
 
 
 def plain_name(name: str) -> str:
-    """Return a device's name as it is compared: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
+    """Normalize a device's name for comparison: "NVIDIA A100-SXM4-80GB" -> "a100sxm480g"."""
     words = re.sub(r"[^a-z0-9]+", " ", _NOISE.sub(" ", name.lower()))
     return re.sub(r"\b(\d+)gb\b", r"\1g", words).replace(" ", "")
 
 
 def device_by_driver_name(name: str) -> Device | None:
-    """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    """Find a device by the name that its driver reports, "NVIDIA H100 80GB HBM3"; None if unknown."""
     wanted = plain_name(name)
     entries = catalogue().devices.items()
     return next((each.device(key) for key, each in entries if wanted in map(plain_name, each.driver_names)), None)
 
 
 def device_names(devices_file: str | Path | None = None) -> list[str]:
-    """Return the names of all devices, those of one's own among them; see `own_catalogue`."""
+    """Return the names of all devices, including the user's own, see `own_catalogue`."""
     return list({**catalogue().devices, **own_catalogue(devices_file).devices})
 
 
@@ -60,17 +60,17 @@ def find_machine(
     network: str | None = None,
     devices_file: str | Path | None = None,
 ) -> Machine:
-    """Return machines with this device; what is None is as most machines of the kind have it (`machine_assumptions`).
+    """Return machines with this device; None selects what is usual for the device (`machine_assumptions`).
 
     Args:
-        gpu: a device's name in the catalogue, an alias ("a100", "4090"), or what its driver calls it.
-        link: what joins the devices of one machine, by its name in the catalogue.
-        network: what joins machines: "ib-400" is one port a device, "ib-400x4" four ports a machine, shared by its
-            devices, "ethernet-25g" one port a machine.
-        devices_file: YAML with devices of one's own (`own_catalogue`).
+        gpu: a device's name in the catalogue, an alias ("a100", "4090"), or its driver's name.
+        link: the interconnect inside a machine, by its name in the catalogue.
+        network: the interconnect between machines: "ib-400" has one port per device, "ib-400x4" four ports per machine,
+            shared by its devices, "ethernet-25g" one port per machine.
+        devices_file: YAML with the user's own devices (`own_catalogue`).
 
     Raises:
-        MegatuneError: INPUT, with everything that is not known and the nearest names; or what is wrong with the file.
+        MegatuneError: INPUT, with all unknown names and the nearest ones; or the findings about the file.
     """
     own = own_catalogue(devices_file)
     findings: list[Finding] = []
@@ -83,7 +83,7 @@ def find_machine(
             Finding(f"gpus_per_node: {gpus_per_node} is not a valid number of GPUs", fix="gpus_per_node: 8")
         )
     size = gpus_per_node or (fields.gpus_per_node if fields else 1)
-    # A device that is not known leaves nothing to assume: only what was given is looked up.
+    # If the device is unknown, other names are still checked, with arbitrary defaults.
     inside = link or (fields.link if fields else None) or "pcie4"
     between = network or (fields.network if fields else "ib-400")
     found_link = _collect(findings, lambda: _link(inside, links, size, network=False))
@@ -96,18 +96,18 @@ def find_machine(
 def machine_assumptions(
     machine: Machine, *, gpus_per_node: int | None = None, link: str | None = None, network: str | None = None
 ) -> tuple[str, ...]:
-    """Say what `find_machine` assumed where it was given None, one line each, with the flag that says otherwise."""
+    """List what `find_machine` assumed for None, with the flag that overrides it."""
     inside, between = (f"{each.name}, {each.bandwidth / 1e9:.3g} GB/s" for each in (machine.link, machine.network))
     lines = (
         (gpus_per_node, f"{machine.gpus_per_node} GPUs a machine (--gpus_per_node)"),
-        (link, f"GPUs of a machine joined by {inside} each way (--link)"),
-        (network, f"machines joined by {between} a GPU each way (--network)"),
+        (link, f"GPUs of a machine connected by {inside} each way (--link)"),
+        (network, f"machines connected by {between} a GPU each way (--network)"),
     )
     return tuple(text for given, text in lines if given is None)
 
 
 def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
-    """Return this host, its memory and cores shared evenly by the processes of a run; speeds, by core, are rough."""
+    """Return this host as a machine whose processes share memory and cores evenly; speeds per core are rough."""
     share = cores / processes
     device = Device(
         name="cpu",
@@ -131,14 +131,14 @@ def _collect(findings: list[Finding], find: Callable[[], T]) -> T | None:
 
 
 def _entry(name: str, entries: Mapping[str, DeviceFields], own: Collection[str]) -> str:
-    """Return the device's name in the catalogue, where a user's `own` names come last, and win."""
+    """Return the device's name in the catalogue; names of the user's `own` devices take precedence."""
     by_name = {plain_name(each): key for key, one in entries.items() for each in (*one.driver_names, *one.aliases)}
     by_name |= {plain_name(key): key for key in entries}
     by_name |= {plain_name(each): key for key in own for each in entries[key].aliases}
     wanted = plain_name(name)
     if key := by_name.get(wanted):
         return key
-    # The names most like it, those of its chip first.
+    # The most similar names, those of the same chip first.
     chip = re.match(r"[a-z]+\d{1,3}", wanted)
     near = [each for each in by_name if chip and each.startswith(chip[0])][:4]
     near += nearest_names(wanted, by_name, cutoff=0.5)
@@ -148,7 +148,7 @@ def _entry(name: str, entries: Mapping[str, DeviceFields], own: Collection[str])
 
 
 def _link(name: str, links: Mapping[str, LinkFields], gpus_per_node: int, *, network: bool) -> Link:
-    """Return the link as each of a machine's devices has it."""
+    """Return the link with the bandwidth of one device."""
     kind = "network" if network else "link"
     of_kind = [each for each, entry in links.items() if entry.network == network]
     base, ports = split_ports(name, links)

@@ -1,4 +1,4 @@
-"""Devices and links as a file declares them: the catalogue of `devices.yaml`, and those of a user's own file."""
+"""Devices and links in the format of a file: the catalogue `devices.yaml`, or a user's own file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatune.config.setting import Count, Group, Positive
 from megatune.plan.machine import Device, Link
 
 Generation = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "blackwell-rtx", "cpu"]
-# What a link, and a device that is like no other, must have.
+# Required keys of a link, and of a device without `like`.
 LINK_NEEDS = ("bandwidth_gb_per_s", "latency_us")
 DEVICE_NEEDS = ("generation", "memory_gib", "tflops", "bandwidth_gb_per_s", "link")
 
 
 class LinkFields(Group):
-    """Keys of a link. `bandwidth_gb_per_s` is one way, of one port. `ports` are those of a machine, shared by its
-    devices; without them a device shares its port of a network, or all its ports inside a machine, with no other."""
+    """Keys of a link. `bandwidth_gb_per_s` is that of one port in one direction. `ports` is the number of ports of a
+    machine, shared by its devices; without it each device has its own port, or its own ports inside a machine."""
 
     bandwidth_gb_per_s: Positive | None = None
     latency_us: Positive | None = None
@@ -32,7 +32,7 @@ class LinkFields(Group):
     what: str = ""
 
     def link(self, name: str) -> Link:
-        """Return the link that has all of `LINK_NEEDS`."""
+        """Return the link, which has all of `LINK_NEEDS`."""
         assert self.bandwidth_gb_per_s is not None
         assert self.latency_us is not None
         return Link(name=name, bandwidth=self.bandwidth_gb_per_s * 1e9, latency=self.latency_us / 1e6)
@@ -47,7 +47,7 @@ class PeakFields(Group):
 
 
 class DeviceFields(Group):
-    """Keys of a device; what one that is `like` another leaves out is as that one has it."""
+    """Keys of a device; missing ones are those of the device in `like`."""
 
     like: str | None = None
     generation: Generation | None = None
@@ -63,7 +63,7 @@ class DeviceFields(Group):
     driver_names: list[str] = Field(default=[])
 
     def device(self, name: str) -> Device:
-        """Return the device that has all of `DEVICE_NEEDS`, with a peak for each dtype."""
+        """Return the device, which has all of `DEVICE_NEEDS`, with a peak for each dtype."""
         numbers: dict[str, Any] = dict(self)
         return Device(
             name=name,
@@ -78,7 +78,7 @@ DTYPES = tuple(PeakFields.model_fields)
 
 
 class Peaks(dict[str, float]):
-    """FLOP/s by torch name of the dtype; hashed by value, so that answers about a device can be cached."""
+    """FLOP/s by torch's name of the dtype; hashable, so that results for a device can be cached."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -94,7 +94,7 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """Return what ships with megatune."""
+    """Return the catalogue that ships with megatune."""
     text = files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return Catalogue(
@@ -107,6 +107,6 @@ def catalogue() -> Catalogue:
 
 
 def split_ports(name: str, known: Container[str]) -> tuple[str, int | None]:
-    """Split a link's name from its ports a machine: "ib-200x4" -> "ib-200", 4; but not a name that is known."""
+    """Split a link's name from its ports per machine: "ib-200x4" -> "ib-200", 4; but not a known name."""
     match = re.fullmatch(r"(.+?)x([1-9]\d*)", name)
     return (match[1], int(match[2])) if match and name not in known else (name, None)

@@ -1,4 +1,4 @@
-"""Models by name: the config.json of well-known ones, and folders of one's own."""
+"""Finds models by name: well-known ones, whose config.json ships with megatune, folders, and ids on a hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatune.families import as_trained, read_architecture, read_config
 from megatune.hub.models import MAIN, is_hub_id, open_model
 from megatune.plan.case import PlannedModel
 
-# Members of a family that were trained further have the same numbers.
+# Fine-tuned variants of a model have the same architecture.
 _FURTHER = re.compile(r"-(instruct|thinking|chat|base|hf)(?=-|$)")
 _VERSION = re.compile(r"-(v\d+(\.\d+)?|\d{4})$")
 
@@ -35,7 +35,7 @@ def _published() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
 
 
 def _plain(name: str) -> str:
-    """Return a model's name as it is compared: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
+    """Normalize a model's name for comparison: "meta-llama/Meta-Llama-3-8B-Instruct" -> "llama38b"."""
     short = name.lower().replace("_", "-").rstrip("/").split("/")[-1].removeprefix("meta-")
     return re.sub(r"[- ]", "", _VERSION.sub("", _FURTHER.sub("", short)))
 
@@ -47,13 +47,13 @@ def find_model(
     and the like, or its id on a hub, of which config.json is fetched.
 
     Args:
-        settings: of a run, whose model is returned as it trains it; another revision than the default asks the hub.
-        asks_hub: whether a hub is asked at all.
-        stage: of which the model that is trained is returned, see `families.as_trained`; None returns it as it is.
+        settings: of a run, to return the model as it is trained; a revision other than the default needs the hub.
+        stage: to return the model as it is trained in this stage, see `families.as_trained`; None for no change.
+        asks_hub: whether to ask a hub.
 
     Raises:
-        MegatuneError: INPUT, with the nearest names; or with everything that keeps this engine from computing it; what
-            a hub refuses with.
+        MegatuneError: INPUT, with the nearest names, or with everything that this engine does not support; or the error
+            of a hub.
     """
     model = ModelSettings() if settings is None else settings.model
     config, where = model_config(name_or_path, model.model_revision, model.cache_dir, asks_hub=asks_hub)
@@ -69,13 +69,13 @@ def find_model(
 def model_config(
     name_or_path: str | Path, revision: str = MAIN, cache_dir: str | None = None, *, asks_hub: bool = True
 ) -> tuple[Mapping[str, Any], str]:
-    """Return what config.json of a model says, and where that was found; see `find_model`.
+    """Return the content of a model's config.json, and its location; see `find_model`.
 
     Args:
-        revision, cache_dir: as `hub.models.open_model` takes them; another revision than the default asks the hub.
+        revision, cache_dir: as for `hub.models.open_model`; a revision other than the default needs the hub.
 
     Raises:
-        MegatuneError: INPUT, with the nearest names; what a hub refuses with.
+        MegatuneError: INPUT, with the nearest names; or the error of a hub.
     """
     name = str(name_or_path)
     path = Path(name).expanduser()
@@ -119,7 +119,7 @@ def published_names() -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((repository, aliases) for repository, (aliases, _) in _published().items())
 
 
-# Repositories by every name that `find_model` knows.
+# Repositories by every normalized name of a well-known model.
 _BY_NAME = {_plain(each): model for model, (aliases, _) in _published().items() for each in (model, *aliases)}
 # Names of the well-known models, without their organisation.
 MODELS: tuple[str, ...] = tuple(repository.split("/")[-1] for repository in _published())

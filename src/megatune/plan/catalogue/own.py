@@ -1,5 +1,4 @@
-"""What a user's folder has for plans: devices and links of one's own, in the catalogue's words (docs/devices.md), and
-factors that were fitted to runs on a device."""
+"""Reads the user's own devices and links (docs/devices.md), and stores factors fitted to runs on a device."""
 
 from __future__ import annotations
 
@@ -36,17 +35,17 @@ _EXAMPLE = "docs/devices.md has an example"
 
 
 def user_folder() -> Path:
-    """Return the folder megatune below XDG_CONFIG_HOME, which is ~/.config where it is not set."""
+    """Return the folder megatune in XDG_CONFIG_HOME, by default ~/.config."""
     env = os.environ
     return Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config") / "megatune"
 
 
 def own_catalogue(path: str | Path | None = None) -> Catalogue:
-    """Read the devices and links of one file: this one, or that of MEGATUNE_DEVICES, or devices.yaml in the user's
-    folder where there is one.
+    """Read the user's devices and links from this file, from that of MEGATUNE_DEVICES, or from devices.yaml in the
+    user's folder if it exists.
 
     Raises:
-        MegatuneError: INPUT, where the file named cannot be read; SETTINGS, with everything that is wrong in it.
+        MegatuneError: INPUT if the given file cannot be read; SETTINGS, with everything that is wrong in it.
     """
     named = path or os.environ.get(VARIABLE)
     file = Path(named) if named else user_folder() / "devices.yaml"
@@ -69,12 +68,12 @@ def own_catalogue(path: str | Path | None = None) -> Catalogue:
 
 @dataclass(slots=True)
 class _Reader(Builder):
-    """Reads a file and keeps what is wrong with it."""
+    """Reads a file and collects its findings."""
 
     file: str = ""
 
     def catalogue(self, node: yaml.Node) -> Catalogue:
-        """Return the devices and links of the file's node, as far as they are right."""
+        """Return the valid devices and links of the file."""
         parts, own = self._pairs(node, "the file", ("devices", "links")), Catalogue({}, {})
         links, devices = dict(catalogue().links), dict(catalogue().devices)
         for name, each in self._pairs(parts.get("links"), "links").items():
@@ -93,7 +92,7 @@ class _Reader(Builder):
     def _device(
         self, node: yaml.Node, name: str, devices: Mapping[str, DeviceFields], links: Mapping[str, LinkFields]
     ) -> DeviceFields:
-        """Return the keys of a device, with those of the one that it is like."""
+        """Return the keys of a device, with those of the device in `like`."""
         device, nodes = self._read(node, f"devices: {name}", DeviceFields)
         inside, between = ([each for each in links if links[each].network == kind] for kind in (False, True))
         for key, known in (("like", list(devices)), ("link", inside), ("network", between)):
@@ -116,7 +115,7 @@ class _Reader(Builder):
         return device
 
     def _read(self, node: yaml.Node, what: str, group: type[G]) -> tuple[G, dict[str, yaml.Node]]:
-        """Return the keys of a mapping that are right, and the node of each key that is written."""
+        """Return the valid keys of a mapping, and the node of each key."""
         infos = {info.name: replace(info, optional=False) for info in describe("", group)}
         nodes, written = self._pairs(node, what, infos), dict[str, Written]()
         for key, each in nodes.items():
@@ -160,11 +159,11 @@ class _Reader(Builder):
             self._refuse(node, f"{name} has no {', '.join(missing)}", fix=_EXAMPLE)
 
 
-# --- calibrations: a small YAML file a device -------------------------------------------------------------------------
+# --- calibrations: a YAML file per device -----------------------------------------------------------------------------
 
 
 class _File(BaseModel):
-    """What a file has: the fields of `Calibration`, and the device that they were fitted to."""
+    """The content of a file: the fields of `Calibration`, and the device that they were fitted to."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -177,12 +176,12 @@ class _File(BaseModel):
 
 
 def calibration_path(device: str) -> Path:
-    """Return where the planner looks for the calibration of a device."""
+    """Return the default file of a device's calibration."""
     return user_folder() / "calibration" / f"{device}.yaml"
 
 
 def write_calibration(calibration: Calibration, path: str | Path, device: str) -> None:
-    """Write the factors fitted to a device, whole or not at all.
+    """Write the factors of a device atomically.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -199,10 +198,10 @@ def write_calibration(calibration: Calibration, path: str | Path, device: str) -
 
 
 def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
-    """Read the calibration of a device: of the file, or of the default one where that is there; the neutral one else.
+    """Read the calibration of a device from this file, or from the default one; neutral if that does not exist.
 
     Raises:
-        MegatuneError: INPUT, with everything that is wrong with the file; also where it is of another device.
+        MegatuneError: INPUT, with everything that is wrong with the file, or if it is for another device.
     """
     if path is None and not calibration_path(device).is_file():
         return Calibration()
@@ -228,7 +227,7 @@ def calibration_for(device: str, path: str | Path | None = None) -> Calibration:
 
 
 def _finding(error: Mapping[str, Any], path: str | Path) -> Finding:
-    """Say what pydantic has against a file: which key, with which value, and what was expected."""
+    """Convert an error of pydantic: the key, its value, and what was expected."""
     name, known = ".".join(map(str, error["loc"])), f"it has {', '.join(_File.model_fields)}"
     if error["type"] == "extra_forbidden":
         return Finding(f"unknown key {name!r}", str(path), fix=known)

@@ -1,5 +1,5 @@
-"""What is planned of a run of reinforcement learning, and how `megatune plan` reads it: settings, models of the roles,
-machines, lengths of samples."""
+"""Reads the question of `megatune plan` for a file of reinforcement learning: settings, the models of the roles,
+machines, and the lengths of samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatune.plan.machine import Machine
 from megatune.plan.read_question import PlanReader
 from megatune.plan.rows import cut_scale
 
-_POINTS = 64  # of a numeric integral
+_POINTS = 64  # of the numerical integral
 ACTOR, ROLLOUT, REFERENCE, CRITIC, TEACHER = "actor_train", "actor_infer", "reference", "critic", "teacher"
 # Options that have no effect on a file of reinforcement learning, and why.
 _NOT_HERE = {
@@ -36,20 +36,20 @@ _NOT_HERE = {
     "figures": "a plan of reinforcement learning is text",
     "launch": "megatune rl starts its own processes, on Ray",
 }
-# Of what is longest, taken for the mean where no flag says it.
+# The default mean of prompts and responses is the longest length divided by these.
 _MEAN_PROMPT, _MEAN_RESPONSE = 4, 2
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the samples of a step.
+    """Lengths of the samples of a step, in tokens.
 
-    Responses end with a constant chance at each token, and are cut at the longest: the only distribution with this mean
-    and this bound that needs no third number. With a mean of half the longest a fifth is cut, of a quarter 2 %.
+    Responses end with a constant probability at each token and are truncated at the longest length, which needs no
+    parameter but the mean. If the mean is half of the longest, a fifth is truncated; if it is a quarter, 2 %.
 
     Attributes:
-        prompt, response: of the longest.
-        mean_prompt, mean_response: of the mean one; the latter below `response`.
+        prompt, response: the longest lengths.
+        mean_prompt, mean_response: the mean lengths; the latter is below `response`.
     """
 
     prompt: int
@@ -69,34 +69,34 @@ class Lengths:
 
     @cached_property
     def hazard(self) -> float:
-        """h: the chance of a response to end at a token; its mean length is (1 - exp(-h · response)) / h."""
+        """h: the probability that a response ends at a token; its mean length is (1 - exp(-h · response)) / h."""
         return 1 / cut_scale(self.mean_response, self.response)
 
     @property
     def share_cut(self) -> float:
-        """Share of responses that end at the longest length."""
+        """Share of truncated responses."""
         return math.exp(-self.hazard * self.response)
 
     def mean_longest(self, count: int) -> float:
-        """Return tokens of the longest of `count` samples, on average, each with a mean prompt."""
+        """Return the mean length of the longest of `count` samples with a mean prompt."""
         return self.mean_prompt + sum((1 - (1 - share) ** count) * width for _, share, width in self.steps())
 
     def steps(self) -> list[tuple[float, float, float]]:
-        """Return (tokens, share still sampled, width) of stretches of a response, which add up to the longest."""
+        """Return (tokens, share still sampled, width) for intervals of a response up to the longest length."""
         step = self.response / _POINTS
         middles = ((point + 0.5) * step for point in range(_POINTS))
         return [(tokens, math.exp(-self.hazard * tokens), step) for tokens in middles]
 
 
 def model_roles(settings: RLSettings) -> tuple[ModelRole, ...]:
-    """Return the roles with a model of the engine, in the order in which a step needs them."""
+    """Return the roles with a trainer model, in the order in which a step uses them."""
     scorers = settings.scorers.values()
     roles = (settings.actor_train, *scorers, settings.reference, *settings.teachers.values(), settings.critic)
     return tuple(role for role in roles if role is not None)
 
 
 def teacher_inside(settings: RLSettings) -> ModelRole | None:
-    """Return the teacher that is computed in the processes of actor_train, as a role with its batches, or None."""
+    """Return the teacher in the processes of actor_train as a role with the same batches, or None."""
     actor = settings.actor_train
     if actor.teacher is None:
         return None
@@ -110,20 +110,20 @@ def infer_roles(settings: RLSettings) -> tuple[InferRole, ...]:
 
 
 def world_size(settings: RLSettings) -> int:
-    """Return the devices of the run: up to the largest that a role is mapped to."""
+    """Return the number of devices: one more than the largest in a device_mapping."""
     roles = (*model_roles(settings), *infer_roles(settings))
     return 1 + max(device for role in roles for device in role.devices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLQuestion:
-    """What is to be planned.
+    """A question to the planner.
 
     Attributes:
-        models: by the role's name: judges are missing where nothing is known of their model.
-        machine: its devices are numbered as device_mapping does, one machine after the other.
-        notes: what was assumed, in sentences.
-        file: the settings file that was planned.
+        models: by the role's name, without judges whose model is unknown.
+        machine: its devices have the numbers of device_mapping, one machine after the other.
+        notes: assumptions, in sentences.
+        file: the settings file.
     """
 
     settings: RLSettings
@@ -135,7 +135,7 @@ class RLQuestion:
 
     @property
     def steps_ahead(self) -> float:
-        """Steps that rollouts run ahead of training, on devices of their own; 0 where they take turns."""
+        """Steps that rollouts run ahead of training on separate devices; 0 if devices are shared."""
         infer = self.settings.actor_infer.devices
         apart = all(set(role.devices).isdisjoint(infer) for role in model_roles(self.settings))
         return self.settings.rollout.async_generation_ratio if apart else 0.0
@@ -147,10 +147,10 @@ class RLQuestion:
 
 
 class RLQuestionReader(PlanReader):
-    """Reads everything, and reports all that is wrong at once."""
+    """Reads an `RLQuestion`."""
 
     def question(self, file: str) -> RLQuestion:
-        """Return the question.
+        """Read the file, its models and the machines, and check them together.
 
         Raises:
             MegatuneError: SETTINGS or INPUT, with everything that is wrong.
@@ -184,12 +184,12 @@ class RLQuestionReader(PlanReader):
         return self._known[name, stage]
 
     def _architecture(self, settings: Settings, stage: str) -> Architecture | None:
-        """Return the numbers of a role's model, for the rules of its layout."""
+        """Return the architecture of a role's model, for the rules of its layout."""
         found = self._model(settings.model.model_name_or_path or "", stage)
         return found.architecture if found else None
 
     def _models(self, settings: RLSettings) -> dict[str, PlannedModel]:
-        """Return the models by role; one that judges and is not known here is left out, with a note."""
+        """Return the models by role; unknown models of judges are left out, with a note."""
         found = {
             role.name: self._model(role.settings.model.model_name_or_path or "", role.settings.run.stage)
             for role in (*model_roles(settings), teacher_inside(settings))
@@ -201,23 +201,23 @@ class RLQuestionReader(PlanReader):
             try:
                 found[judge.name] = find_model(judge.model_name_or_path, asks_hub=False)
             except MegatuneError:
-                self.notes.append(f"{judge.name}: {judge.model_name_or_path} is not known here, and not planned")
+                self.notes.append(f"{judge.name}: {judge.model_name_or_path} is unknown here, and not planned")
         return {name: model for name, model in found.items() if model is not None}
 
     def _tokens(self, name: str, longest: int, part: int) -> float:
-        """Return tokens of the mean prompt or response."""
+        """Return the mean tokens of a prompt or response."""
         value: float | None = getattr(self.options, name)
         if value is None:
             self.notes.append(f"the mean {name.partition('_')[0]} has {longest / part:,.0f} tokens (--{name})")
             return longest / part
         if value > longest:
-            what, why = f"--{name} {value:g} is too many", f"the longest has {longest:,}"
+            what, why = f"--{name} {value:g} is too large", f"the longest has {longest:,}"
             self.findings.append(Finding(what, "", why, f"--{name} {max(1, longest // part)}"))
             return longest / part
         return value
 
     def _machine(self, settings: RLSettings) -> Machine | None:
-        """Return the machines: of the catalogue, or this one."""
+        """Return the machine of --gpu, or this one."""
         world = world_size(settings)
         if self.options.gpu is not None:
             return self.catalogued(world, self.options.gpus_per_node or settings.run.num_gpus_per_node)

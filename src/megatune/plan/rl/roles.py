@@ -1,7 +1,7 @@
-"""What each role holds of its devices in each phase of a step: active, or asleep while other roles use the device.
+"""The memory of each role on its devices in each phase of a step: active, or asleep while other roles use the device.
 
-The passes of a role with a model of the engine are cases of the planner. An engine that samples responses holds its
-share of the weights, a cache of keys and values, and what a prefill takes.
+The passes of roles with a trainer model are cases of the planner. An engine that samples responses holds its shard of
+the weights, a KV cache, and the activations of a prefill.
 """
 
 from __future__ import annotations
@@ -49,33 +49,29 @@ from megatune.plan.rl.question import (
 SYNC, SAMPLE, SCORES, REFERENCE_PASS, OLD_PASS, VALUES, TRAIN_CRITIC, TRAIN = (
     "sync", "rollout", "scores", "reference", "old log-probs", "values", "train critic", "train",
 )  # fmt: skip
-# In which phases a role is active; it sleeps in the others.
+# The phases in which a role is active; it sleeps in the others.
 _ACTIVE = {ACTOR: (SYNC, OLD_PASS, TRAIN), REFERENCE: (REFERENCE_PASS,), CRITIC: (VALUES, TRAIN_CRITIC)}
-# What the policy's processes hold of a teacher: its weights, and the last hidden states of an update's tokens.
+# A teacher's memory in the policy's processes: its weights, and the last hidden states of an update's tokens.
 TEACHER_WEIGHTS, TEACHER_STATES = "teacher_weights", "teacher_states"
 _STATE = ("weights", "gradients", "master_weights", "optimizer_state")
-# Whole tensors of a bucket of the weight update: gathered, packed, and the one before, which engines still read.
+# Buckets of the weight update in memory: gathered, packed, and the one before, which engines still read.
 _BUCKETS = 3
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-# vLLM's and SGLang's own defaults.
+# Defaults of vLLM and SGLang.
 _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
-# Of the memory that is free once its weights are loaded, what the built-in engine's cache may have: of a device, and of
-# a machine without one (rl.rollout.kv_cache.room_of_cache).
+# Share of the free memory after loading the weights that the built-in engine's KV cache may use: on a GPU, and on a CPU
+# (rl.rollout.kv_cache.room_of_cache).
 _GPU_SHARE, _CPU_SHARE = 0.5, 0.25
-# Captured CUDA graphs; an assumption, vLLM reports 0.5 to 2 GiB at start.
+# Bytes of captured CUDA graphs: an assumption; vLLM reports 0.5 to 2 GiB at its start.
 GRAPHS = 2**30
 
 
-# --- passes of a role with a model of the engine ----------------------------------------------------------------------
+# --- passes of a role with a trainer model ----------------------------------------------------------------------------
 
 
 def training_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Case:
-    """Return one update of a role.
-
-    Args:
-        longest: all samples are as long as any may be, which is what memory is planned for; else as the mean one.
-    """
+    """Return the case of one update of a role: with the longest samples, for memory, or with mean samples."""
     batch = role.settings.batch
     rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
     limit = role.packed_tokens_train or role.dynamic_tokens_train
@@ -83,36 +79,36 @@ def training_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Ca
 
 
 def forward_case(question: RLQuestion, role: ModelRole, *, longest: bool) -> Case:
-    """Return the forward passes over the samples of a step, see `training_case`."""
+    """Return the case of the forward passes over the samples of a step, see `training_case`."""
     rows = -(-question.settings.samples_per_step // _dp_size(role))
     limit = role.packed_tokens_forward or role.dynamic_tokens_forward
     return _case(question, role, rows, role.infer_batch_size, limit, longest=longest)
 
 
 def num_updates(question: RLQuestion, role: ModelRole) -> float:
-    """Return updates of a step."""
+    """Return the number of updates in a step."""
     batch = role.settings.batch
     rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * _dp_size(role)
     return question.settings.samples_per_step * question.settings.algorithm.ppo_epochs / rows
 
 
 def _dp_size(role: ModelRole) -> int:
-    """Return how many processes of a role compute samples of their own."""
+    """Return the data-parallel size of a role."""
     return max(1, len(role.devices) // role.settings.parallel.model_parallel_size)
 
 
 def _case(
     question: RLQuestion, role: ModelRole, samples: int, micro_batch: int, limit: int | None, *, longest: bool
 ) -> Case:
-    """Return the micro-batches of a data-parallel process.
+    """Return the case of the micro-batches of a data-parallel process.
 
     Args:
         samples: of the process.
-        micro_batch: rows, where `limit` is None.
+        micro_batch: rows of a micro-batch, if `limit` is None.
         limit: tokens of a micro-batch.
     """
     lengths = question.lengths
-    if limit is not None:  # what is bounded by tokens is packed
+    if limit is not None:  # micro-batches limited by tokens are packed
         rows, limit = 1, max(limit, lengths.longest)
         count = max(1, math.ceil(samples * lengths.mean / limit))
         length = float(limit) if longest else samples * lengths.mean / count
@@ -139,7 +135,7 @@ def _case(
 
 
 def forward_memory(case: Case) -> tuple[StageMemory, ...]:
-    """Return the memory of each pipeline stage of passes without gradients: nothing is kept for a backward pass."""
+    """Return the memory of each pipeline stage in passes without gradients: nothing is kept for a backward pass."""
     shapes = replace(frozen(shapes_of(case)), embedding_trained=False, output_trained=False)
     chunks = stage_chunks(case.settings.parallel, case.model.architecture, case.settings.finetuning)
     return tuple(_forward_stage(case, shapes, stage, contents) for stage, contents in enumerate(chunks))
@@ -151,7 +147,7 @@ def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkCo
     passes = [layer_memory(layer_shapes(shapes, kind, False), kind.sparse, ()) for kind in kinds]
     if any(chunk.embedding for chunk in chunks):
         passes.append(embedding(shapes).memory)
-    # A layer counts with all that it saves for a backward pass, of which some is freed on the way.
+    # An upper bound: a layer counts with all tensors of a forward pass, some of which are freed earlier.
     before = inputs(shapes).kept + shapes.hidden
     bare = before + max(memory.kept + memory.forward for memory in passes)
     logits = 0
@@ -176,15 +172,15 @@ def _forward_stage(case: Case, shapes: Shapes, stage: int, chunks: tuple[ChunkCo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one device of an engine.
+    """Bytes on one device of an engine.
 
     Attributes:
-        weights: of the device's share.
-        cache: of keys and values; below 0 where weights leave no room.
+        weights: of the device's shard.
+        cache: of the KV cache; negative if the weights leave no memory.
         workspace: activations of a prefill, and logits.
-        framework: what stays while the engine sleeps: the device's context, the libraries', and captured graphs.
-        sequences: that one engine samples at once, of those that it is given.
-        cached_tokens: that `cache` of an engine's devices holds together.
+        framework: the device's context, libraries and captured graphs, which stay while the engine sleeps.
+        sequences: number of sequences that one engine samples at the same time.
+        cached_tokens: number of tokens in the KV cache of an engine's devices together.
     """
 
     weights: int
@@ -196,28 +192,28 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """All of it, while it samples."""
+        """Total bytes while it samples."""
         return self.weights + max(0, self.cache) + self.workspace + self.framework
 
 
 def key_value_bytes(architecture: Architecture, itemsize: int) -> int:
-    """Return bytes of one token's keys and values in all layers; with latent attention, of its latent, which every
-    engine keeps: the built-in one caches what Transformers hands over."""
+    """Return the bytes of one token's keys and values in all layers; with latent attention those of its latent, which
+    every engine caches, the built-in one because Transformers does."""
     if architecture.mla is not None:
         return architecture.num_layers * architecture.latent_size * itemsize
-    # The state of a gated delta net is as large whatever the number of tokens.
+    # The state of a gated delta net does not depend on the number of tokens.
     kinds = (architecture.layer_kind(layer) for layer in range(architecture.num_layers))
     sizes = (architecture.of_heads(kind.has_global_heads).key_value_size for kind in kinds if not kind.delta)
     return 2 * sum(sizes) * itemsize
 
 
 def cache_shards(architecture: Architecture, devices: int) -> int:
-    """Return over how many devices keys and values are cut: no more than there are heads; a latent is on all."""
+    """Return the number of devices that shard keys and values: at most the number of heads; a latent is replicated."""
     return 1 if architecture.mla is not None else min(devices, architecture.num_query_groups)
 
 
 def engine_of(question: RLQuestion, role: InferRole) -> EngineMemory:
-    """Return the memory of an engine of a role; a built-in judge samples as many at once as it is told to."""
+    """Return the memory of a role's engine; a built-in judge samples infer_batch_size sequences at the same time."""
     settings = question.settings
     is_judge = role.name != ROLLOUT and role.engine == "builtin"
     return engine_memory(
@@ -233,11 +229,11 @@ def engine_of(question: RLQuestion, role: InferRole) -> EngineMemory:
 def engine_memory(
     role: InferRole, model: PlannedModel, machine: Machine, lengths: Lengths, *, samples: int, max_running: int
 ) -> EngineMemory:
-    """Return what each device of the role's engines holds.
+    """Return the memory of each device of the role's engines.
 
     Args:
         samples: of a step, over all engines.
-        max_running: requests in flight to one engine.
+        max_running: maximum of requests in flight to one engine.
     """
     architecture, size, devices = model.architecture, ITEMSIZE[role.dtype], role.devices_per_engine
     memory, on_cpu = machine.device.memory, machine.device.on_cpu
@@ -245,7 +241,7 @@ def engine_memory(
     given = min(-(-samples // role.num_engines), max_running)
     process = CPU_PROCESS if on_cpu else CONTEXT + (COMMUNICATOR if devices > 1 else 0)
     of_token = key_value_bytes(architecture, size) // cache_shards(architecture, devices)
-    if role.engine == "builtin":  # it makes room for as many of the longest as it may sample
+    if role.engine == "builtin":  # it allocates for the longest length of all sequences in flight
         room = _CPU_SHARE * memory * machine.gpus_per_node if on_cpu else _GPU_SHARE * (memory - weights - process)
         sequences = max(1, min(given, int(room // (lengths.longest * of_token))))
         return EngineMemory(
@@ -262,9 +258,9 @@ def engine_memory(
     workspace = (8 * asked * architecture.vocab_size + _prefill_bytes(architecture, at_once, size)) // devices
     if on_cpu:
         cache = int(float(role.system_envs.get(_CPU_CACHE) or _CPU_CACHE_GIB) * 2**30)
-    elif role.engine == "vllm":  # all but graphs stays below the share
+    elif role.engine == "vllm":  # everything except graphs is within the share
         cache = int(role.memory_share * memory) - weights - workspace - process
-    else:  # weights and cache do
+    else:  # weights and cache are
         cache = int(role.memory_share * memory) - weights
     tokens = max(0, cache) // max(of_token, 1)
     has_graphs = not (on_cpu or config.get("enforce_eager") or config.get("disable_cuda_graph"))
@@ -279,7 +275,7 @@ def engine_memory(
 
 
 def _prefill_bytes(architecture: Architecture, tokens: int, size: int) -> int:
-    """Return bytes of a layer's tensors at once: four hidden states, gate, up and their product."""
+    """Return the bytes of a layer's tensors: four hidden states, gate, up and their product."""
     channels = architecture.ffn_hidden_size
     if (moe := architecture.moe) is not None:
         channels = moe.router_topk * moe.moe_ffn_hidden_size + moe.shared_expert_intermediate_size
@@ -294,8 +290,8 @@ class RoleMemory:
     """Bytes of one role on one of its devices.
 
     Attributes:
-        parts: by phase, each part by its name.
-        offloaded: bytes that it has in main memory while it sleeps.
+        parts: by phase and name.
+        offloaded: bytes in main memory while the role sleeps.
     """
 
     role: str
@@ -308,23 +304,19 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class RoleDevices:
-    """A role's devices.
-
-    Attributes:
-        by_stage: by pipeline stage; all devices of a stage hold as much. Others than trainers have one.
-    """
+    """A role's devices, and its memory on those of each pipeline stage; engines have one stage."""
 
     role: str
     devices: tuple[int, ...]
     by_stage: tuple[RoleMemory, ...]
 
     def on(self, device: int) -> RoleMemory:
-        """Return what is on one of `devices`: stages are whole runs of ranks."""
+        """Return the memory on one of `devices`: the ranks of a stage are consecutive."""
         return self.by_stage[self.devices.index(device) * len(self.by_stage) // len(self.devices)]
 
 
 def phases(question: RLQuestion) -> tuple[str, ...]:
-    """Return the phases that a step has, in their order."""
+    """Return the phases of a step, in their order."""
     settings, found = question.settings, [SYNC, SAMPLE]
     found += [SCORES] if settings.scorers else []
     if settings.algorithm.enable_reference or settings.teachers:
@@ -336,21 +328,21 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
 
 
 def memory_of_roles(question: RLQuestion) -> list[RoleDevices]:
-    """Return what every role holds."""
+    """Return the memory of every role."""
     engines = (role for role in infer_roles(question.settings) if role.name in question.models)
     trainers = (_of_trainer(question, role) for role in model_roles(question.settings))
     return [*trainers, *(_of_engine(question, role) for role in engines)]
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
-    """Return devices that models, rollouts and judges take turns on."""
+    """Return the devices that several models, rollouts or judges time-share."""
     roles = (*model_roles(question.settings), *infer_roles(question.settings))
     counts = Counter(device for role in roles for device in set(role.devices))
     return frozenset(device for device, count in counts.items() if count > 1)
 
 
 def sync_bytes(question: RLQuestion) -> int:
-    """Return bytes of what an engine takes: all weights, adapters merged into them, or adapters alone."""
+    """Return the bytes of a weight update: all weights with merged adapters, or only adapters."""
     actor = question.settings.actor_train
     architecture, selection = question.models[actor.name].architecture, actor.settings.finetuning
     size = ITEMSIZE["fp32" if actor.settings.precision.params_dtype == "float32" else "bf16"]
@@ -361,7 +353,7 @@ def sync_bytes(question: RLQuestion) -> int:
 
 
 def _bucket_bytes(question: RLQuestion) -> int:
-    """Return bytes of the largest bucket of a weight update; a buffer is as large as what is packed into it."""
+    """Return the bytes of the largest bucket of a weight update."""
     return min(question.settings.run.model_update_buffer_size_mb * 2**20, sync_bytes(question))
 
 
@@ -373,24 +365,26 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleDevices:
     bucket = _BUCKETS * _bucket_bytes(question)
     scores = role in question.settings.scorers.values()
     active = _ACTIVE.get(role.name, (SCORES,) if scores else (REFERENCE_PASS,))
-    if role.name == ACTOR and question.settings.reference is None:  # a LoRA run's actor switches off its adapters
+    if (
+        role.name == ACTOR and question.settings.reference is None
+    ):  # with LoRA the actor is the reference with its adapters disabled
         active = (*active, REFERENCE_PASS)
 
-    def held(passing: StageMemory, trained: StageMemory, teacher: tuple[StageMemory, int] | None) -> RoleMemory:
-        # Communicators and the device's context stay. Gradients are not kept, so that they need no room elsewhere.
+    def held(forward_pass: StageMemory, trained: StageMemory, teacher: tuple[StageMemory, int] | None) -> RoleMemory:
+        # Communicators and the device's context stay. Gradients are dropped, not offloaded.
         stays = {"framework": trained.framework + trained.communication}
         state = {name: size for name in _STATE if (size := getattr(trained, name))}
         state |= {} if teacher is None else {TEACHER_WEIGHTS: teacher[0].weights}
         moved = {name: size for name, size in state.items() if name != "gradients"}
         asleep = {**state, **stays} if not time_shared else {**moved, **stays} if on_cpu else stays
-        # For a pass without gradients the weights alone come back.
+        # For a pass without gradients only the weights are reloaded.
         light = {**asleep, **{name: state[name] for name in ("weights", TEACHER_WEIGHTS) if name in state}}
-        working = {"activations": passing.activations + passing.logits_and_loss, **light}
+        working = {"activations": forward_pass.activations + forward_pass.logits_and_loss, **light}
         activations = trained.activations + trained.logits_and_loss + trained.expert_imbalance
         full = {**state, "activations": activations, **stays}
-        if teacher is not None:  # its pass is before the update's, and leaves what goes into its output layer
+        if teacher is not None:  # its pass is before the update, and keeps the inputs of its output layer
             full |= {"activations": max(activations, teacher[0].activations), TEACHER_STATES: teacher[1]}
-        if time_shared and on_cpu:  # copies are made before what was copied is freed
+        if time_shared and on_cpu:  # copies are made before the originals are freed
             full["copies"] = max(0, sum(moved.values()) - activations)
         by_phase = dict.fromkeys((SCORES, REFERENCE_PASS, OLD_PASS, VALUES), working)
         by_phase |= {SYNC: {**light, "buckets": bucket}, TRAIN_CRITIC: full, TRAIN: full}
@@ -401,8 +395,8 @@ def _of_trainer(question: RLQuestion, role: ModelRole) -> RoleDevices:
 
 
 def _of_teacher(question: RLQuestion) -> tuple[tuple[StageMemory, int], ...] | None:
-    """Return the memory of each stage of the teacher in the policy's processes, and what its pass keeps for an update:
-    the last hidden states of all tokens of a rank, on the last stage."""
+    """Return the memory of each stage of the teacher in the policy's processes, with the bytes that its pass keeps for
+    an update: the last hidden states of all tokens of a rank, on the last stage."""
     if (role := teacher_inside(question.settings)) is None:
         return None
     case = training_case(question, role, longest=True)
@@ -411,18 +405,18 @@ def _of_teacher(question: RLQuestion) -> tuple[tuple[StageMemory, int], ...] | N
 
 
 def _of_engine(question: RLQuestion, role: InferRole) -> RoleDevices:
-    """Return what an engine holds: it sleeps where its devices are shared, and that of the policy is updated."""
+    """Return the memory of an engine: it sleeps if its devices are shared; the policy's weights are updated."""
     memory, on_cpu = engine_of(question, role), question.machine.device.on_cpu
     sleeps = not shared_devices(question).isdisjoint(role.devices)
     weights, framework = {"weights": memory.weights}, {"framework": memory.framework}
     working = {**weights, "KV cache": max(0, memory.cache), "activations": memory.workspace, **framework}
     bucket = {"buckets": _bucket_bytes(question)}
-    # Level 1 moves weights to main memory, which is a CPU's own; the built-in engine leaves them where they are.
+    # Sleep level 1 moves weights to main memory, which a CPU uses anyway; the built-in engine does not move them.
     keeps = role.name != ROLLOUT or question.settings.sleep_level == 1
     stays = keeps and (on_cpu or role.engine == "builtin")
     asleep = working if not sleeps else {**weights, **framework} if stays else framework
     offloaded = memory.weights if sleeps and keeps and not stays else 0
-    # Where devices are shared the cache wakes once the weights are there, and the trainer has left.
+    # On shared devices the KV cache wakes up after the weights are updated and the trainer is offloaded.
     updated = {**weights, **framework} if sleeps else working
     by_phase = {SYNC: {**updated, **bucket}, SAMPLE: working} if role.name == ROLLOUT else {SAMPLE: working}
     parts = {phase: by_phase.get(phase, asleep) for phase in phases(question)}

@@ -1,4 +1,4 @@
-"""Checks a run before any process is started: settings, model, world, whether it fits, and what it could do better."""
+"""Checks a run before any process is started: settings, model, world, memory, and possible improvements."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ from megatune.plan.pages.words import (
 from megatune.plan.rows import RowLengths
 from megatune.plan.uncertainty import memory_range
 
-_SEARCHED = 256  # processes up to which a search for another layout takes no time to speak of
-_ROW_STEP = 64  # tokens; lengths between are not worth telling apart
-PLAN = "plan  "  # how the lines of a plan begin, among those for the user
+_SEARCHED = 256  # processes up to which the search for another layout is fast
+_ROW_STEP = 64  # tokens; the resolution of row lengths
+PLAN = "plan  "  # the beginning of a plan's lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """A run that may start: valid settings, and where each came from, by "group.name"; its model, None where another
-    process asks a hub for it; its plan, None where nobody knows the machine or memory_check is off; and lines for the
-    user, under the same names as the lines that a run begins with."""
+    """A run that may start: valid settings with their origins by "group.name"; its model, None if another process
+    downloads it; its plan, None if the machine is unknown or memory_check is off; and lines to print at the start."""
 
     settings: Settings
     architecture: Architecture | None = None
@@ -67,20 +66,20 @@ def preflight(
     rows_follow: bool = False,
     model_dir: Callable[[str], Path | None] = Path,
 ) -> Preflight:
-    """Hold the settings against the model, the world and the machine.
+    """Check the settings for the model, the world and the machine.
 
     Args:
-        world_size: processes of the whole run; None where they could not be decided.
-        extra: what was found wrong on the way here, reported along.
-        machine: what the run is started on; None where that is not known, so that nothing is planned.
-        idle_gpus: GPUs that the run leaves alone.
-        rows_follow: `with_rows` decides, once they are read, but for those of a stream; otherwise they are taken to be
-            as long as they may be.
-        model_dir: the folder with config.json of a model_name_or_path; None where it is not to be read here.
+        world_size: processes of the whole run; None if undecided.
+        extra: findings from earlier checks, to report together.
+        machine: the machine of the run; None if unknown, and then nothing is planned.
+        idle_gpus: number of GPUs that the run does not use.
+        rows_follow: whether `with_rows` decides after the rows are read, except for streams; otherwise the longest
+            possible rows are assumed.
+        model_dir: returns the folder with config.json for a model_name_or_path; None to not read it here.
 
     Raises:
-        MegatuneError: SETTINGS with everything that is wrong, or with what cannot fit; what the model is refused with
-            where nothing else is wrong.
+        MegatuneError: SETTINGS, with everything that is wrong or does not fit; or the error of the model if there is no
+            other.
     """
     architecture, refusal, of_config = None, None, list[str]()
     path = loaded.settings.model.model_name_or_path
@@ -123,7 +122,7 @@ def preflight(
 
 
 def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
-    """Name GPUs of this machine that the run leaves alone."""
+    """Yield a line on GPUs of this machine that the run does not use."""
     if idle_gpus and not planned.case.machine.device.on_cpu:
         yield (
             f"{idle_gpus} GPUs of this machine are idle: `num_processes: {planned.case.world_size + idle_gpus}` would"
@@ -132,14 +131,14 @@ def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
 
 
 def _unsaid(loaded: Loaded) -> Iterator[str]:
-    """Yield what a file leaves unsaid that another program understands otherwise."""
-    is_file = any(":" in entry.origin for entry in loaded.entries.values())  # a line of one
+    """Yield a line on a default that differs from LLaMA-Factory's."""
+    is_file = any(":" in entry.origin for entry in loaded.entries.values())  # has a line number
     if is_file and "finetuning.finetuning_type" not in loaded.entries:
-        yield "trained    every parameter: without finetuning_type, which means full here, lora in LLaMA-Factory"
+        yield "trained    every parameter: finetuning_type is not set; its default is full here, lora in LLaMA-Factory"
 
 
 def _unused(loaded: Loaded, architecture: Architecture | None) -> Iterator[str]:
-    """Yield the settings that change nothing."""
+    """Yield lines on settings without an effect."""
     for without, keys in unused(loaded.settings, loaded.written, architecture).items():
         yield f"accepted   {', '.join(keys)}: no effect {without}"
 
@@ -151,15 +150,15 @@ def with_rows(
     *,
     loaded: Loaded | None = None,
 ) -> Preflight:
-    """Plan a run again when its rows are there, and decide whether it may start.
+    """Plan a run again after its rows are read, and decide whether it may start.
 
     Args:
-        pictures: tokens of pictures in the row that has most of them, and tokens of the largest picture; None for a
-            language model.
-        loaded: where the settings came from, in whose words advice is given; None for our own.
+        pictures: the most image and video tokens in a row, and those of the largest image or video; None for a language
+            model.
+        loaded: the settings' source, whose dialect is used for advice; None for our own.
 
     Raises:
-        MegatuneError: SETTINGS, where it cannot fit with them.
+        MegatuneError: SETTINGS if it cannot fit.
     """
     of_row, largest = pictures if pictures is not None else (case.image_tokens, case.largest_picture)
     planned = estimate(replace(case, lengths=lengths, image_tokens=of_row, largest_picture=largest))
@@ -172,10 +171,10 @@ def with_rows(
 
 
 def _awaited(planned: Estimate, phrased: Callable[[Finding], Finding]) -> Iterator[str]:
-    """Yield what is said of a run whose rows are still to be read.
+    """Yield lines on a run whose rows are not read yet.
 
     Raises:
-        MegatuneError: SETTINGS, where it cannot fit however short they are.
+        MegatuneError: SETTINGS if it cannot fit even with the shortest rows.
     """
     if planned.fits:
         return
@@ -187,13 +186,13 @@ def _awaited(planned: Estimate, phrased: Callable[[Finding], Finding]) -> Iterat
     those = f", those of {fitting:,} do" if fitting else ""
     text = f"rows of {describe_row_length(planned.case)} would not fit{those}"
     if planned.case.settings.data.streaming:
-        yield f"warning    {text}, and the lengths of a stream are known only as it is read"
+        yield f"warning    {text}, and the lengths of a stream are known only while it is read"
     else:
         yield f"plan       {text}: the lengths of the data are used once they are read"
 
 
 def _plan_lines(planned: Estimate) -> Iterator[str]:
-    """Yield layout and batch, below them memory and time, and what was assumed of pictures."""
+    """Yield lines with layout and batch, memory and time, and the assumptions about images."""
     case, time = planned.case, planned.time
     calibration = case.machine.calibration
     runs = counted(calibration.num_runs, "run")
@@ -220,25 +219,25 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         yield f"plan       {pictures}"
 
 
-# --- a run that does not fit: why, and what would help ----------------------------------------------------------------
+# --- a run that does not fit -----------------------------------------------------------------------------------------
 
 
 def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = plain_finding) -> str:
-    """Return what is said of a run that may not fit, or that memory_check lets start all the same.
+    """Return the warning of a run that may not fit, or that memory_check allows to start anyway.
 
     Raises:
-        MegatuneError: SETTINGS, where it may not start.
+        MegatuneError: SETTINGS if it must not start.
     """
     finding = _too_large(planned)
     if may_fit(planned):
         return str(finding)
     if planned.case.settings.run.memory_check == "error":
         raise MegatuneError(phrased(finding), ExitCode.SETTINGS)
-    return f"{finding.what}; `memory_check: warn` lets it start"
+    return f"{finding.what}; `memory_check: warn` allows it to start"
 
 
 def longest_row(planned: Estimate) -> int:
-    """Return the tokens of the longest rows that fit, with everything else as it is; 0 where hardly any do."""
+    """Return the tokens of the longest rows that fit, with all other settings unchanged; 0 if none fit."""
     multiple = math.lcm(planned.case.settings.parallel.sequence_multiple, _ROW_STEP)
 
     def is_too_long(count: int) -> bool:
@@ -250,12 +249,12 @@ def longest_row(planned: Estimate) -> int:
 
 
 def may_fit(planned: Estimate) -> bool:
-    """Return whether every rank's bytes are there at the lower end of the plan's uncertainty."""
+    """Return whether every rank fits at the lower end of the plan's uncertainty."""
     return memory_range(planned.case, planned.stages)[0] <= planned.case.machine.device.memory
 
 
 def _too_large(planned: Estimate) -> Finding:
-    """Say why a planned run cannot fit, or may not: its largest part, and the cheapest changes with what they do."""
+    """Return the finding of a run that cannot or may not fit, with its largest part and the cheapest changes."""
     stage, device = planned.fullest, planned.case.machine.device
     name, held = largest_part(stage)
     which = f"stage {stage.stage} of {len(planned.stages)}" if len(planned.stages) > 1 else "each rank"
@@ -263,19 +262,19 @@ def _too_large(planned: Estimate) -> Finding:
     why = f"the largest part is {name}, {size(held)}; all: {parts(stage)}; for rows of"
     why += f" {describe_row_length(planned.case)}"
     if stage.exact > device.memory:
-        why += f"; weights, gradients and optimizer alone take {size(stage.exact)}, whatever the batch"
+        why += f"; weights, gradients and optimizer alone take {size(stage.exact)}, for any batch"
     head = "one of"
     if not any(fix.after.fits for fix in fixes):
-        head = "no one or two changes are enough; what helps most"
+        head = "no one or two changes are enough; these help most"
         if planned.case.world_size <= _SEARCHED and (layout := fastest_layout(planned)) is not None:
-            head, fixes = "the layout that fits and is fastest", [layout]
+            head, fixes = "the fastest layout that fits", [layout]
     lines = [f"{head}:", *(f"        {each.text}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
         lines.append(f"        `cutoff_len: {longest}`, {rows}")
     if (adapters := _adapters(planned)) is not None:
         lines.append(f"        {adapters.text}: trains adapters instead of the model")
-    lines.append("        megatune plan searches all layouts for this machine, or for another one")
+    lines.append("        megatune plan searches all layouts, for this or another machine")
     least, most = map(size, memory_range(planned.case, planned.stages))
     if may_fit(planned):
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
@@ -286,7 +285,7 @@ def _too_large(planned: Estimate) -> Finding:
 
 
 def _adapters(planned: Estimate) -> Fix | None:
-    """Return what adapters in place of full training do, where the run then fits."""
+    """Return the change from full training to adapters, if the run fits then."""
     if planned.case.settings.finetuning.finetuning_type != "full":
         return None
     found = try_change(planned, {"finetuning.finetuning_type": "lora"})

@@ -1,4 +1,4 @@
-"""OUTPUT/plan.json: what was planned for a run, what was measured, and how the two compare."""
+"""OUTPUT/plan.json: the plan of a run, its measurements, and their comparison."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 PLAN_NAME = "plan.json"
 FORMAT = 1
-_ANEW = "the next start of the run writes it again"
+_FIX = "the next start of the run writes it again"
 Outcome = Literal["running", "finished", "stopped", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank held, in bytes, at moments of its run; 0 for one that it did not come to.
+    """Memory of one rank in bytes at points of its run; 0 for points that it did not reach.
 
     Attributes:
-        stage: of the pipeline.
-        joined: when it had met the others, before it built the model.
-        loaded: after model and optimizer were built, before the first step.
-        stepped: after the first step: the optimizer's state is there, activations are gone.
-        peak: most so far.
-        overhead: most beyond tensors so far: the device's context, communication libraries, and fragments that the
-            allocator keeps; 0 where `peak` counts them, too.
+        stage: pipeline stage.
+        joined: after the process groups are initialized, before the model is built.
+        loaded: after model and optimizer are built, before the first step.
+        stepped: after the first step: with optimizer state, without activations.
+        peak: peak so far.
+        overhead: peak beyond tensors so far: the device's context, communication libraries, and fragments that the
+            allocator keeps; 0 if `peak` includes them.
     """
 
     rank: int
@@ -52,18 +52,18 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a process of a run measured.
+    """Measurements of a process of a run.
 
     Attributes:
-        counted: "allocated" counts tensors alone, as a GPU's allocator does; "resident" all that a process holds.
+        counted: "allocated" for tensors only, as a GPU's allocator counts; "resident" for all memory of a process.
         stages: the fullest rank of each stage.
-        peaks: most bytes of every rank, by rank; () where not all of them came to the end.
-        step_seconds: median of the steps after those that warm up; None where there were none.
-        num_steps: how many steps that is of.
-        row_tokens: mean length of the rows of rank 0, padding included.
+        peaks: peak bytes of every rank, by rank; () if not all ranks reached the end.
+        step_seconds: median of the steps after warm-up; None if there were none.
+        num_steps: number of these steps.
+        row_tokens: mean length of the rows of rank 0, with padding.
         longest_row: the longest of them.
-        document_tokens: mean length of a document in a packed row; None where a row is one document.
-        picture_tokens: mean of a row's tokens of pictures.
+        document_tokens: mean length of a document in a packed row; None if a row is one document.
+        picture_tokens: mean number of image and video tokens in a row.
         tokens_per_step: of all ranks, without padding.
     """
 
@@ -81,11 +81,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One process of a run: what was planned and what came of it.
+    """One process of a run: its plan and its measurements.
 
     Attributes:
-        outcome: as in training's summary; "running" until the end, and for ever where the process was killed.
-        first_step: steps done before it.
+        outcome: as in training's summary; "running" until the end, and forever if the process was killed.
+        first_step: number of steps before it.
     """
 
     case: Case
@@ -94,11 +94,11 @@ class RunRecord:
     measured: Measured | None = None
 
     def planned(self) -> Estimate:
-        """Plan the rows that the settings allow."""
+        """Return the plan with the longest rows that the settings allow."""
         return estimate(self.case)
 
     def as_trained(self) -> tuple[Estimate, Estimate] | None:
-        """Plan the rows as they were: memory with the longest, time with the mean; None where none was trained."""
+        """Return the plans with the real rows: the longest for memory, the mean for time; None if none was trained."""
         measured = self.measured
         if measured is None or not measured.longest_row:
             return None
@@ -114,12 +114,12 @@ class RunRecord:
 
 
 def comparable(stage: StageMemory, counted: str) -> int:
-    """Return the planned bytes of what a measurement counts."""
+    """Return the planned bytes of the memory that a measurement counts."""
     return stage.total - (stage.framework if counted == "allocated" else 0)
 
 
 def fullest_of(memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """Return the rank of each stage that held most, the first stage first."""
+    """Return the fullest rank of each stage, the first stage first."""
     best: dict[int, RankMemory] = {}
     for each in sorted(memory, key=lambda each: -each.peak):
         best.setdefault(each.stage, each)
@@ -127,12 +127,12 @@ def fullest_of(memory: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
 
 
 def rank_memory_path(run_dir: Path, rank: int) -> Path:
-    """Return where a rank notes its memory, below the folder that its launcher writes in."""
+    """Return the file in which a rank records its memory, below the folder of its launcher."""
     return run_dir / "memory" / f"rank-{rank}.json"
 
 
 def read_rank_memory(run_dir: Path) -> list[RankMemory]:
-    """Read what the ranks have noted, by rank; those that noted nothing, or nothing whole, are left out."""
+    """Read the memory of the ranks, in their order, without missing or incomplete files."""
     found = []
     for path in (run_dir / "memory").glob("rank-*.json"):
         try:
@@ -143,7 +143,7 @@ def read_rank_memory(run_dir: Path) -> list[RankMemory]:
 
 
 def dump_records(records: Sequence[RunRecord]) -> str:
-    """Return the text of a plan.json: records as they are read again, and what they say, for people and scripts."""
+    """Return the text of a plan.json: the records, and summaries of their plans for people and scripts."""
     runs = []
     for record in records:
         names = ("planned_for_longest_row", "planned_for_mean_row")
@@ -154,23 +154,23 @@ def dump_records(records: Sequence[RunRecord]) -> str:
 
 
 def read_records(path: Path) -> list[RunRecord]:
-    """Read the processes of a run, the first one first.
+    """Read the records of a run's processes, the first one first.
 
     Args:
         path: a plan.json, or the folder of a run.
 
     Raises:
-        MegatuneError: INPUT, where there is none, or it cannot be read.
+        MegatuneError: INPUT if there is none, or it cannot be read.
     """
     path = path / PLAN_NAME if path.is_dir() else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
-            raise ValueError(f"its format is {content.get('format')}, and {FORMAT} is read")
+            raise ValueError(f"its format is {content.get('format')}, expected {FORMAT}")
         records = [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
         if not records:
             raise ValueError("it records no run")
-        for record in records:  # numbers that no plan can be made of would end whatever asks for one
+        for record in records:  # raise here if the numbers cannot be planned
             record.planned(), record.as_trained()
         return records
     except FileNotFoundError:
@@ -179,13 +179,13 @@ def read_records(path: Path) -> list[RunRecord]:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         why = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        raise MegatuneError(Finding("is of another version", str(path), why, _ANEW), ExitCode.INPUT) from None
+        raise MegatuneError(Finding("is of another version", str(path), why, _FIX), ExitCode.INPUT) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-        raise MegatuneError(Finding("cannot be read", str(path), str(error), _ANEW), ExitCode.INPUT) from None
+        raise MegatuneError(Finding("cannot be read", str(path), str(error), _FIX), ExitCode.INPUT) from None
 
 
 def _hashable(record: RunRecord) -> RunRecord:
-    """Return the record with a device whose peaks can be a key of caches, as in the catalogue."""
+    """Return the record with hashable peaks of its device, as in the catalogue."""
     machine = record.case.machine
     device = replace(machine.device, flops=Peaks(machine.device.flops))
     return replace(record, case=replace(record.case, machine=replace(machine, device=device)))
@@ -208,7 +208,7 @@ def _adapter() -> TypeAdapter[RunRecord]:
 
 
 def verdict(record: RunRecord) -> Iterator[str]:
-    """Say how the rows as they were came out: `planned 1.9 s a step, was 2.1 s; planned 23.4 GiB, was 22.9 GiB`."""
+    """Compare plan and measurement: `planned 1.9 s a step, was 2.1 s; planned 23.4 GiB, was 22.9 GiB`."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None:
         return
@@ -225,7 +225,7 @@ def verdict(record: RunRecord) -> Iterator[str]:
 
 
 def compare_memory(record: RunRecord) -> tuple[int, int] | None:
-    """Return planned and measured bytes of the fullest rank, as far as the measurement counts them."""
+    """Return planned and measured bytes of the fullest rank."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None or not measured.stages:
         return None

@@ -1,4 +1,4 @@
-"""What became of a run compared with its plan, and what helps where it ran out of memory or is slow."""
+"""Compares a run with its plan, and proposes changes if it ran out of memory or was slow."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from megatune.plan.time.estimate import TIME_PARTS
 
 _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run counts as slow
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
-_CLOSE = 0.85  # of the memory that was taken for free; below it, something else ended the run
-_LESS = 0.9  # of the memory at which a run ended, for what helps
-_KINDS = ("error", "unavailable", "collective", "relayed")  # what started the others first
+_CLOSE = 0.85  # share of the device's memory below which something else caused the end of memory
+_LESS = 0.9  # share of the memory at which a run ended that proposals may need
+_KINDS = ("error", "unavailable", "collective", "relayed")  # causes before their consequences
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
     "interrupted": "interrupted",
     "failed": "failed",
-    "running": "did not come to an end, or is still running",
+    "running": "did not reach its end, or is still running",
 }
 _ENDINGS: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
 
 
 def diagnose(folder: Path) -> list[str]:
-    """Say what became of a run, from its output_dir, as lines for a terminal.
+    """Return lines for a terminal on how a run ended, from its output_dir.
 
     Raises:
-        MegatuneError: INPUT, where it is not a run's folder, or nothing was planned for it.
+        MegatuneError: INPUT if it is not a run's folder, or the run was not planned.
     """
     is_run, launch = (folder / "run.yaml").is_file(), folder / "launch"
     if not is_run and not (folder / PLAN_NAME).is_file():
@@ -59,25 +59,25 @@ def diagnose(folder: Path) -> list[str]:
     exit_code, rank, what = _ending(launch, world_size)
     head = f"{folder}: {what or _OUTCOMES[record.outcome]}"
     if exit_code == ExitCode.OUT_OF_MEMORY:
-        # An earlier run of more ranks may have left notes of those that are not in this one.
+        # An earlier run with more ranks may have left files of other ranks.
         memory = [each for each in read_rank_memory(launch) if each.rank < world_size]
         return [head, *_out_of_memory(record, rank, memory)]
     return [head, *verdict(record), *_memory_apart(record), *_pace(folder, record)]
 
 
 def ran_out_of_memory(folder: Path) -> bool:
-    """Return whether the run in this folder ended so, by its launcher's report."""
+    """Return whether the run in this folder ran out of memory, by its launcher's report."""
     return _ending(folder / "launch")[0] == ExitCode.OUT_OF_MEMORY
 
 
 def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int | None, str]:
-    """Return the exit code, the rank that failed first and the failure in a sentence, as OUTPUT/launch/report.json has
-    them, or where torchrun started the ranks what they noted themselves; None and "" where nobody noted it."""
+    """Return the exit code, the rank that failed first and the failure as text, from OUTPUT/launch/report.json, or
+    from the ranks' files if torchrun started them; None and "" if unknown."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
-        said = [Finding(**each) for each in report["findings"]]
-        return int(report["exit_code"]), report["culprit"], said[0].what if said else ""
-    noted: list[tuple[int, float, int, int, str]] = []
+        findings = [Finding(**each) for each in report["findings"]]
+        return int(report["exit_code"]), report["culprit"], findings[0].what if findings else ""
+    failures: list[tuple[int, float, int, int, str]] = []
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             note = json.loads(path.read_text(encoding="utf-8"))
@@ -86,17 +86,17 @@ def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int
             what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
             what = words[0] if words else f"rank {note['rank']} on host {note['host']} {what}"
             if note["rank"] < world_size:
-                noted.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
-    return min(noted)[2:] if noted else (None, None, "")
+                failures.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
+    return min(failures)[2:] if failures else (None, None, "")
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
-    """Say how a run ended, the most that a rank held, why there is no plan to compare with, and what can be done."""
+    """Describe the end of a run without a plan, its peak memory, and how to get a plan."""
     exit_code, _, what = _ending(folder / "launch")
     what = f"{folder}: {what or _ENDINGS.get(exit_code, 'how it ended is not recorded')}"
     if peak := max((each.peak for each in read_rank_memory(folder / "launch")), default=0):
         what += f"; a rank held up to {size(peak)}"
-    end, why = "nothing was planned for it", f"there is no {PLAN_NAME} in {folder}; memory_check: off plans nothing"
+    end, why = "it has no plan", f"there is no {PLAN_NAME} in {folder}; runs with memory_check: off have none"
     if (folder / PLAN_NAME).is_file():
         end, why = f"its {PLAN_NAME} {error.findings[0].what}", error.findings[0].why
     fix = f"`megatune plan {folder}/run.yaml` plans it now; its next start records its plan"
@@ -104,15 +104,15 @@ def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
 
 
 def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str]:
-    """Split what a rank held, as far as its moments tell kinds apart, each kind beside its plan."""
+    """Compare kinds of memory of a rank with the plan, as far as its measurements distinguish them."""
     state, name, held = stage.weights + stage.gradients + stage.master_weights, "master weights", memory.loaded
     if memory.stepped:
         state, name, held = state + stage.optimizer_state, "optimizer", memory.stepped
     name, whole = f"weights, gradients, {name}", comparable(stage, counted)
-    if counted == "resident":  # building the model loads libraries, too: nobody can tell the two apart
+    if counted == "resident":  # building the model also loads libraries: the two are not distinguished
         state, name = state + stage.framework, f"framework, {name}"
-    passing = ("activations, loss, exchanges", whole - state, max(0, memory.peak - held))
-    rows = [(name, state, held), passing] if held else []
+    temporary = ("activations, loss, communication", whole - state, max(0, memory.peak - held))
+    rows = [(name, state, held), temporary] if held else []
     for name, planned, measured in (*rows, ("all", whole, memory.peak)):
         is_larger = measured > _LARGER * planned and planned
         larger = f"  {measured / planned:.1f} times what was planned" if is_larger else ""
@@ -120,12 +120,7 @@ def _table(memory: RankMemory, stage: StageMemory, counted: str) -> Iterator[str
 
 
 def _out_of_memory(record: RunRecord, rank: int | None, ranks: list[RankMemory]) -> Iterator[str]:
-    """Say what was held when memory ended, what was larger than planned, and what helps.
-
-    Args:
-        rank: that failed first.
-        ranks: what was noted of each.
-    """
+    """Yield the memory of the first failed rank or the fullest one, its comparison with the plan, and proposals."""
     planned = (record.as_trained() or (record.planned(),))[0]
     case, available = planned.case, planned.case.machine.device.memory
     usual = "resident" if case.machine.device.on_cpu else "allocated"
@@ -137,23 +132,24 @@ def _out_of_memory(record: RunRecord, rank: int | None, ranks: list[RankMemory])
     yield f"planned    {held}, with rows of {describe_row_length(case)}"
     expected = comparable(stage, counted)
     if memory is None:
-        yield "measured   nothing: it ended before any rank recorded its memory"
+        yield "measured   nothing: the run ended before any rank recorded its memory"
     else:
         moment = "before the end of its first step" if memory.loaded else "before its model was built"
         moment = "as last recorded, after its first step or later" if memory.stepped else moment
         yield f"measured   rank {memory.rank}, {moment}:"
         yield from _table(memory, stage, counted)
         if max(memory.peak + stage.total - expected, stage.total) < _CLOSE * available:
-            why = "one large allocation, something else that holds the rest, or a lower limit of the process"
-            end = f"memory ended at {size(memory.peak)} of the {size(available)} that were planned with"
-            yield f"limit      {end}: {why} or its container"
-    # The run did not get along with what it held: what helps takes less than that.
+            why = (
+                "one large allocation, another process on the device, or a lower limit of the process or its container"
+            )
+            yield f"limit      memory ended at {size(memory.peak)} of {size(available)}: {why}"
+    # Proposals must need less memory than the run had.
     share = _LESS * min(1.0, memory.peak / expected if memory else 1.0)
     yield from _listed(savings(planned, room=int(share * min(planned.fullest.total, available))))
 
 
 def _memory_apart(record: RunRecord) -> Iterator[str]:
-    """Say where memory was planned too small, by kind."""
+    """Yield the stages whose memory exceeded the plan, by kind."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None:
         return
@@ -165,15 +161,15 @@ def _memory_apart(record: RunRecord) -> Iterator[str]:
 
 
 def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
-    """Say whether it was slow, of what a step consists, and what helps."""
+    """Yield whether the run was slow, the planned parts of a step, and proposals."""
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None or measured.step_seconds is None:
-        yield "nothing    was measured: no step came to its end"
+        yield "measured   nothing: no step was finished"
         return
     planned = trained[1]
     ratio = measured.step_seconds / planned.time.total
     if ratio <= max(_SLOW, 1 + planned.time.uncertainty):
-        yield "it went as planned" if ratio > 1 / _SLOW else "it was faster than planned"
+        yield "it was as fast as planned" if ratio > 1 / _SLOW else "it was faster than planned"
         return
     shares = {part: getattr(planned.time, part) / planned.time.total for part in TIME_PARTS}
     listed = sorted(((share, part) for part, share in shares.items() if share >= 0.01), reverse=True)
@@ -181,13 +177,13 @@ def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
     yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
     if not planned.case.machine.calibration.of_time:
         fits = f"`megatune plan --calibrate {folder}` fits the planner to this machine"
-        yield f"           {fits}; what stays slow after it is the run's"
+        yield f"           {fits}; a difference that remains has a cause in the run"
     yield from _listed(speedups(planned))
 
 
 def _listed(fixes: list[Fix]) -> Iterator[str]:
     if not fixes:
-        yield f"{'helps':<10} nothing in the settings, by the planner"
+        yield f"{'helps':<10} no change of settings, by the planner"
         return
     yield "helps, by the planner:"
     yield from (f"    {number}. {each}" for number, each in enumerate(fixes, 1))
