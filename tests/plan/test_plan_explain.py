@@ -166,7 +166,7 @@ def test_file(file: str) -> None:
     effect = compare_with(base.case, "recompute.recompute_granularity", None)
     assert effect is not None
     assert effect.memory < 0 < effect.time
-    assert f"against null: {signed_bytes(effect.memory)}" in text
+    assert f"compared with null: {signed_bytes(effect.memory)}" in text
     off, _ = explain_file("run.yaml", load(file, ["bf16=false"]), base)
     assert "    off: Compute in bfloat16" in off
     chinese, _ = explain_file("run.yaml", loaded, base, "zh")

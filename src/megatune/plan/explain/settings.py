@@ -142,7 +142,7 @@ def explain_file(name: str, loaded: Loaded, base: BaseCase, language: Language =
     else:
         whole = estimate(case)
         text = words.whole.format(
-            ground=case_line(base, words),
+            case=case_line(base, words),
             memory=fullest(whole, words),
             seconds=seconds(whole.time.total),
             rate=f"{whole.time.tokens_per_second_per_gpu:,.0f}",

@@ -164,7 +164,7 @@ def case_line(base: BaseCase, words: Words) -> str:
     """Describe the case: model, machines, layout, and the rows of a step."""
     assert base.case is not None
     case = base.case
-    text = words.ground.format(
+    text = words.case.format(
         model=case.model.name, gpus=case.world_size, gpu=case.machine.device.name, layout=describe_layout(case)
     )
     text += words.comma + words.tokens.format(rows=f"{case.global_batch_size:,}", tokens=row_length(case))
@@ -187,7 +187,7 @@ def cost_lines(
         return
     line = case_line(impact.base, words)
     if impact.companions:
-        line += words.comma + words.beside.format(changes=written_changes(impact.companions))
+        line += words.comma + words.together.format(changes=written_changes(impact.companions))
     yield line + words.colon.rstrip()
     case = impact.base.case
     assert case is not None
@@ -203,12 +203,12 @@ def describe_comparison(effect: Effect, value: Any, words: Words) -> str:
     """Describe an effect compared with another value of the setting."""
     other = shown(value)
     if effect.side_changes:
-        other += words.parentheses.format(words.beside.format(changes=written_changes(effect.side_changes)))
-    text = words.against.format(value=other, effect=describe_effect(effect, words, beside={}))
+        other += words.parentheses.format(words.together.format(changes=written_changes(effect.side_changes)))
+    text = words.compared.format(value=other, effect=describe_effect(effect, words, side_changes={}))
     return text.replace("） ", "）")
 
 
-def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> str:
+def describe_effect(effect: Effect, words: Words, side_changes: Mapping[str, Any]) -> str:
     """Describe an effect in a line: memory, time, settings that changed with it, and whether it fits."""
     memory = words.no_memory
     if abs(effect.memory) >= _HARDLY_BYTES:
@@ -222,8 +222,8 @@ def describe_effect(effect: Effect, words: Words, beside: Mapping[str, Any]) -> 
         share = f"×{1 + effect.time:.1f}" if effect.time >= 1 else share
         time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
     parts = [memory, time]
-    if beside:
-        parts.append(words.beside.format(changes=written_changes(beside)))
+    if side_changes:
+        parts.append(words.together.format(changes=written_changes(side_changes)))
     if not effect.after.fits:
         parts.append(words.does_not_fit)
     return words.comma.join(parts)
