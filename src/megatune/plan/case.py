@@ -115,10 +115,10 @@ class Case:
         if self.model.architecture.vision is None:
             return 0
         per_row = self.sequences_per_row
-        asked = per_row * self.tokens_per_image if self.image_tokens is None else self.image_tokens
+        tokens = per_row * self.tokens_per_image if self.image_tokens is None else self.image_tokens
         if self.of_mean and self.lengths is not None and self.lengths.pictures is not None:
-            asked = min(asked, math.ceil(self.lengths.pictures))
-        return min(asked, per_row * self.settings.data.cutoff_len)
+            tokens = min(tokens, math.ceil(self.lengths.pictures))
+        return min(tokens, per_row * self.settings.data.cutoff_len)
 
     @property
     def dp_size(self) -> int:

@@ -26,10 +26,10 @@ def kinds_of(gpu: str | None, devices_file: str | None) -> list[str]:
     """
     if gpu is None or (gpu != ANY and "," not in gpu):
         return []
-    asked = device_names(devices_file) if gpu == ANY else [name.strip() for name in gpu.split(",") if name.strip()]
+    requested = device_names(devices_file) if gpu == ANY else [name.strip() for name in gpu.split(",") if name.strip()]
     names: list[str] = []
     findings: list[Finding] = []
-    for name in asked:
+    for name in requested:
         try:
             names.append(find_machine(name, devices_file=devices_file).device.name)
         except MegatuneError as error:

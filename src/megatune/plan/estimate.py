@@ -20,9 +20,9 @@ class Estimate:
     case: Case
     _plain: Estimate | None = None  # of the case without recomputation, which has the parts that both share
 
-    def with_recompute(self, how: RecomputeSettings) -> Estimate:
+    def with_recompute(self, recompute: RecomputeSettings) -> Estimate:
         """Return the estimate of the case with another recomputation."""
-        settings = self.case.settings.model_copy(update={"recompute": how})
+        settings = self.case.settings.model_copy(update={"recompute": recompute})
         return Estimate(replace(self.case, settings=settings), self._plain or self)
 
     @cached_property

@@ -99,9 +99,9 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     def fits(found: Fix) -> bool:
         return found.after.fullest.total <= room
 
-    asked = [(each, try_change(before, each)) for each in _tried(before.case, "memory")]
+    tried = [(each, try_change(before, each)) for each in _tried(before.case, "memory")]
     least = _LEAST_SAVING * before.fullest.total
-    useful = [(each, found) for each, found in asked if found is not None and found.saving >= least]
+    useful = [(each, found) for each, found in tried if found is not None and found.saving >= least]
     enough = _distinct(sorted((found for _, found in useful if fits(found)), key=_cost))
     if len(enough) < count:
         # If one half of a pair is enough, the pair is of no use.
@@ -116,8 +116,8 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
 
 def speedups(before: Estimate, count: int = 3) -> list[Fix]:
     """Find the changes that save most time and still fit."""
-    asked = filter(None, (try_change(before, each) for each in _tried(before.case, "time")))
-    found = [each for each in asked if each.after.fits and each.gain >= _LEAST_GAIN]
+    tried = filter(None, (try_change(before, each) for each in _tried(before.case, "time")))
+    found = [each for each in tried if each.after.fits and each.gain >= _LEAST_GAIN]
     return _distinct(sorted(found, key=_cost))[:count]
 
 

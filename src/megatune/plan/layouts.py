@@ -177,27 +177,27 @@ class Space:
         layout: CandidateLayout,
         batch: CandidateBatch,
         virtual: int | None,
-        how: RecomputeSettings = NO_RECOMPUTE,
+        recompute: RecomputeSettings = NO_RECOMPUTE,
     ) -> Estimate:
         """Return the estimate of the request's model in this layout; recomputation variants share what they can."""
         key = layout, batch, virtual
         if key not in self._plain:
             self._plain[key] = self.estimate(self.settings_of(*key, NO_RECOMPUTE))
-        return self._plain[key] if how is NO_RECOMPUTE else self._plain[key].with_recompute(how)
+        return self._plain[key] if recompute is NO_RECOMPUTE else self._plain[key].with_recompute(recompute)
 
     def estimate(self, settings: Settings) -> Estimate:
         """Return the estimate of the request's case with other settings."""
         return Estimate(replace(self.request.case, settings=settings))
 
     def settings_of(
-        self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None, how: RecomputeSettings
+        self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None, recompute: RecomputeSettings
     ) -> Settings:
         """Return the request's settings in this layout."""
         if batch not in self._batches:
             rows = {"per_device_train_batch_size": batch.micro_batch, "gradient_accumulation_steps": batch.accumulation}
             self._batches[batch] = self.settings.batch.model_copy(update=rows)
         parallel = self._parallel(layout, virtual)
-        update = {"parallel": parallel, "batch": self._batches[batch], "recompute": how, "run": self._run}
+        update = {"parallel": parallel, "batch": self._batches[batch], "recompute": recompute, "run": self._run}
         return self.settings.model_copy(update=update)
 
     def _parallel(self, layout: CandidateLayout, virtual: int | None) -> ParallelSettings:
@@ -231,11 +231,11 @@ class Space:
 
     def _cp_comm_type(self, layout: CandidateLayout) -> str:
         """Return that of the settings if it is valid, or else a ring; all-to-all if images must stay whole."""
-        asked = self.settings.parallel.cp_comm_type
+        kind = self.settings.parallel.cp_comm_type
         heads = self.architecture.num_attention_heads
         if self.architecture.bidirectional_images:
             return "a2a"
-        return "p2p" if asked == "a2a" and heads % (layout.tp * layout.cp) else asked
+        return "p2p" if kind == "a2a" and heads % (layout.tp * layout.cp) else kind
 
     def exchanged(self, settings: Settings) -> Iterator[Settings]:
         """Yield the same layout with other communication of context parallelism."""
@@ -284,7 +284,7 @@ class Space:
             f"micro-batches of at most {LARGEST_MICRO_BATCH} rows, at most {MOST_VIRTUAL_STAGES} virtual stages",
             "experts are whole, or split as the rest of a layer",
             "the distributed optimizer and its overlaps are on, on GPUs",
-            f"virtual stages are left out where a step without them takes at most {CLEARLY:.0%} longer",
+            f"virtual stages are left out if a step without them takes at most {CLEARLY:.0%} longer",
             f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
             f"the other token dispatcher of experts is tried for the first {NUM_RESHAPED} layouts",
         )
@@ -344,14 +344,13 @@ def _selective(modules: tuple[str, ...]) -> RecomputeSettings:
 
 @lru_cache(maxsize=1024)
 def block(num_layers: int) -> RecomputeSettings:
-    """Return the first layers of each stage."""
+    """Return recomputation of the first layers of each chunk."""
     return RecomputeSettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Layouts that cannot be: what they have in common, why, as the rules say, how many of the machine's processes they
-    are, and the rules' finding about one of them, whose fix is the nearest valid value."""
+    """A problem of invalid layouts, its reason, their number, and the finding of the rules about one of them."""
 
     what: str
     why: str
@@ -360,7 +359,7 @@ class Refusal:
 
 
 def refusals(space: Space) -> tuple[Refusal, ...]:
-    """Group the layouts that the rules refuse by the first reason, the largest group first."""
+    """Group invalid layouts by their first problem, the largest group first."""
     examples: dict[str, CandidateLayout] = {}
     counts: Counter[str] = Counter()
     for layout, what in space.all_layouts:

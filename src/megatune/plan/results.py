@@ -71,10 +71,10 @@ def _launch(found: Answer, options: PlanOptions) -> list[str]:
         return []
     file = options.output or found.question.file or "best.yaml"
     if options.launch in JOB_FILES:
-        how, text = JOB_FILES[options.launch], job_file(options.launch, chosen.case, file)
+        command, text = JOB_FILES[options.launch], job_file(options.launch, chosen.case, file)
         if options.launch_file is not None:
-            return [f"written: {_write_file(Path(options.launch_file), text.encode())}, for {how}"]
-        return ["", f"# A file for {how}", text]
+            return [f"written: {_write_file(Path(options.launch_file), text.encode())}, for {command}"]
+        return ["", f"# A file for {command}", text]
     lines = torchrun_lines(chosen.case, file)
     if len(lines) == 1:
         return ["", *lines]
@@ -129,10 +129,10 @@ def frontier_figure(result: SearchResult, own: Estimate | None = None, recommend
     rows = f"a global batch of {counted(case.global_batch_size, 'row')} of {describe_row_length(case)}"
     axes.set_title(f"{case.model.name} on {describe_machine(case.machine, case.world_size)}, {rows}", fontsize=10)
 
-    def dots(estimates: Sequence[Estimate], label: str, **how: Any) -> None:
+    def dots(estimates: Sequence[Estimate], label: str, **style: Any) -> None:
         places = [(each.fullest.total / memory.size, each.time.total / time.size) for each in estimates]
         if places:
-            axes.plot(*zip(*places, strict=True), label=label, **{"marker": "o", "linestyle": "", **how})
+            axes.plot(*zip(*places, strict=True), label=label, **{"marker": "o", "linestyle": "", **style})
 
     for name, colour in _COLOURS.items():
         same = [each for each in fitting if _recomputed(each) == name]
@@ -182,9 +182,9 @@ def schedule_trace(planned: Estimate) -> dict[str, Any]:
             yield {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
             for work, start, end in slots:
                 kind = "forward" if work.forward else "backward"
-                said = {"micro_batch": work.micro_batch + 1, "virtual_stage": work.virtual_stage}
+                details = {"micro_batch": work.micro_batch + 1, "virtual_stage": work.virtual_stage}
                 yield {"ph": "X", "name": f"{kind} {work.micro_batch + 1}", "cat": kind, "pid": stage, "tid": 0,
-                       "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": said}  # fmt: skip
+                       "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": details}  # fmt: skip
 
     about = {"layout": describe_layout(planned.case), "micro_batches": count, "simulated_micro_batches": drawn}
     return {"traceEvents": list(events()), "displayTimeUnit": "ms", "otherData": about}

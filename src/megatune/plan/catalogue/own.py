@@ -96,11 +96,11 @@ class _Reader(Builder):
         device, nodes = self._read(node, f"devices: {name}", DeviceFields)
         inside, between = ([each for each in links if links[each].network == kind] for kind in (False, True))
         for key, known in (("like", list(devices)), ("link", inside), ("network", between)):
-            asked = getattr(device, key)
-            base = split_ports(asked, known)[0] if key == "network" else asked
+            value = getattr(device, key)
+            base = split_ports(value, known)[0] if key == "network" else value
             if key in device.model_fields_set and base not in known:
-                near = nearest_names(asked, known, cutoff=0.4) or known
-                self._refuse(nodes[key], f"{name}: there is no {key} {asked!r}", fix=f"one of {', '.join(near)}")
+                near = nearest_names(value, known, cutoff=0.4) or known
+                self._refuse(nodes[key], f"{name}: there is no {key} {value!r}", fix=f"one of {', '.join(near)}")
         written = {key: getattr(device, key) for key in device.model_fields_set}
         if device.like is None:
             self._require(node, name, nodes, DEVICE_NEEDS)
@@ -119,12 +119,12 @@ class _Reader(Builder):
         infos = {info.name: replace(info, optional=False) for info in describe("", group)}
         nodes, written = self._pairs(node, what, infos), dict[str, Written]()
         for key, each in nodes.items():
-            said, info = f"{what.partition(': ')[2]}: {key}", infos[key]
+            label, info = f"{what.partition(': ')[2]}: {key}", infos[key]
             try:
-                entry = SettingEntry(said, value_of(each), self._where(each), "")
+                entry = SettingEntry(label, value_of(each), self._where(each), "")
                 is_peaks = info.kinds == {PeakFields}
                 value = self._read(each, f"{what}: {key}", PeakFields)[0] if is_peaks else coerce(entry.value, info)
-                written[key] = Written(entry, value, info, said)
+                written[key] = Written(entry, value, info, label)
             except yaml.YAMLError as error:
                 self.findings.append(yaml_finding(error, self.file))
         return self.group(group, written), nodes

@@ -154,15 +154,15 @@ def case_of_file(
     """
     settings, name = loaded.settings, loaded.settings.model.model_name_or_path
     size = settings.parallel.smallest_world
-    asked = world_size or settings.run.num_processes
-    assumed: Assumed = "machines" if is_assumed or asked is None else ""
+    processes = world_size or settings.run.num_processes
+    assumed: Assumed = "machines" if is_assumed or processes is None else ""
     if name is None:
         return BaseCase(None, assumed, "model_name_or_path is missing")
     try:
         model = find_model(name, settings)
     except MegatuneError as error:
         return BaseCase(None, assumed, error.findings[0].what)
-    world = asked or size * -(-DEFAULT_GPUS // size)
+    world = processes or size * -(-DEFAULT_GPUS // size)
     loaded = with_model_defaults(loaded, model.architecture)[0].for_world(world)
     if not machine.device.on_cpu:
         loaded, _ = with_device_defaults(loaded, machine.device.gpu, world)

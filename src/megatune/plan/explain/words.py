@@ -67,11 +67,11 @@ def needs_text(need: Needs, words: Words) -> str:
 
 def all_needs(info: SettingInfo, words: Words) -> list[str]:
     """List what a setting needs, each with the values of the setting that need it unless all do."""
-    said = {
+    needs = {
         needs_text(need, words) + (words.parentheses.format(words.comma.join(map(shown, need.of))) if need.of else "")
         for need in info.needs
     }
-    return sorted(said)
+    return sorted(needs)
 
 
 def phrase_of(text: str, kind: str, language: Language) -> str:
@@ -145,8 +145,8 @@ def written(key: str, value: Any, default: Any, origin: str, texts: Texts, words
     yield wrapped(f"{key}: {shown(value)}{words.parentheses.format(origin + words.semicolon + usual)}")
     yield wrapped(words.off.format(what=texts.what) if value is False else texts.what, indent="    ")
     for each in value if isinstance(value, list) else [value]:
-        if not isinstance(each, dict | list) and (said := texts.values.get(shown(each))):
-            yield wrapped(f"{shown(each)}{words.colon}{said}", indent="    ")
+        if not isinstance(each, dict | list) and (text := texts.values.get(shown(each))):
+            yield wrapped(f"{shown(each)}{words.colon}{text}", indent="    ")
 
 
 def section(name: str, default: Any, texts: Texts, words: Words, also: Sequence[str] = ()) -> Iterator[str]:

@@ -202,12 +202,10 @@ def vision_memory(shapes: Shapes, images: Images) -> Memory:
 
 
 def _branch(shapes: Shapes, inner: Memory, modules: tuple[str, ...]) -> Memory:
-    """Fold the norm before, what is in between, and the norm behind, of which a family has one or both."""
+    """Return the memory of a residual branch: the norm before `inner`, or the norm after it, or both."""
     norm = layer_norm(shapes).memory
-    behind = (norm,) * shapes.architecture.post_norms
-    if not shapes.architecture.pre_norms:
-        return chain((inner, *behind))
-    return chain((_normed(shapes, norm, inner, modules), *behind))
+    inner = _normed(shapes, norm, inner, modules) if shapes.architecture.pre_norms else inner
+    return chain((inner, *(norm,) * shapes.architecture.post_norms))
 
 
 def _normed(shapes: Shapes, norm: Memory, inner: Memory, modules: tuple[str, ...]) -> Memory:

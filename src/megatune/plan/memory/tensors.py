@@ -325,12 +325,12 @@ def _with_adapters(
     weights: Sequence[Weight], architecture: Architecture, trainable: FinetuningSettings
 ) -> Iterator[Weight]:
     """Yield weights, with those of adapters after all other weights of their module."""
-    beside = adapters(architecture, trainable)
+    lora = adapters(architecture, trainable)
     for _, same in groupby(weights, lambda weight: weight.engine.rpartition(".")[0]):
         own = list(same)
         yield from own
         for weight in own:
-            yield from beside[weight.engine].entries if weight.engine in beside else ()
+            yield from lora[weight.engine].entries if weight.engine in lora else ()
 
 
 def _module(weight: Weight) -> str:

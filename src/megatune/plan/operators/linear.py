@@ -278,10 +278,10 @@ def with_adapter(
     Forward two narrow products, the second of which adds to the outputs; backward two for each, and the sum of both
     gradients of the inputs. DoRA's magnitudes scale the outputs, and are computed with a product of the weight.
     """
-    if (beside := shapes.adapter_of(name)) is None:
+    if (lora := shapes.adapter_of(name)) is None:
         return work
     forward, backward, launches, weight = work
-    width, size = beside.width, shapes.itemsize
+    width, size = lora.width, shapes.itemsize
     inputs, outputs = count * rows * depth * size, count * rows * columns * size
     down, up = Product(rows, width, depth, size, count), Product(rows, columns, width, size, count)
     ahead: tuple[Kernel, ...] = (down, up, MemoryOp(outputs))

@@ -175,7 +175,7 @@ def shapes_of(case: Case) -> Shapes:
     parallel, experts, trainable = settings.parallel, settings.experts, settings.finetuning
     cp, size, moe = parallel.context_parallel_size, case.itemsize, architecture.moe
     rows, length = case.micro_batch_size * case.sequences_per_row, case.sequence_length
-    trained_linears, beside = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
+    trained_linears, lora = _trained_linears(architecture, trainable), _adapters(architecture, trainable)
     embedding, output = _trained_ends(architecture, trainable)
     router = experts.moe_router_dtype or (moe.router_dtype if moe else None)
     return _shapes(
@@ -197,11 +197,11 @@ def shapes_of(case: Case) -> Shapes:
         cp_comm_type=parallel.cp_comm_type,
         performance=settings.performance,
         experts=experts,
-        keeps=trained_linears.union(one.name for one in beside),
+        keeps=trained_linears.union(one.name for one in lora),
         weights_trained=bool(trained_linears),
         embedding_trained=embedding,
         output_trained=output,
-        adapters=beside,
+        adapters=lora,
         decomposed=trainable.use_dora,
         drops=trainable.lora_dropout > 0,
         quantized_bits=form.bits if (form := form_of(trainable)) is not None else 0,
@@ -235,11 +235,11 @@ def _trained_ends(architecture: Architecture, trainable: FinetuningSettings) -> 
 @lru_cache(maxsize=256)
 def _adapters(architecture: Architecture, trainable: FinetuningSettings) -> tuple[LinearAdapter, ...]:
     """Return the adapters of the decoder's layers."""
-    beside = adapters(architecture, trainable)
+    lora = adapters(architecture, trainable)
     return tuple(
-        LinearAdapter(_name(weight), sum(int(one.shape[0]) for one in its.a.hf), len(weight.hf) > 1)
+        LinearAdapter(_name(weight), sum(int(one.shape[0]) for one in adapter.a.hf), len(weight.hf) > 1)
         for weight in _of_layers(architecture)
-        if (its := beside.get(weight.engine)) is not None
+        if (adapter := lora.get(weight.engine)) is not None
     )
 
 

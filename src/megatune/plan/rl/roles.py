@@ -253,9 +253,9 @@ def engine_memory(
             cached_tokens=sequences * lengths.longest,
         )
     config = role.config
-    asked = min(given, int(config.get("max_num_seqs") or config.get("max_running_requests") or _MAX_NUM_SEQS))
+    max_sequences = min(given, int(config.get("max_num_seqs") or config.get("max_running_requests") or _MAX_NUM_SEQS))
     at_once = int(config.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS)
-    workspace = (8 * asked * architecture.vocab_size + _prefill_bytes(architecture, at_once, size)) // devices
+    workspace = (8 * max_sequences * architecture.vocab_size + _prefill_bytes(architecture, at_once, size)) // devices
     if on_cpu:
         cache = int(float(role.system_envs.get(_CPU_CACHE) or _CPU_CACHE_GIB) * 2**30)
     elif role.engine == "vllm":  # everything except graphs is within the share
@@ -269,7 +269,7 @@ def engine_memory(
         cache=cache,
         workspace=workspace,
         framework=process + has_graphs * GRAPHS,
-        sequences=max(1, min(asked, int(tokens // lengths.mean))),
+        sequences=max(1, min(max_sequences, int(tokens // lengths.mean))),
         cached_tokens=tokens,
     )
 

@@ -113,11 +113,11 @@ def preflight(
     data = settings.data
     if (rows_follow and not data.streaming) or (data.streaming and not settings.packing and not planned.fits):
         lines = (*lines, *map(loaded.advice, _awaited(planned, loaded.phrased)))
-        said = []
+        messages = []
     else:
-        said = warnings_of(planned) if planned.fits else [allowed(planned, loaded.phrased)]
-    said += idle_words(planned, idle_gpus) if planned.fits else ()
-    lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in said))
+        messages = warnings_of(planned) if planned.fits else [allowed(planned, loaded.phrased)]
+    messages += idle_words(planned, idle_gpus) if planned.fits else ()
+    lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in messages))
     return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, planned=planned, lines=lines)
 
 
@@ -165,8 +165,8 @@ def with_rows(
     shown = [describe_lengths(planned.case), *([describe_media(planned.case)] if pictures is not None else [])]
     lines = [f"plan       {'; '.join(shown)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"]
     phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (plain_finding, plain)
-    said = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
-    lines += [f"warning    {advice(each)}" for each in said]
+    messages = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
+    lines += [f"warning    {advice(each)}" for each in messages]
     return Preflight(settings=case.settings, planned=planned, lines=tuple(lines))
 
 

@@ -212,16 +212,16 @@ def verdict(record: RunRecord) -> Iterator[str]:
     measured, trained = record.measured, record.as_trained()
     if measured is None or trained is None:
         return
-    said, rows = [], ""
+    comparisons, rows = [], ""
     if measured.step_seconds is not None:
-        said.append(f"planned {seconds(trained[1].time.total)} a step, was {seconds(measured.step_seconds)}")
+        comparisons.append(f"planned {seconds(trained[1].time.total)} a step, was {seconds(measured.step_seconds)}")
     if (memory := compare_memory(record)) is not None:
-        said.append("planned {}, was {}".format(*map(size, memory)))
+        comparisons.append("planned {}, was {}".format(*map(size, memory)))
     if trained[0].case.row_tokens != record.case.row_tokens:
         rows = f" (rows of {measured.row_tokens:,.0f} tokens, {measured.longest_row:,} the longest;"
         rows += f" {record.case.row_tokens:,} were allowed)"
-    if said:
-        yield f"plan       {'; '.join(said)}{rows}"
+    if comparisons:
+        yield f"plan       {'; '.join(comparisons)}{rows}"
 
 
 def compare_memory(record: RunRecord) -> tuple[int, int] | None:
