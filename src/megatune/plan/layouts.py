@@ -286,7 +286,7 @@ class Space:
             "the distributed optimizer and its overlaps are on, on GPUs",
             f"virtual stages are left out if a step without them takes at most {CLEARLY:.0%} longer",
             f"other sizes of first and last stages, and other cp_comm_type, are tried for {NUM_RESHAPED} layouts",
-            f"the other token dispatcher of experts is tried for the first {NUM_RESHAPED} layouts",
+            f"experts' other token dispatcher is tried for the first {NUM_RESHAPED} layouts",
         )
 
 
