@@ -291,10 +291,10 @@ def _experts() -> dict[str, Measured]:
 
 def _further() -> dict[str, Measured]:
     """A layer behind the decoder predicts a further token."""
-    found = _both("1", "predicts further", FURTHER, Layout(1))
+    found = _both("1", "multi-token prediction", FURTHER, Layout(1))
     for name, layout in {"tp2 sp": Layout(2, TP2 | SP), "full": Layout(1, recompute=FULL)}.items():
-        found[f"{name}, fp32"] = Measured("predicts further", FURTHER, layout)
-    found["pp2, bf16"] = Measured("predicts further", FURTHER, Layout(2, PP2), bf16=True, micro_batches=3)
+        found[f"{name}, fp32"] = Measured("multi-token prediction", FURTHER, layout)
+    found["pp2, bf16"] = Measured("multi-token prediction", FURTHER, Layout(2, PP2), bf16=True, micro_batches=3)
     return found
 
 
@@ -315,11 +315,11 @@ def _latent() -> dict[str, Measured]:
 def _norms() -> dict[str, Measured]:
     """Norms behind attention and feed-forward, with or without those before; GeGLU."""
     return {
-        "gemma3, fp32": Measured("norms behind", GEMMA3, Layout(1)),
-        "gemma3, layernorm, bf16": Measured("norms behind", GEMMA3, _selective("layernorm"), bf16=True),
-        "gemma3, tp2 sp, fp32": Measured("norms behind", GEMMA3, Layout(2, TP2 | SP)),
-        "olmo3, fp32": Measured("norms behind", OLMO3, Layout(1)),
-        "olmo3, tp2 sp, bf16": Measured("norms behind", OLMO3, Layout(2, TP2 | SP), bf16=True),
+        "gemma3, fp32": Measured("post-norms", GEMMA3, Layout(1)),
+        "gemma3, layernorm, bf16": Measured("post-norms", GEMMA3, _selective("layernorm"), bf16=True),
+        "gemma3, tp2 sp, fp32": Measured("post-norms", GEMMA3, Layout(2, TP2 | SP)),
+        "olmo3, fp32": Measured("post-norms", OLMO3, Layout(1)),
+        "olmo3, tp2 sp, bf16": Measured("post-norms", OLMO3, Layout(2, TP2 | SP), bf16=True),
     }
 
 

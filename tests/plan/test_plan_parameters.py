@@ -99,9 +99,9 @@ def models() -> dict[str, Architecture]:
         "qwen3, a reward model": replace(architecture("qwen3"), num_labels=1),
         "deepseek_v3, no query latent": architecture("deepseek_v3", q_lora_rank=None),
         "deepseek_v3, no sparse layer": architecture("deepseek_v3", first_k_dense_replace=4),
-        "glm4_moe, predicts further": replace(architecture("glm4_moe"), mtp_num_layers=1),
-        "deepseek_v3, predicts further": replace(architecture("deepseek_v3"), mtp_num_layers=1),
-        "qwen3_5_text, tied, predicts further": replace(
+        "glm4_moe, multi-token prediction": replace(architecture("glm4_moe"), mtp_num_layers=1),
+        "deepseek_v3, multi-token prediction": replace(architecture("deepseek_v3"), mtp_num_layers=1),
+        "qwen3_5_text, tied, multi-token prediction": replace(
             architecture("qwen3_5_text", tie_word_embeddings=True), mtp_num_layers=1
         ),
         "qwen3_moe, no sparse layer": architecture("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]),

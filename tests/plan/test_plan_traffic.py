@@ -35,7 +35,7 @@ SINKS = {"add_qkv_bias": True, "add_bias_linear": True, "attention_sinks": True}
 CASES = {
     "dense": DENSE,
     "norms of heads": QWEN3,
-    "norms behind": replace(GEMMA3, **WHOLE),
+    "post-norms": replace(GEMMA3, **WHOLE),
     "norms of all heads": replace(OLMO3, **WHOLE),
     "experts": SPARSE,
     "shared experts": SHARED,

@@ -25,7 +25,7 @@ from megatune.plan.changes import (
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
 from megatune.plan.memory.stage import MEMORY_PARTS
-from megatune.plan.pages.words import change, percent, seconds, size
+from megatune.plan.pages.words import describe_pace, percent, seconds, size
 from megatune.plan.search import search
 from megatune.plan.uncertainty import TIGHT, safe_bytes
 
@@ -80,7 +80,7 @@ class Fix:
     def text(self) -> str:
         """The changes and their effect, for a message whose dialect writes the names (`replace_names`)."""
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
-        pace = change(1 - self.gain, "slower", "faster", "as fast")
+        pace = describe_pace(1 - self.gain)
         return f"{named(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"
 
 
@@ -114,11 +114,11 @@ def savings(before: Estimate, count: int = 3, room: int | None = None) -> list[F
     return enough[:count]
 
 
-def speedups(before: Estimate, count: int = 3) -> list[Fix]:
+def speedups(before: Estimate) -> list[Fix]:
     """Find the changes that save most time and still fit."""
     tried = filter(None, (try_change(before, each) for each in _tried(before.case, "time")))
     found = [each for each in tried if each.after.fits and each.gain >= _LEAST_GAIN]
-    return _distinct(sorted(found, key=_cost))[:count]
+    return _distinct(sorted(found, key=_cost))[:3]
 
 
 def _tried(case: Case, metric: Literal["memory", "time"]) -> Iterator[Changes]:

@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str = "  ") -> Iterator[str]:
+def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,)) -> Iterator[str]:
     """Align the columns of a table: those with an index in `left` to the left, the others to the right."""
     rows, left = list(rows), frozenset(left)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -104,7 +104,7 @@ def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,), gap: str 
             cell.ljust(width) if index in left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield gap.join(cells).rstrip()
+        yield "  ".join(cells).rstrip()
 
 
 def plain(text: str) -> str:
@@ -129,13 +129,15 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f} %" if abs(share) >= 0.0095 else f"{share * 100:.1g} %"
 
 
-def change(ratio: float, more: str, less: str, same: str) -> str:
-    """Describe a ratio: `26 % slower`; from 2 on `2.6 times slower`."""
+def describe_pace(ratio: float) -> str:
+    """Describe a ratio of times: `26 % slower`, `as fast`; from 2 on `2.6 times slower`."""
     if 0.995 < ratio < 1.005:
-        return same
-    if ratio >= 2:
-        return f"{ratio:.1f} times {more}"
-    return f"{percent(abs(ratio - 1))} {more if ratio > 1 else less}"
+        return "as fast"
+    return (
+        f"{ratio:.1f} times slower"
+        if ratio >= 2
+        else f"{percent(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
+    )
 
 
 def fullest(planned: Estimate) -> str:

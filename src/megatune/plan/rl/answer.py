@@ -303,7 +303,10 @@ class _Engine:
 
     def step(self, sequences: float, context: float) -> float:
         """Return the seconds of one token for each sequence, with `context` tokens before it."""
-        experts = self.experts * self._used_experts(sequences) / self.rates.efficiency.grouped
+        moe, used = self.architecture.moe, 0.0
+        if moe is not None:  # the share of the experts that any of the sequences uses, with uniform routing
+            used = 1 - (1 - moe.router_topk / moe.num_experts) ** sequences
+        experts = self.experts * used / self.rates.efficiency.grouped
         read = (self.others + experts) * self.size / self.devices
         moved = (read + sequences * context * self.of_token) / (self.rates.bandwidth * _READING)
         computed = 2 * self.active * sequences / self.devices / self.rates.dense
@@ -315,11 +318,6 @@ class _Engine:
     def prefill(self, tokens: float) -> float:
         """Return the seconds of the prompts of an engine."""
         return 2 * self.active * tokens / self.devices / (self.rates.peak * _PREFILL)
-
-    def _used_experts(self, sequences: float) -> float:
-        """Return the share of the experts that any of the sequences uses, with uniform routing."""
-        moe = self.architecture.moe
-        return 1 - (1 - moe.router_topk / moe.num_experts) ** sequences if moe is not None else 0.0
 
     def _exchange(self, sequences: float) -> float:
         """Return the seconds of two all-reduces per layer."""

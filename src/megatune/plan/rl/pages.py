@@ -20,9 +20,9 @@ from megatune.plan.pages.words import (
     Unit,
     amount,
     bytes_unit,
-    change,
     describe_layout,
     describe_machine,
+    describe_pace,
     describe_recompute,
     duration,
     seconds,
@@ -291,7 +291,7 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
     room = found.question.machine.device.memory - others
     tried = savings(estimate(training_case(found.question, role, longest=True)), _TRIED, room)
     for fix in [each for each in tried if not any(path.startswith(_NOT_A_ROLE_S) for path in each.changes)][:_SAID]:
-        held, pace = fix.after.fullest.total, change(1 - fix.gain, "slower", "faster", "as fast")
+        held, pace = fix.after.fullest.total, describe_pace(1 - fix.gain)
         enough = "" if held <= room else ", which is not enough alone"
         changes = dict(fix.changes)
         if _ACCUMULATION in changes:  # a case of packed rows has another number than the file

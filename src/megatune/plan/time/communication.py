@@ -158,12 +158,6 @@ def layer_exchange(shapes: Shapes, groups: Groups, seconds: Seconds, sparse: boo
     return Exchange(tensor, context, expert, (forward, backward))
 
 
-def _tensor_blocks(shapes: Shapes, sparse: bool) -> int:
-    """Count a layer's tensor-parallel blocks: attention, and a feed-forward or shared experts."""
-    moe = shapes.architecture.moe
-    return 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2
-
-
 def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> _Exchanged:
     """Return Megatron-LM's communication of dense blocks (arXiv:1909.08053; sequence parallelism: arXiv:2205.05198).
 
@@ -173,7 +167,8 @@ def _tensor(shapes: Shapes, group: Group, seconds: Seconds, sparse: bool) -> _Ex
     """
     if group.size == 1:
         return _NONE
-    hidden, blocks = seconds.weight_gradient, _tensor_blocks(shapes, sparse)
+    hidden, moe = seconds.weight_gradient, shapes.architecture.moe
+    blocks = 1 if sparse and not (moe and moe.shared_expert_intermediate_size) else 2  # attention, and another one
     if not shapes.sequence_parallel:
         once = blocks * all_reduce(group, shapes.whole_hidden)
         return (once, max(0.0, once - hidden)), (blocks, blocks)
