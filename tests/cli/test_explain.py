@@ -84,7 +84,7 @@ def test_what_adapters_leave_of_memory(file: str, capsys: pytest.CaptureFixture[
 def test_a_run_that_nothing_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("stage: sft\n")
     assert main(["explain", str(tmp_path)]) == ExitCode.INPUT
-    assert "nothing was planned for" in capsys.readouterr().err
+    assert "it has no plan" in capsys.readouterr().err
     (tmp_path / "checkpoint-3").mkdir()
     assert main(["explain", str(tmp_path / "checkpoint-3")]) == ExitCode.INPUT
     assert f"megatune explain {tmp_path}: that is the run's" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_memory_that_is_no_tensor_is_named() -> None:
     said = notes("Qwen3-8B", find_machine("h100-80g"))
     assert "a CUDA context with its libraries takes 1,200 MiB" in said
     assert "NCCL takes 600 MiB for each group of more than one rank" in said
-    assert "fragments of freed memory are not planned" in said
+    assert "fragmentation of up to 10% of activations" in said
     assert "expert" not in said
     on_cpu = notes("Qwen3-0.6B", cpu_machine(2**34, 2))
     assert "a process takes 350 MiB before it builds a model" in on_cpu

@@ -191,7 +191,7 @@ def test_a_fit_that_is_worse_than_none_on_runs_it_was_not_made_of_is_refused(
     assert main(["plan", "--calibrate", *map(str, folders)]) == ExitCode.INPUT
     printed = capsys.readouterr()
     assert "as it is: refused" in printed.out
-    assert "nothing is written" in printed.err
+    assert "no factors are written" in printed.err
     assert not calibration_path("h100-80g").exists()
 
 

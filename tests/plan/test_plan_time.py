@@ -491,5 +491,5 @@ def test_fp8_is_faster_where_a_gpu_has_it(gpu: str) -> None:
 
 
 def test_fp8_is_refused_where_a_gpu_has_none() -> None:
-    with pytest.raises(MegatuneError, match="a100-80g does not multiply in 8-bit floats"):
+    with pytest.raises(MegatuneError, match="a100-80g does not support fp8"):
         step_time(_case(fp8="tensorwise"))

@@ -149,7 +149,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
             diagnose(folder)
         assert caught.value.exit_code == ExitCode.INPUT
     (tmp_path / "run.yaml").write_text("")
-    with pytest.raises(MegatuneError, match="nothing was planned for"):
+    with pytest.raises(MegatuneError, match="it has no plan"):
         diagnose(tmp_path)
     (tmp_path / "plan.json").write_text('{"format": 1, "runs": [{"record": {"case": {}}}]}')
     with pytest.raises(MegatuneError, match="of another version") as caught:

@@ -244,7 +244,7 @@ def test_train_says_which_pictures_it_plans(tmp_path):
     assert rows.planned is not None
     images = pictures(rows.planned.case)
     assert (images.tokens, images.share, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
-    pictured = "rows hold at most 2,000 tokens of images or videos, of which one has 300"
+    pictured = "rows have at most 2,000 tokens of images or videos; the largest one has 300"
     words = f"plan       rows of 4,096 tokens each; {pictured}: memory: "
     (line,) = rows.lines
     assert line.startswith(words)

@@ -67,7 +67,7 @@ def test_what_a_run_left_behind(client: TestClient, root: Path) -> None:
     with (root / "first" / "launch/logs/rank-0.log").open("a") as file:
         file.write("new\n")
     assert ask("log", name="launch/logs/rank-0.log", start=str(log["end"]))["text"] == "new\n"
-    assert "nothing was planned" in ask("plan")["said"][0]
+    assert "it has no plan" in ask("plan")["said"][0]
     assert len(client.get("/api/machine").json()["cpus"]) > 0
 
 
