@@ -73,10 +73,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is [1]"),
     ({"megatron_config": {"a": 1}}, "megatron_config is"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-    ({"init_lora_weights": "olora"}, "the adapter belongs to the changed one"),
-    ({"use_qalora": True}, "it is another computation than W + s · B · A"),
+    ({"init_lora_weights": "olora"}, "the adapter belongs to the changed base"),
+    ({"use_qalora": True}, "it does not compute W + s · B · A"),
     ({"rank_pattern": {"(": 4}}, "not a valid regular expression"),
-    ({"modules_to_save": "lm_head"}, "it is a list of names"),
+    ({"modules_to_save": "lm_head"}, "it must be a list of names"),
     ({"a_new_method": {"on": True}}, "a_new_method is"),
 ]
 

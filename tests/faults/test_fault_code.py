@@ -163,6 +163,6 @@ def test_code_of_a_model_is_never_run(model: Path, canary: Path, told: Tell) -> 
     load_reference_model(model, torch.float32)
     (model / "config.json").write_text(json.dumps({**config, "model_type": "x"}))
     got, seconds = refused(lambda: load_architecture(model))
-    assert "it is made by code of its repository, which is never run" in got
+    assert "it needs code from its repository, which is never run" in got
     assert not canary.exists()
     told(case="T50", fault="a model's repository asks for its own code (auto_map)", got=got, seconds=seconds)

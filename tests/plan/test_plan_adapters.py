@@ -161,7 +161,7 @@ def test_what_peft_could_not_load_is_not_trained(tmp_path: Path) -> None:
     (finding,) = loaded("lora_target=w1,q_proj").check_rules(load_architecture(tmp_path), rules=trained.RULES)
     assert str(finding) == (
         "lora_target=w1,q_proj: lora_target: w1, q_proj cannot be saved for peft\n"
-        "    why: of experts, w1 and w3 are one matrix to Transformers: both have adapters, or none\n"
+        "    why: of experts, w1 and w3 are one matrix in Transformers: both have adapters, or none\n"
         "    fix: write lora_target: all"
     )
 

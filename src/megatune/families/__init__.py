@@ -1,4 +1,4 @@
-"""One file a model family, declarations only. A new family is one such file and its line here."""
+"""Model families: each is one file of declarations, listed here."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_config(model_dir: str | Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        why, fix = "it says what the model is", "give the checkpoint's own folder"
+        why, fix = "it describes the model", "give the folder of a checkpoint"
         raise MegatuneError(Finding("there is no config.json", str(folder), why, fix), ExitCode.INPUT) from None
     except (OSError, ValueError, RecursionError) as error:
         why = "objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -96,12 +96,11 @@ def load_architecture(
     """Read a checkpoint's config.json as an Architecture.
 
     Args:
-        stage, num_labels, mtp_num_layers: `Settings.task` of a run that starts from it: the model that is trained is
-            returned, see `as_trained`.
+        stage, num_labels, mtp_num_layers: `Settings.task` of a run: the trained model is returned, see `as_trained`.
 
     Raises:
-        MegatuneError: INPUT, with every reason why this engine cannot compute the model; SETTINGS, when the stage
-            cannot train it.
+        MegatuneError: INPUT, with every reason why this engine cannot compute the model; SETTINGS, if the stage cannot
+            train it.
     """
     where = str(Path(model_dir) / "config.json")
     architecture = read_architecture(read_config(model_dir), where)
@@ -111,22 +110,22 @@ def load_architecture(
 def as_trained(
     architecture: Architecture, where: str, stage: str, num_labels: int | None = None, mtp_num_layers: int = 0
 ) -> Architecture:
-    """Return the model that a stage trains, see `scores.as_trained`, with so many layers that predict further tokens.
+    """Return the model that a stage trains, see `scores.as_trained`, with the given number of MTP layers.
 
     Raises:
-        MegatuneError: SETTINGS, when the stage cannot train it, or its family has no such layers.
+        MegatuneError: SETTINGS, if the stage cannot train it, or its family does not support MTP layers.
     """
     trained = scores.as_trained(architecture, where, stage, num_labels)
     if mtp_num_layers and FAMILIES[architecture.model_type].mtp is None:
         having = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mtp is not None))
         what = f"mtp_num_layers {mtp_num_layers} with a {architecture.model_type}"
-        why = f"layers that predict further tokens are trained of {having}"
+        why = f"multi-token prediction layers are supported for {having}"
         raise MegatuneError(Finding(what, where, why, "remove mtp_num_layers"), ExitCode.SETTINGS)
     return replace(trained, mtp_num_layers=mtp_num_layers)
 
 
 def read_architecture(config: Config, where: str) -> Architecture:
-    """Read what config.json holds as an Architecture.
+    """Read a parsed config.json as an Architecture.
 
     Raises:
         MegatuneError: INPUT, with every reason why this engine cannot compute the model.
@@ -138,7 +137,7 @@ def read_architecture(config: Config, where: str) -> Architecture:
         hint = f" (nearest: {near})" if near else ""
         why = f"supported families: {', '.join(sorted(FAMILIES))}{hint}"
         if "auto_map" in config:
-            why = f"it is made by code of its repository, which is never run; {why}"
+            why = f"it needs code from its repository, which is never run; {why}"
         what, fix = f"model_type {model_type!r} is not supported", "train a checkpoint of one of these families"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)
     findings = family.check(config, where)

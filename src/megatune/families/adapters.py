@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as entries of the weight map, made from those of the matrices beside.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as entries of the weight map, derived from those of their matrices.
 
 Every Hugging Face matrix W [out, in] with an adapter has its own A [r, in] and B [out, r], and acts as W + s · B · A.
-Where the engine stacks matrices it stacks their A, which every rank holds whole, and their B, which are cut like the
-matrices; where it cuts the inputs it cuts A's columns, and B is whole. With weight decomposition (DoRA,
-arXiv:2402.09353) a matrix also has a length for each of its rows.
+If the engine stacks matrices, it stacks their A, which every rank holds whole, and their B, which are sharded like the
+matrices; if it shards the inputs, it shards A's columns, and B is whole. With weight decomposition (DoRA,
+arXiv:2402.09353) a matrix also has a magnitude for each of its rows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatune.families.selection import Selection, is_frozen, is_whole_match
 from megatune.families.weights import HFTensor, Role, Stack, TensorLayout, Weight, layers_of
 
 ALL_TARGETS = ("all", "all-linear")
-# How peft names an adapter's tensors behind the module's own name.
+# Names of an adapter's tensors in peft, after the module's name.
 LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_NO_NAME = re.compile(r"[^\w.{}-]")  # what is in regular expressions, and in no name of a module
+_NO_NAME = re.compile(r"[^\w.{}-]")  # characters that occur in regular expressions, but not in names of modules
 
 
 class AdapterWeights(NamedTuple):
-    """An adapter's entries beside one weight: matrices that the engine stacks, each with its own.
+    """The adapter entries of one weight, whose matrices the engine stacks, each with its own adapter.
 
     Attributes:
         a: [n · r, in] for n matrices with an adapter.
-        b: [rows, r] as the weight's rows; those of matrices without an adapter are zero.
-        magnitude: lengths of the weight's rows, [rows], as those of b; None without weight decomposition.
+        b: [rows, r] with the weight's rows; those of matrices without an adapter are zero.
+        magnitude: magnitudes of the weight's rows, [rows], like those of b; None without weight decomposition.
     """
 
     a: Weight
@@ -43,12 +43,12 @@ class AdapterWeights(NamedTuple):
 
     @property
     def entries(self) -> tuple[Weight, ...]:
-        """All of them, in the engine's order."""
+        """All entries, in the engine's order."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
 
 def adapters(architecture: Architecture, selection: Selection) -> dict[str, AdapterWeights]:
-    """Return the adapters of a model by the engine's name of the weight that each is beside."""
+    """Return the adapters of a model by the engine's name of their weight."""
     return _adapters(architecture, selection) if selection.finetuning_type == "lora" else {}
 
 
@@ -58,18 +58,18 @@ def adapter_weights(architecture: Architecture, selection: Selection) -> tuple[W
 
 
 def alpha_of(selection: Selection) -> int:
-    """Return alpha: twice the rank where nobody said another."""
+    """Return alpha; by default it is twice the rank."""
     return 2 * selection.lora_rank if selection.lora_alpha is None else selection.lora_alpha
 
 
 def scaling(selection: Selection) -> float:
-    """Return the factor s of adapters' products: alpha / r, rank-stabilized (arXiv:2312.03732) alpha / √r."""
+    """Return the scaling factor s of adapters: alpha / r, rank-stabilized (arXiv:2312.03732) alpha / √r."""
     return alpha_of(selection) / (math.sqrt(selection.lora_rank) if selection.use_rslora else selection.lora_rank)
 
 
 def is_standard_lora(architecture: Architecture, selection: Selection) -> bool:
-    """Return whether what is trained is low-rank matrices beside linear layers alone, whose base is as its files say:
-    rollout engines that take adapters take these, and no lengths, experts, whole modules or quantized bases."""
+    """Return whether only low-rank matrices on linear layers of an unquantized base are trained. Rollout engines
+    support these adapters, but no magnitudes, experts, whole modules or quantized bases."""
     if selection.finetuning_type != "lora" or selection.use_dora or selection.additional_target:
         return False
     if selection.quantization_bit:
@@ -78,8 +78,8 @@ def is_standard_lora(architecture: Architecture, selection: Selection) -> bool:
 
 
 def takes_adapter(weight: Weight) -> bool:
-    """Return whether a weight is that of linear layers, of attention or a feed-forward; word embeddings and output
-    layer are not, nor is a router, which Transformers has no linear layer for."""
+    """Return whether a weight belongs to linear layers of attention or a feed-forward. Word embeddings, the output
+    layer and the router, which is not a linear layer in Transformers, have no adapters."""
     is_matrix = all(len(tensor.shape) == 2 for tensor in weight.hf)
     return weight.linear and is_matrix and weight.role is Role.BASE and weight.layout is not TensorLayout.VOCABULARY
 
@@ -97,11 +97,11 @@ def module_path(tensor: HFTensor) -> str:
 
 
 def is_target(target: str, weight: Weight, tensor: HFTensor, architecture: Architecture) -> bool:
-    """Return whether a name of `lora_target` is that of a matrix's linear layer.
+    """Return whether a name in `lora_target` matches a matrix's linear layer.
 
-    It is, as in peft, a name or the end of one, of modules (q_proj, self_attn.q_proj), or a regular expression of whole
-    names; or Megatron-Core's name of a layer (linear_qkv), which has all of its matrices. Without its number a layer is
-    every layer; a regular expression that holds for some layers only holds for none.
+    As in peft it is a module's name or the end of one (q_proj, self_attn.q_proj), or a regular expression of whole
+    names; or Megatron-Core's name of a layer (linear_qkv), which matches all of its matrices. A name without a layer
+    number matches every layer; a regular expression must match all layers.
     """
     path = module_path(tensor)
     if target in ALL_TARGETS:
@@ -113,10 +113,10 @@ def is_target(target: str, weight: Weight, tensor: HFTensor, architecture: Archi
 
 
 def engine_layer(weight: Weight) -> str:
-    """Return Megatron-Core's name of the linear layer of a decoder's weight; "" of an encoder's.
+    """Return Megatron-Core's name of the linear layer of a decoder's weight; "" for an encoder's.
 
-    The projections of multi-latent attention, but for the last, count as linear_qkv; experts' as those of a dense
-    feed-forward.
+    The projections of multi-head latent attention, except the last, are linear_qkv; experts' are named like those of a
+    dense feed-forward.
     """
     if weight.stack is not Stack.DECODER:
         return ""
@@ -143,7 +143,7 @@ def _adapters(architecture: Architecture, selection: Any) -> dict[str, AdapterWe
 
 
 def _beside(weight: Weight, names: set[str], selection: Selection) -> AdapterWeights:
-    """Return the entries beside a weight of whose matrices those of these names have an adapter."""
+    """Return the adapter entries of a weight; `names` are its matrices that have an adapter."""
     rank, cuts_inputs = selection.lora_rank, weight.layout is TensorLayout.COLUMNS
     head, _, tail = weight.engine.rpartition(".weight")
 

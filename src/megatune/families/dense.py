@@ -1,5 +1,4 @@
-"""Pieces that decoder families declare themselves from: embeddings, norms, attention, gated delta nets, dense
-feed-forward."""
+"""Building blocks of decoder families: embeddings, norms, attention, gated delta nets, dense feed-forward."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def layer_weight(
 
     Args:
         engine: its name in the engine's layer.
-        hf: of each Hugging Face tensor that it is made of, the name in the layer, then the shape.
+        hf: for each of its Hugging Face tensors the name in the layer, then the shape.
         blocks: of each tensor, see HFTensor.
         declared: further attributes of the Weight.
     """
@@ -43,7 +42,7 @@ OUTPUT_LAYER = Weight(
     (HFTensor("lm_head.weight", ("vocab_size", "hidden_size")),),
     exists=lambda architecture: not architecture.tie_word_embeddings and not architecture.num_labels,
 )
-# A reward model's, in place of the output layer.
+# A reward model's score, instead of the output layer.
 SCORE = Weight(
     "score.weight",
     TensorLayout.REPLICATED,
@@ -54,14 +53,14 @@ SCORE = Weight(
 
 
 def output_weight(architecture: Architecture) -> Weight:
-    """Return the weight of the last layer: a score, an output layer, or the word embedding that is one, too."""
+    """Return the weight of the last layer: a score, an output layer, or the tied word embedding."""
     if architecture.num_labels:
         return SCORE
     return EMBEDDING if architecture.tie_word_embeddings else OUTPUT_LAYER
 
 
 def layer_norms(layers: Layers = Layers.ALL, **hf: str) -> tuple[Weight, ...]:
-    """Declare a layer's norms over hidden states, by their names in the engine and in files."""
+    """Declare a layer's norms of hidden states: their names in the engine, and in files."""
     return tuple(
         layer_weight(f"{engine}.weight", TensorLayout.REPLICATED, (f"{name}.weight", "hidden_size"), layers=layers)
         for engine, name in hf.items()
@@ -85,9 +84,9 @@ MLP = (
     ),
 )
 
-# What the engine calls the attention of layers whose heads are those without a window.
+# The engine's name of attention in layers without a window, if their heads differ.
 GLOBAL_HEADS = "global_heads."
-# Grouped-query attention, of the layers that have attention.
+# Grouped-query attention.
 ATTENTION = (
     layer_weight(
         "self_attention.linear_qkv.weight",
@@ -135,7 +134,7 @@ QK_NORMS = tuple(
     )
     for which in "qk"
 )
-# Over the channels of all heads.
+# Norms over the channels of all heads.
 WIDE_QK_NORMS = tuple(
     layer_weight(
         f"self_attention.{which}_layernorm.weight",
@@ -148,9 +147,9 @@ WIDE_QK_NORMS = tuple(
 
 
 def global_heads(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """Declare attention of layers without a window, from that of all layers: its heads have sizes of their own.
+    """Derive the attention of layers without a window, whose heads have other sizes, from that of all layers.
 
-    Where keys are values, too, it has no projection to values.
+    If keys are also values, it has no value projection.
     """
     sizes = {"kv_channels": "global_heads.kv_channels", "key_value_size": "global_key_value_size"}
     sizes |= dict.fromkeys(("query_size", "gated_query_size"), "global_query_size")
@@ -195,7 +194,7 @@ LATENT_ATTENTION = (
     _latent("linear_proj", TensorLayout.COLUMNS, "o_proj", "hidden_size", "attention_size"),
 )
 
-# What every decoder has, whatever its attention; and with grouped-query attention.
+# The weights of every decoder without attention; and with grouped-query attention.
 FRAME = (EMBEDDING, *NORMS, *MLP, FINAL_NORM, OUTPUT_LAYER, SCORE)
 DECODER = (*FRAME, *ATTENTION)
 
@@ -208,7 +207,7 @@ DIMENSIONS = (
 
 
 def delta_nets(config: Mapping[str, Any]) -> DeltaNet | None:
-    """Read which layers have a gated delta net, and its sizes; None where no layer has one."""
+    """Read which layers have a gated delta net, and its sizes; None if no layer has one."""
     count, every = config["num_hidden_layers"], config.get("full_attention_interval") or 4
     kinds = config.get("layer_types") or [
         "" if (layer + 1) % every == 0 else LINEAR_ATTENTION for layer in range(count)
@@ -227,10 +226,10 @@ def delta_nets(config: Mapping[str, Any]) -> DeltaNet | None:
 
 
 def delta_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Find what no gated delta net can do, and say why."""
+    """Yield problems of a gated delta net, with reasons."""
     delta = architecture.delta
     if delta is not None and delta.num_value_heads % delta.num_key_heads:
-        why = f"each of the {delta.num_key_heads} key heads has as many value heads"
+        why = f"each of the {delta.num_key_heads} key heads has the same number of value heads"
         yield f"linear_num_value_heads = {delta.num_value_heads} is impossible", why
 
 
@@ -267,12 +266,12 @@ def _delta_projection(*hf: HFTensor) -> tuple[Weight, ...]:
     return _delta_weight("in_proj.weight", TensorLayout.GROUPED, *hf), *_DELTA_REST
 
 
-# Qwen3-Next's tensors are in groups themselves, one for each key head.
+# Qwen3-Next's tensors are grouped by key head.
 GROUPED_DELTA_NETS = _delta_projection(
     _delta_tensor("in_proj_qkvz.weight", "delta.qkvz_size", "hidden_size"),
     _delta_tensor("in_proj_ba.weight", "delta.ba_size", "hidden_size"),
 )
-# Qwen3.5's have all queries, then all keys, then all values.
+# Qwen3.5's tensors have all queries, then all keys, then all values.
 DELTA_NETS = _delta_projection(
     _delta_tensor("in_proj_qkv.weight", "delta.conv_size", "hidden_size", blocks=_DELTA_MIXED),
     _delta_tensor("in_proj_z.weight", "delta.value_size", "hidden_size"),

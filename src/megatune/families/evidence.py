@@ -1,4 +1,4 @@
-"""What is known of each family: what its declarations say, and what the tests measured against Transformers."""
+"""What is known about each family: from its declaration, and from tests against Transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatune.families.adapters import takes_adapter
 from megatune.families.family import Family
 from megatune.families.megatron_names import obstacle
 
-# The tests write it with the page of parity, from the same figures.
+# Written by the parity tests, together with docs/parity.md, from the same numbers.
 MEASURED = Path(__file__).with_name("parity.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A family, and the proof that it is computed as Transformers computes it.
+    """A family, and how closely it matches Transformers.
 
     Attributes:
         model_type: of config.json.
-        media: it takes images and videos.
-        quantized: quant_method of checkpoints that are read; their weights are trained in 16 or 32 bits.
-        torch_dist: Megatron-Core's checkpoints of it are read and written.
-        adapted: modules that LoRA adapts, by their names in a layer of the checkpoint; experts by their own.
-        layouts: those compared in fp32.
-        worst: the largest differences of all these layouts: logits and loss, relative; gradients, relative L2 of the
+        media: whether it takes images and videos.
+        quantized: supported quant_method values of checkpoints; their weights are trained in 16 or 32 bits.
+        torch_dist: whether Megatron-Core's checkpoints of it can be read and written.
+        adapted: modules that LoRA adapts, by their names in a layer of the checkpoint.
+        layouts: parallel layouts compared in fp32.
+        worst: the largest differences over all these layouts: logits and loss, relative; gradients, relative L2 of the
             worst parameter.
-        sixteen_bit: layouts compared in bf16.
+        sixteen_bit: parallel layouts compared in bf16.
     """
 
     model_type: str
@@ -54,7 +54,7 @@ def _measured() -> dict[str, dict[str, Any]]:
 
 
 def evidence_of(model_types: Iterable[str]) -> list[Evidence]:
-    """Return what is known of families, in the order given."""
+    """Return the evidence of families, in the given order."""
     return [_evidence(FAMILIES[model_type]) for model_type in model_types]
 
 

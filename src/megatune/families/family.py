@@ -1,4 +1,4 @@
-"""What a family declares, and how a config.json becomes an Architecture through it."""
+"""The declaration of a model family, and how it turns a config.json into an Architecture."""
 
 from __future__ import annotations
 
@@ -41,39 +41,38 @@ _DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_att
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family, declared.
+    """The declaration of a model family.
 
     Attributes:
         model_type: the Hugging Face model_type.
         weights: its weight map.
-        constants: Architecture attributes that every member shares and config.json does not say.
-        read: Architecture attributes that config.json says in this family only, by its key.
-        required: config.json keys and the one value this engine computes; an absent key has that value.
-        dimensions: config.json keys that are whole numbers above 0, beside those of every decoder.
-        derive: Architecture attributes that take more than a key.
-        defaults: Transformers' defaults of this family for keys that a config.json may leave out.
-        nulls: keys where null is a value of its own, not one left out.
-        aliases: config.json keys that may go by another name: the one used here, by the other.
-        rope_types: the kinds of rotary scaling it may ask for.
-        ignored_keys: regular expressions of checkpoint keys that this model does not use, as Transformers does not;
+        constants: Architecture attributes that are fixed for the family.
+        read: Architecture attributes that only this family reads, with their config.json keys.
+        required: config.json keys with the only supported value, which is also the default of an absent key.
+        dimensions: config.json keys that must be whole numbers above 0, in addition to those of every decoder.
+        derive: computes Architecture attributes that depend on more than one key.
+        defaults: Transformers' defaults of this family for keys that a config.json may omit.
+        nulls: keys for which null is a value, and not replaced by the default.
+        aliases: alternative names of config.json keys, with the names used here.
+        rope_types: the supported kinds of rotary scaling.
+        ignored_keys: regular expressions of checkpoint keys that neither this model nor Transformers uses;
             {num_layers} is replaced by the number of layers.
-        carried_keys: regular expressions of checkpoint keys that this model does not use, and that are written back as
-            they were read; as those above.
-        mtp: the layer that predicts a further token, where a run may train it; otherwise its weights are among those
-            keys.
-        partial_rotary: config.json's partial_rotary_factor may leave channels of a head unturned.
-        head_dim_key: config.json key of the head dimension, of its rotary part in latent attention.
-        head_dim_default: head dimension where config.json has none; None means hidden_size / num_attention_heads.
-        experts: reads the mixture of experts; None from it where no layer is sparse.
+        carried_keys: regular expressions, as above, of checkpoint keys that this model does not use, but that are
+            written back unchanged.
+        mtp: the multi-token prediction layer, if it can be trained; otherwise its weights are among those keys.
+        partial_rotary: whether config.json's partial_rotary_factor may exclude channels of a head from rotation.
+        head_dim_key: config.json key of the head dimension; in latent attention of its rotary part.
+        head_dim_default: head dimension if config.json has none; None means hidden_size / num_attention_heads.
+        experts: reads the mixture of experts; returns None if no layer is sparse.
         latent_attention: reads multi-head latent attention.
-        delta_nets: reads gated delta nets; None from it where every layer has attention.
-        windows: reads the window of each layer; () from it where none has one.
-        problems: what else is wrong with a config.json, and why.
-        vision: how a vision-language model's config.json is read beside its decoder's part; None for a language model.
-        dequantized: methods of quantization whose files are read in 16 bits (`bridge.block_formats`).
-        computed_as: the model_type whose classes of Transformers compute it, if it has none.
-        forms: how checkpoints name and arrange tensors; the first where several fit.
-        renamed: parts of tensors' names that Transformers' modules have by another name.
+        delta_nets: reads gated delta nets; returns None if every layer has attention.
+        windows: reads the sliding window of each layer; returns () if none has one.
+        problems: yields further problems of a config.json, with reasons.
+        vision: how a vision-language model's config.json is read besides its decoder's part; None for a language model.
+        dequantized: quantization methods whose checkpoints are dequantized to 16 bits (`bridge.block_formats`).
+        computed_as: the model_type whose Transformers classes compute it, if it has none itself.
+        forms: supported names and arrangements of tensors in checkpoints; of several that fit the first is used.
+        renamed: parts of tensors' names, with their replacements in Transformers' modules.
     """
 
     model_type: str
@@ -106,35 +105,34 @@ class Family:
 
     def weight_map(self, architecture: Architecture) -> tuple[Weight, ...]:
         """List the weights of this member of the family."""
-        behind = self.mtp.weights(self.weights) if self.mtp is not None and architecture.mtp_num_layers else ()
-        return tuple(weight for weight in (*self.weights, *behind) if weight.exists(architecture))
+        mtp = self.mtp.weights(self.weights) if self.mtp is not None and architecture.mtp_num_layers else ()
+        return tuple(weight for weight in (*self.weights, *mtp) if weight.exists(architecture))
 
     def vocabulary_tensors(self) -> list[str]:
-        """List the tensors with a row for each token by their names in files, of every form."""
+        """List the tensors with one row per token by their names in files, for every form."""
         names = [tensor.name for weight in self.weights for tensor in weight.hf if tensor.shape[:1] == ("vocab_size",)]
         return list(dict.fromkeys(form.file_name(name) for name in names for form in self.forms))
 
     def ignored(self, architecture: Architecture) -> list[str]:
-        """List regular expressions of checkpoint keys that are left out, as Transformers leaves them out."""
-        # Published checkpoints with tied embeddings may carry an output layer all the same.
-        # A reward model has none, and may be made from a language model.
+        """List regular expressions of checkpoint keys that are skipped, as in Transformers."""
+        # Published checkpoints with tied embeddings may still contain an output layer. A reward model has none, but may
+        # be initialized from a language model.
         without = architecture.tie_word_embeddings or architecture.num_labels
         patterns = _of_layers((*self.ignored_keys, *self.carried_keys), architecture)
         return [*patterns, *([r"(language_model\.)?lm_head\.weight"] if without else [])]
 
     def in_modules(self, name: str) -> str:
-        """Return what Transformers' modules call a tensor, by its name in files."""
+        """Return the name of a tensor in Transformers' modules, given its name in files."""
         for part, other in self.renamed:
             name = name.replace(part, other)
         return name
 
     def carried(self, architecture: Architecture) -> list[str]:
-        """List regular expressions of checkpoint keys that are written back as they were read."""
+        """List regular expressions of checkpoint keys that are written back unchanged."""
         return [] if architecture.mtp_num_layers else _of_layers(self.carried_keys, architecture)
 
     def copies(self, architecture: Architecture) -> dict[str, str]:
-        """Return under which names files may repeat weights for a layer that predicts a further token, by the names
-        that they have anyway."""
+        """Return the names under which files may duplicate weights for the MTP layer, by the names of the originals."""
         if self.mtp is None or not self.mtp.copies or not architecture.mtp_num_layers:
             return {}
         names = {weight.engine: weight.hf[0].name for weight in self.weight_map(architecture)}
@@ -142,9 +140,9 @@ class Family:
         return dict(zip(repeated, _of_layers(tuple(repeated.values()), architecture), strict=True))
 
     def check(self, config: Config, where: str) -> list[Finding]:
-        """Find everything in config.json that keeps this engine from computing the model."""
+        """Find everything in a config.json that this engine does not support."""
         published = "use the config.json that was published with the weights"
-        # What follows takes their types as given.
+        # The checks below assume valid types.
         if findings := _findings(value_problems(config), where, published):
             return findings
         findings = _findings(self.vision.problems(config), where, published) if self.vision is not None else []
@@ -158,7 +156,7 @@ class Family:
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
         for key, value in self.required.items():
-            # 0 and 0.0 and False are one value here, and null means "not used".
+            # 0, 0.0 and False are the same value here, and null means "not used".
             if (config.get(key, value) or 0) != (value or 0):
                 what = f"{key} = {config[key]!r} is not supported"
                 why = f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers"
@@ -179,7 +177,7 @@ class Family:
         return findings
 
     def architecture(self, config: Config) -> Architecture:
-        """Read the numbers of a config.json that `check` found nothing against."""
+        """Read a config.json for which `check` found no problems."""
         written, config = config, self._filled(config)
         heads = config["num_attention_heads"]
         rope = rope_parameters(config)
@@ -200,7 +198,7 @@ class Family:
             norm_epsilon=config["rms_norm_eps"],
             rotary_base=float(rope["rope_theta"]),
             rope_scaling=rope_scaling(rope),
-            # Without an output layer there is nothing to tie.
+            # A model with scores has no output layer to tie.
             tie_word_embeddings=bool(config["tie_word_embeddings"]) and not num_labels(config),
             initializer_range=config["initializer_range"],
             torch_dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
@@ -219,7 +217,7 @@ class Family:
         return architecture if vision is None else replace(architecture, vision=self._counted(architecture))
 
     def _counted(self, architecture: Architecture) -> Vision:
-        """Return the encoder's numbers, with those of its parameters."""
+        """Return the vision configuration with the numbers of its parameters."""
         assert architecture.vision is not None
         encoder = self._num_parameters(architecture, (Stack.VISION,))
         projectors = self._num_parameters(architecture, (Stack.PROJECTOR, Stack.DEEPSTACK))
@@ -250,7 +248,7 @@ class Family:
             yield what, f"{self.model_type} is computed with {', '.join(sorted(kinds))}"
 
     def _filled(self, config: Config) -> dict[str, Any]:
-        """Put config.json, of its decoder's part, under one set of names, with defaults for what it leaves out."""
+        """Return the decoder's part of config.json under one set of names, with defaults for missing keys."""
         if self.vision is not None:
             config = self.vision.text_config(config)
         named = {self.aliases.get(key, key): value for key, value in config.items()}
@@ -263,7 +261,7 @@ class Family:
 
 
 def _padding_token(config: Config) -> int | None:
-    """Return the row of the word embedding that gets no gradient; torch counts a negative one from the last."""
+    """Return the padding token, whose word embedding gets no gradient; torch counts negative ones from the end."""
     token: int | None = config.get("pad_token_id")
     return token if token is None or token >= 0 else config["vocab_size"] + token
 

@@ -1,4 +1,4 @@
-"""How checkpoint files name and arrange the tensors of a weight map, where it is not as the map has them."""
+"""Checkpoint forms: how files name and arrange the tensors of a weight map, if they differ from the map."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Shape = tuple[int, ...]
 
 
 class FileTensor(NamedTuple):
-    """Where a Hugging Face tensor of the weight map is in files.
+    """The location of a Hugging Face tensor of the weight map in files.
 
     Attributes:
         name: of the tensor in the file.
-        expert: its index in dimension 0 of a tensor that holds the matrices of all experts; None where it is by itself.
-        first_row: with `expert`, where its rows begin among those of the expert's matrix.
-        rows: with `expert`, how many there are.
-        transposed: with `expert`, the file has the matrix transposed.
+        expert: its index in dimension 0 of a tensor that stacks all experts; None if it is a separate tensor.
+        first_row: with `expert`, its first row in the expert's matrix.
+        rows: with `expert`, its number of rows.
+        transposed: with `expert`, whether the file's matrix is transposed.
         shape: of the tensor in the file.
     """
 
@@ -37,11 +37,11 @@ class CheckpointForm:
     """Names and arrangement of a checkpoint's tensors.
 
     Attributes:
-        prefixes: how a name begins in the map, and how it begins in files instead.
-        fused: engine names of experts' weights, and the one tensor [experts, rows, columns] that has all of a layer's,
-            of biases [experts, rows].
-        transposed: those are [experts, columns, rows].
-        copies: names of tensors in the map, and another name by which files have each of them once more.
+        prefixes: prefixes of names in the map, with their replacements in files.
+        fused: engine names of experts' weights, and the tensor [experts, rows, columns] that stacks those of a layer;
+            for biases [experts, rows].
+        transposed: whether these tensors are [experts, columns, rows].
+        copies: names of tensors in the map, and another name under which files duplicate them.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -50,27 +50,27 @@ class CheckpointForm:
     copies: tuple[tuple[str, str], ...] = ()
 
     def written_names(self, name: str) -> tuple[str, ...]:
-        """Return under which names a tensor that is by itself is written."""
+        """Return the names under which a separate tensor is written."""
         return self.file_name(name), *(copy for copied, copy in self.copies if copied == name)
 
     def file_name(self, name: str) -> str:
-        """Return what files call a tensor that is by itself."""
+        """Return the name of a separate tensor in files."""
         for prefix, in_files in self.prefixes:
             if name.startswith(prefix):
                 return in_files + name.removeprefix(prefix)
         return name
 
     def fused_name(self, weight: Weight, layer: int) -> str | None:
-        """Return the tensor that has this weight of all experts; None where each tensor is by itself."""
+        """Return the tensor that stacks this weight of all experts; None if tensors are separate."""
         name = dict(self.fused).get(weight.engine)
         return None if name is None else name.format(layer=layer)
 
     def file_shapes(self, weight: Weight, architecture: Architecture, layer: int) -> dict[str, Shape]:
-        """Return the shapes of a weight's tensors of a layer in files, by name."""
+        """Return the shapes in files of the tensors of a weight's layer, by name."""
         return {place.name: place.shape for place in self.locate(weight, architecture, layer).values()}
 
     def locate(self, weight: Weight, architecture: Architecture, layer: int) -> dict[str, FileTensor]:
-        """Return where each Hugging Face tensor of a weight's layer is."""
+        """Return the location of each Hugging Face tensor of a weight's layer."""
         fused = self.fused_name(weight, layer)
         if fused is None:
             whole = hf_shapes(weight, architecture, layer).items()
@@ -87,7 +87,7 @@ class CheckpointForm:
         return places
 
     def locate_all(self, weights: Sequence[Weight], architecture: Architecture) -> dict[str, FileTensor]:
-        """Return where each Hugging Face tensor of a model is."""
+        """Return the location of each Hugging Face tensor of a model."""
         return {
             name: place
             for weight in weights
@@ -111,15 +111,15 @@ def find_form(
     shape_of: Callable[[str], Shape],
     transformers_version: str,
 ) -> CheckpointForm:
-    """Return the form that most of a checkpoint's tensors have, by name and shape.
+    """Return the form that matches most of a checkpoint's tensors, by name and shape.
 
-    Square matrices are the same transposed: then the version of Transformers that saved the checkpoint decides, which
-    before 5 had experts' matrices transposed.
+    Transposed square matrices have the same shape: then the version of Transformers that saved the checkpoint decides;
+    before version 5 experts' matrices were transposed.
 
     Args:
-        forms: of the family, at least one; of those that fit equally well the first.
-        shape_of: of one of `names`.
-        transformers_version: as config.json says, "" where it does not.
+        forms: of the family, at least one; of several that match equally well the first is returned.
+        shape_of: returns the shape of one of `names`.
+        transformers_version: from config.json, or "" if it has none.
     """
 
     def fit(form: CheckpointForm) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""What peft's adapter_config.json says of a low-rank adapter, and which of it cannot be computed here."""
+"""Read peft's adapter_config.json of a low-rank adapter, and report what is not supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatune.families.weight_index import read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# Fields that say nothing of what a saved adapter computes: descriptions, what chose its modules, how it was begun.
+# Fields that do not affect what a saved adapter computes: descriptions, selection of modules, initialization.
 _HARMLESS = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules exclude_modules"
     " layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config lora_ga_config"
@@ -28,20 +28,20 @@ _READ = (
     "peft_type r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern target_parameters"
     " modules_to_save ensure_weight_tying init_lora_weights bias"
 )
-_VARIANT = "it is another computation than W + s · B · A"
-# Fields that must be off, and why.
+_VARIANT = "it does not compute W + s · B · A"
+# Fields that must be off, with reasons.
 _OFF: dict[str, str] = {
-    "fan_in_fan_out": "it transposes matrices, which no model of the supported families needs",
-    "lora_bias": "adapters are built without biases of their own",
+    "fan_in_fan_out": "it transposes matrices, which no supported family needs",
+    "lora_bias": "adapters have no biases here",
     "layer_replication": "the adapter belongs to a model with repeated layers",
     "trainable_token_indices": "single rows of embeddings are not trained here; modules_to_save has whole ones",
-    "alora_invocation_tokens": "the adapter would be on for some tokens of a text only",
+    "alora_invocation_tokens": "the adapter would only apply to some tokens of a text",
     "megatron_config": "it was trained on Megatron-Core's own layers, whose names differ from those of Transformers",
     **dict.fromkeys(
         ("velora_config", "use_qalora", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"), _VARIANT
     ),
 }
-# How initial values are made, where the base is changed along: the adapter fits the changed one.
+# Initializations that also change the base: the adapter only fits the changed base.
 _CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga")
 _CONVERT = (
     "convert it with peft: model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL), or give it the"
@@ -51,14 +51,14 @@ _CONVERT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """A low-rank adapter's adapter_config.json.
+    """The adapter_config.json of a low-rank adapter.
 
     Attributes:
-        rank, alpha: of modules that no pattern names.
-        rank_pattern, alpha_pattern: those of other modules, by the end of their paths, as regular expressions.
-        target_parameters: ends of the names of parameters, such as stacked experts, with an adapter.
+        rank, alpha: for modules that no pattern matches.
+        rank_pattern, alpha_pattern: for other modules, by regular expressions of the ends of their paths.
+        target_parameters: ends of the names of adapted parameters, such as stacked experts.
         modules_to_save: modules that are trained whole.
-        ensure_weight_tying: embeddings that are tied stay so.
+        ensure_weight_tying: whether tied embeddings stay tied.
     """
 
     rank: int
@@ -73,27 +73,27 @@ class PeftConfig:
     base_model_name_or_path: str | None = None
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter, by its path in Transformers' model."""
+        """Return the rank of a module's adapter, by the module's path in Transformers."""
         return _matching(self.rank_pattern, module, self.rank)
 
     def scaling_of(self, module: str, rank: int) -> float:
-        """Return the factor of the product of a module's adapter, which has this rank."""
+        """Return the scaling factor of a module's adapter, given its rank."""
         return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that holds for a module or for the end of its path, as peft does."""
+    """Return the value of the first pattern that matches a module or the end of its path, as peft does."""
     found = (value for pattern, value in patterns.items() if is_whole_match(rf"(.*\.)?({pattern})", module))
     return next(found, default)
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter in place of a model."""
+    """Return whether a folder holds an adapter instead of a model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def has_score(folder: Path) -> bool:
-    """Return whether an adapter is that of a model with scores, which are trained whole beside it.
+    """Return whether an adapter belongs to a model with scores, which are trained whole.
 
     Raises:
         MegatuneError: as `read_peft_config`.
@@ -102,10 +102,10 @@ def has_score(folder: Path) -> bool:
 
 
 def num_scores(folder: Path) -> int:
-    """Return how many scores an adapter has, 0 where there are none.
+    """Return the number of scores that are saved with an adapter, 0 if there are none.
 
     Raises:
-        MegatuneError: INPUT, where the adapter cannot be read.
+        MegatuneError: INPUT, if the adapter cannot be read.
     """
     if not has_score(folder):
         return 0
@@ -117,8 +117,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
     """Read an adapter's adapter_config.json.
 
     Raises:
-        MegatuneError: INPUT, when folder, configuration or weights are missing, or with every field that asks for
-            something that is not computed here.
+        MegatuneError: INPUT, if folder, configuration or weights are missing, or with every field that is not
+            supported.
     """
     if not folder.is_dir():
         fix = "give the folder that holds adapter_config.json and adapter_model.safetensors"
@@ -174,46 +174,46 @@ def _missing_weights(folder: Path) -> Iterator[Finding]:
 def _problems(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
     peft_type = config.get("peft_type", "LORA")
     if peft_type != "LORA":
-        what, why = f"peft_type is {peft_type!r}", "low-rank adapters (LORA) are read; other methods compute otherwise"
+        what, why = f"peft_type is {peft_type!r}", "only low-rank adapters (LORA) are supported"
         yield Finding(what, path, why, "train a LoRA adapter")
         return
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        yield Finding(f"r is {rank!r}", path, "it is the rank, a whole number above 0")
+        yield Finding(f"r is {rank!r}", path, "the rank must be a whole number above 0")
     if not _is_number(alpha):
-        yield Finding(f"lora_alpha is {alpha!r:.60}", path, "it is a number")
+        yield Finding(f"lora_alpha is {alpha!r:.60}", path, "it must be a number")
     dropout = config.get("lora_dropout") or 0
     if not _is_number(dropout) or not 0 <= dropout < 1:
-        yield Finding(f"lora_dropout is {dropout!r:.60}", path, "it is a number from 0 to 1")
+        yield Finding(f"lora_dropout is {dropout!r:.60}", path, "it must be a number from 0 to below 1")
     for key in ("rank_pattern", "alpha_pattern"):
         yield from _pattern_problems(key, config.get(key), path)
     for key in ("target_parameters", "modules_to_save"):
         value = config.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            yield Finding(f"{key} is {value!r}", path, "it is a list of names")
+            yield Finding(f"{key} is {value!r}", path, "it must be a list of names")
     if config.get("bias", "none") not in ("none", None):
-        why = "biases of the base were trained along, and are frozen here"
+        why = "biases of the base were trained, too, but are frozen here"
         yield Finding(f"bias is {config['bias']!r}", path, why, 'train an adapter with bias "none"')
     begun = config.get("init_lora_weights", True)
     if isinstance(begun, str) and _CHANGES_BASE.fullmatch(begun.lower()):
-        why = "that way of beginning changes the base, and the adapter belongs to the changed one"
+        why = "this initialization changes the base, and the adapter belongs to the changed base"
         yield Finding(f"init_lora_weights is {begun!r}", path, why, _CONVERT)
     for key, why in _OFF.items():
         if config.get(key):
             yield Finding(f"{key} is {_short(config[key])}", path, why, "train an adapter without it")
     for key in sorted(config.keys() - {*_HARMLESS.split(), *_READ.split()} - _OFF.keys()):
         if config[key]:
-            why = "it is not known here, and it may change what the adapter computes"
+            why = "this field is unknown, and may change what the adapter computes"
             yield Finding(f"{key} is {_short(config[key])}", path, why, f"train an adapter without {key}")
 
 
 def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
     if patterns and not isinstance(patterns, dict):
-        yield Finding(f"{key} is {_short(patterns)}", path, "it is a mapping of names to numbers")
+        yield Finding(f"{key} is {_short(patterns)}", path, "it must be a mapping of names to numbers")
         return
     for pattern, value in (patterns or {}).items():
         if not _is_number(value) or (key == "rank_pattern" and value < 1):
-            yield Finding(f"{key} of {pattern!r:.60} is {value!r:.60}", path, "it is a number, of a rank above 0")
+            yield Finding(f"{key} of {pattern!r:.60} is {value!r:.60}", path, "it must be a number, a rank above 0")
         try:
             re.compile(pattern)
         except re.error as error:
@@ -221,7 +221,7 @@ def _pattern_problems(key: str, patterns: Any, path: str) -> Iterator[Finding]:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a finite number, of a size that can be computed with."""
+    """Return whether a value is a finite number of reasonable size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 

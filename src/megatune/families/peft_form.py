@@ -1,7 +1,7 @@
-"""The form in which peft has adapters: where its files have each tensor, whatever they call and however they stack it,
-and what adapter_config.json says, by which peft finds its modules.
+"""The form of adapters in peft: the names and stacking of tensors in its files, and adapter_config.json, which selects
+the adapted modules.
 
-One table says where tensors are: by it files are read and written, and Transformers' models are filled.
+Files are read and written, and Transformers' models are filled, by the same table of tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
 from megatune.families.weights import Role, Weight, experts_of, hf_shape, hf_shapes, layers_of
 
-# What peft puts before the names of the base's modules.
+# peft's prefix of the names of the base's modules.
 PREFIX = "base_model.model."
 
 Shape = tuple[int, ...]
 
 
 class AdapterTensor(NamedTuple):
-    """Where a tensor of an adapter, or of a module that is trained whole, is in the file.
+    """The location in the file of a tensor of an adapter, or of a module that is trained whole.
 
     Attributes:
         name: of the file's tensor.
-        shape: of the tensor by itself.
-        slices: what of the file's tensor it is; () where it is all of it.
-        stack: the shape of the file's tensor where that has those of all experts.
+        shape: of this tensor.
+        slices: this tensor's part of the file's tensor; () for all of it.
+        stack: the shape of the file's tensor if it stacks all experts.
     """
 
     name: str
@@ -41,28 +41,29 @@ class AdapterTensor(NamedTuple):
     stack: Shape = ()
 
     def part(self, in_file: Any) -> Any:
-        """Return the tensor, a view, of the one in the file."""
+        """Return a view of this tensor in the file's tensor."""
         return in_file[self.slices]
 
 
 def stacked_tensors(
     weight: Weight, architecture: Architecture, layer: int, names: tuple[str, str], rank: int, *, halve: bool
 ) -> Iterator[tuple[str, AdapterTensor]]:
-    """Yield the adapters of experts, by their names beside the base's, that a stacked pair is made of.
+    """Yield the adapters of individual experts in a stacked pair, by their names next to the base's.
 
-    peft stacks what experts have: A is [experts · r, in], one expert below the other, and B is [out, r · experts], with
-    the experts' columns in turn.
+    peft stacks experts: A is [experts · r, in], one expert after the other, and B is [out, r · experts], with the
+    columns of experts interleaved.
 
     Args:
         weight: the base's.
         names: of A and B in the file.
-        rank: of the pair, of an expert.
-        halve: each matrix of the weight has a part of the ranks, and of B its own rows on the diagonal; otherwise all.
+        rank: of the pair, per expert.
+        halve: whether each matrix of the weight has its own part of the ranks, and only its own rows of B, on the
+            diagonal; otherwise each matrix uses all ranks.
     """
     shapes, experts = [hf_shape(tensor, architecture) for tensor in weight.hf], experts_of(weight, architecture)
     own, count = rank // len(weight.hf) if halve else rank, len(experts)
     a, b = (count * rank, shapes[0][1]), (sum(rows for rows, _ in shapes), count * rank)
-    first = row = 0  # of the matrix's ranks and rows
+    first = row = 0  # first rank and row of the matrix
     for tensor, (rows, columns) in zip(weight.hf, shapes, strict=True):
         for expert in experts:
             module, start = module_path(tensor).format(layer=layer, expert=expert), expert * rank + first
@@ -74,7 +75,7 @@ def stacked_tensors(
 
 
 def expert_weights(architecture: Architecture) -> list[Weight]:
-    """List the weights of experts that may have adapters: gate and up, and down; none of a model without experts."""
+    """List the experts' weights that may have adapters: gate and up, and down; empty without experts."""
     weights = FAMILIES[architecture.model_type].weight_map(architecture) if architecture.moe is not None else ()
     return [weight for weight in weights if weight.per_expert and takes_adapter(weight)]
 
@@ -83,12 +84,12 @@ _STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_pro
 
 
 def experts_architecture(shapes: Mapping[str, Shape], layers: int) -> Architecture | None:
-    """Describe a model of no family here by its experts, where they are called as Qwen's and most others' are: their
-    adapters are read as those of Qwen3-MoE, of which nothing else counts. None where they are not.
+    """Describe a model of an unsupported family by its experts, if they are named as in Qwen and most other families:
+    their adapters are read like those of Qwen3-MoE, which ignores everything else. Return None otherwise.
 
     Args:
         shapes: of Transformers' parameters, by name: gate_up_proj is [E, 2 · I, h], and down_proj [E, h, I].
-        layers: of the model.
+        layers: number of layers of the model.
     """
     found = {(int(match[1]), match[2]): shapes[name] for name in shapes if (match := _STACK.fullmatch(name))}
     sparse = {layer for layer, _ in found}
@@ -109,21 +110,21 @@ def expert_names(architecture: Architecture) -> set[str]:
 
 
 def experts_module(weight: Weight, architecture: Architecture) -> str:
-    """Return the module that Transformers has for all experts of a layer: model.layers.{layer}.mlp.experts."""
+    """Return the module that holds all experts of a layer in Transformers: model.layers.{layer}.mlp.experts."""
     return in_modules(weight.hf[0].name.partition(".{expert}")[0], architecture)
 
 
 def expert_parameter(weight: Weight) -> str:
-    """Return the parameter of that module in which it has a matrix, or several, of all experts."""
+    """Return the parameter of that module which stacks a weight of all experts."""
     return "gate_up_proj" if weight.engine.endswith(".experts.weight1") else "down_proj"
 
 
 def stacked_pair(weight: Weight, architecture: Architecture, layer: int, *, both: bool) -> tuple[str, str]:
-    """Return what peft calls A and B of a weight of all experts.
+    """Return peft's names of A and B for a weight of all experts.
 
     Args:
-        both: gate and up, and down have adapters. peft wraps one parameter after the other: that of gate and up is
-            inside then.
+        both: whether both gate/up and down have adapters. peft wraps one parameter after the other, so that the adapter
+            of gate/up is the inner one.
     """
     path = experts_module(weight, architecture).format(layer=layer)
     path += ".base_layer" if both and expert_parameter(weight) == "gate_up_proj" else ""
@@ -131,12 +132,12 @@ def stacked_pair(weight: Weight, architecture: Architecture, layer: int, *, both
 
 
 def in_modules(path: str, architecture: Architecture) -> str:
-    """Return what Transformers calls a module, by its path in names of files."""
+    """Return the path of a module in Transformers, given its path in file names."""
     return FAMILIES[architecture.model_type].in_modules(f"{path}.").removesuffix(".")
 
 
 def names_of(name: str, architecture: Architecture) -> list[str]:
-    """Return each name that a tensor of the model has had among Transformers' modules, by that in the weight map."""
+    """Return all names that a tensor may have in Transformers' modules, given its name in the weight map."""
     family = FAMILIES[architecture.model_type]
     return [family.in_modules(name), *(form.file_name(name) for form in family.forms), name]
 
@@ -147,10 +148,10 @@ def leaf(path: str) -> str:
 
 
 def trained_tensors(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, AdapterTensor]]:
-    """Yield what is trained, by its name beside the base's, and where it is in the file that peft is given.
+    """Yield what is trained: the name next to the base's, and the location in the file for peft.
 
-    Adapters of experts are one by one there, unless peft reads them stacked only: where checkpoints of the family stack
-    them, too, or where gate, up and down are not all trained.
+    Adapters of experts are separate there, unless peft only reads them stacked: if checkpoints of the family stack
+    experts, or if gate, up and down are not all trained.
     """
     family, experts = FAMILIES[architecture.model_type], _adapted_experts(architecture, selection)
     stacked = experts if len(experts) == 1 or any(form.fused for form in family.forms) else []
@@ -160,7 +161,7 @@ def trained_tensors(architecture: Architecture, selection: Selection) -> Iterato
         for name, shape in hf_shapes(weight, architecture, layer).items():
             yield name, AdapterTensor(PREFIX + (name if weight.per_expert else family.in_modules(name)), shape)
             if weight.engine == EMBEDDING.engine and architecture.tie_word_embeddings:
-                # peft looks for it under both names.
+                # peft looks it up under both names.
                 yield name, AdapterTensor(PREFIX + OUTPUT_LAYER.hf[0].name, shape)
     for weight in stacked:
         for layer in layers_of(weight, architecture):
@@ -172,11 +173,11 @@ def trained_tensors(architecture: Architecture, selection: Selection) -> Iterato
 def adapter_config(
     architecture: Architecture, selection: Selection, base_name: str, *, dropout: float = 0.0
 ) -> dict[str, Any]:
-    """Return adapter_config.json of an adapter, by which peft finds its modules, and no others.
+    """Return adapter_config.json, with which peft finds exactly the adapted modules.
 
     Args:
-        base_name: what the base is to be loaded by: a folder, or an id on a hub.
-        dropout: of training; peft takes none of experts, and then has none.
+        base_name: of the base model: a folder, or an id on a hub.
+        dropout: of training; peft does not support it for experts, so it is 0 with them.
     """
     modules, parameters = _targets(architecture, selection)
     rank, alpha, experts = selection.lora_rank, alpha_of(selection), _adapted_experts(architecture, selection)
@@ -205,17 +206,17 @@ def adapter_config(
 
 
 def peft_problems(architecture: Architecture, selection: Selection) -> Iterator[tuple[str, str]]:
-    """Yield what is trained that peft has no form for, by the setting that asks for it, and why."""
+    """Yield what is trained that peft has no form for: the setting that selects it, and the reason."""
     for weight in _adapted_experts(architecture, selection):
         if len(adapters(architecture, selection)[weight.engine].a.hf) < len(weight.hf):
             names = " and ".join(leaf(module_path(tensor)) for tensor in weight.hf)
-            yield "lora_target", f"of experts, {names} are one matrix to Transformers: both have adapters, or none"
+            yield "lora_target", f"of experts, {names} are one matrix in Transformers: both have adapters, or none"
     if selection.use_dora and _targets(architecture, selection)[1]:
-        yield "use_dora", "peft has no weight decomposition for the feed-forwards of a model with experts"
+        yield "use_dora", "peft does not support weight decomposition for feed-forwards of a model with experts"
 
 
 def stacked_parameter(weight: Weight, architecture: Architecture) -> str:
-    """Return the parameter of a layer in which Transformers has a weight of all experts: mlp.experts.gate_up_proj."""
+    """Return the parameter of a layer that stacks a weight of all experts in Transformers: mlp.experts.gate_up_proj."""
     module = experts_module(weight, architecture).partition("{layer}.")[2]
     return f"{module}.{expert_parameter(weight)}"
 
@@ -223,18 +224,18 @@ def stacked_parameter(weight: Weight, architecture: Architecture) -> str:
 def patterns_of(
     experts: Iterable[Weight], architecture: Architecture, rank: int, alpha: float, *, use_rslora: bool
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return rank_pattern and alpha_pattern of experts' weights: gate and up together have twice the rank, and the
-    factor that each of them has.
+    """Return rank_pattern and alpha_pattern of experts' weights: gate and up together have twice the rank, and the same
+    scaling factor as each of them.
 
-    peft adds a pattern of its own with twice the alpha, which is wrong with use_rslora: the first one that holds
-    counts, and it sorts them.
+    peft adds its own pattern with twice the alpha, which is wrong with use_rslora. It sorts patterns and uses the first
+    match, which is ours.
     """
     both = [f"({re.escape(stacked_parameter(each, architecture))})" for each in experts if len(each.hf) == 2]
     return dict.fromkeys(both, 2 * rank), dict.fromkeys(both, alpha * (math.sqrt(2) if use_rslora else 2))
 
 
 def _adapted_experts(architecture: Architecture, selection: Selection) -> list[Weight]:
-    """List the weights of experts that have adapters, in layers of the model."""
+    """List the experts' weights that have adapters and are in layers of the model."""
     beside, weights = adapters(architecture, selection), expert_weights(architecture)
     return [weight for weight in weights if weight.engine in beside and layers_of(weight, architecture)]
 
@@ -242,8 +243,8 @@ def _adapted_experts(architecture: Architecture, selection: Selection) -> list[W
 def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str] | str, list[str]]:
     """Return target_modules and target_parameters.
 
-    peft takes target_modules with the names of experts' matrices for all experts' alone, in some families: modules of a
-    dense or shared feed-forward go by their parameters there.
+    In some families peft reserves the names of experts' matrices in target_modules for experts: modules of a dense or
+    shared feed-forward are then selected by their parameters.
     """
     entries = [each.a for each in adapters(architecture, selection).values() if layers_of(each.a, architecture)]
     paths = dict.fromkeys(
@@ -254,22 +255,22 @@ def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     of_experts, everywhere = expert_names(architecture), _modules(weights, architecture)
     linear = [path for path in paths if leaf(path) not in of_experts]
-    # Of modules that hold others, such as those of an encoder around its matrices, no parameter goes by the name.
+    # Modules that contain others, such as those of an encoder around its matrices, have no parameter themselves.
     own = {in_modules(module_path(each), architecture) for one in weights if not one.per_expert for each in one.hf}
     ends = _suffixes(paths.keys() - linear, own)
-    assert ends is not None, "families with experts name no other feed-forward alike"
+    assert ends is not None, "in families with experts no other feed-forward has the same names"
     experts = _adapted_experts(architecture, selection)
     parameters = {f"{end}.weight" for end in ends} | {stacked_parameter(each, architecture) for each in experts}
     names: list[str] | str | None = _suffixes(linear, everywhere)
     if names is None:
         names = "|".join(re.escape(path).replace(r"\{layer\}", r"\d+") for path in linear)
     elif len(experts) == 2 and not any(leaf(path) in of_experts for path in everywhere):
-        names = sorted({*names, *of_experts})  # older peft knows experts' modules by these alone
+        names = sorted({*names, *of_experts})  # older versions of peft only find experts by these
     return names, sorted(parameters)
 
 
 def _modules(weights: Collection[Weight], architecture: Architecture) -> set[str]:
-    """Return the paths of all modules outside of experts, with {layer}, and of those that they are in."""
+    """Return the paths of all modules outside experts, with {layer}, and of their parents."""
     found = set()
     for weight in weights:
         for tensor in weight.hf if layers_of(weight, architecture) and not weight.per_expert else ():
@@ -279,7 +280,7 @@ def _modules(weights: Collection[Weight], architecture: Architecture) -> set[str
 
 
 def _suffixes(paths: Collection[str], everywhere: Collection[str]) -> list[str] | None:
-    """Return ends of paths of modules that are the ends of no others; None where there are none."""
+    """Return suffixes that only match the given paths of modules; None if there are none."""
     others = [f".{path}" for path in everywhere if path not in paths]
     found = set()
     for path in paths:
@@ -293,7 +294,7 @@ def _suffixes(paths: Collection[str], everywhere: Collection[str]) -> list[str] 
 
 
 def _saved(architecture: Architecture, selection: Selection) -> list[str]:
-    """Return modules_to_save: of those trained whole the name alone, where no other module's ends so, or the path."""
+    """Return modules_to_save: the names of modules that are trained whole, or their paths if the name is not unique."""
     if selection.finetuning_type != "lora":
         return []
     everywhere = _modules(FAMILIES[architecture.model_type].weight_map(architecture), architecture)

@@ -1,5 +1,5 @@
-"""An adapter that peft has saved: where its tensors are in the file, and the settings of finetuning that it was trained
-with, as far as training it further has to keep them."""
+"""Read an adapter that peft has saved: locate its tensors in the file, and derive the finetuning settings that are
+needed to continue its training."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _ENDS = {f".{LORA_A}": LORA_A, f".{LORA_B}": LORA_B, f".{MAGNITUDE}": MAGNITUDE,
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter's files, understood.
+    """A parsed adapter.
 
     Attributes:
-        tensors: by their names beside the base's: model.layers.0.self_attn.q_proj.lora_A.weight; experts one by one.
-        scalings: the factor of each adapted module's product, by the module's path.
-        halved: the file's stacked B of which each of two matrices was given its half: all else in them must be zero.
+        tensors: by their names next to the base's: model.layers.0.self_attn.q_proj.lora_A.weight; experts one by one.
+        scalings: the scaling factor of each adapted module, by the module's path.
+        halved: the file's stacked B that are split between gate and up: all other elements must be zero.
     """
 
     config: PeftConfig
@@ -52,15 +52,15 @@ class Adapter:
 
 
 def read_adapter(folder: Path, architecture: Architecture, *, halve: bool = False) -> Adapter:
-    """Read an adapter's configuration, and find its tensors in the header of its file.
+    """Read an adapter's configuration, and locate its tensors by the header of its file.
 
     Args:
-        halve: it is trained further: gate and up of experts have a half each of a stacked pair of twice the rank, as
-            peft stacks them from adapters of their own, and a pair of both together is refused. Otherwise each has all
-            of the pair, which is exact where it is merged.
+        halve: for continued training: gate and up of experts each get half of a stacked pair of twice the rank, as peft
+            stacks separate adapters, and a joint pair for both is rejected. Otherwise each gets the whole pair, which
+            is exact for merging.
 
     Raises:
-        MegatuneError: INPUT, with everything that is wrong with it, or does not belong to the model.
+        MegatuneError: INPUT, with everything that is wrong with it, or does not match the model.
     """
     config = read_peft_config(folder)
     shapes = {name: entry.shape for name, entry in read_header(folder / WEIGHTS_FILE).items()}
@@ -72,18 +72,18 @@ def read_adapter(folder: Path, architecture: Architecture, *, halve: bool = Fals
 
 
 def _module_names(architecture: Architecture) -> dict[str, tuple[str, Shape]]:
-    """Return name and shape of every tensor of the model, by each of `names_of`."""
+    """Return name and shape of every tensor of the model, by each name from `names_of`."""
     shapes = all_shapes(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
     return {each: (name, shape) for name, shape in shapes.items() for each in names_of(name, architecture)}
 
 
 @dataclass(slots=True)
 class _AdapterReader:
-    """Tensors sorted into modules, then each module checked.
+    """Groups tensors by module, then checks each module.
 
     Attributes:
-        unknown, joint: names of tensors that no module has, and of stacked B of gate and up together.
-        wrong: what else is wrong, in words.
+        unknown, joint: names of tensors that match no module, and of stacked B for gate and up together.
+        wrong: descriptions of other problems.
     """
 
     adapter: Adapter
@@ -95,12 +95,12 @@ class _AdapterReader:
     joint: list[str] = field(default_factory=list)
 
     def read(self, shapes: Mapping[str, Shape]) -> None:
-        """Find a place for every tensor of the file."""
+        """Locate every tensor of the file."""
         modules: dict[str, dict[str, tuple[str, Shape]]] = defaultdict(dict)
         for name, shape in shapes.items():
             path = name.removeprefix(PREFIX)
             end = next((end for end in _ENDS if path.endswith(end)), None)
-            # Of an output layer with an adapter peft saves the base's matrix, too.
+            # For an output layer with an adapter peft also saves the base's matrix.
             path = path.replace(".base_layer.weight", ".weight") if end is None else path
             if end is not None:
                 modules[path.removesuffix(end)][_ENDS[end]] = name, shape
@@ -112,25 +112,25 @@ class _AdapterReader:
             self._module(path, parts)
 
     def findings(self, folder: Path) -> Iterator[Finding]:
-        """Say what is wrong."""
+        """Yield a finding for each problem."""
         where, base = str(folder / WEIGHTS_FILE), "give the base that it was trained on"
         if self.unknown:
             number = len(self.unknown)
             have = "tensor has" if number == 1 else "tensors have"
-            what = f"{number} {have} no place in a {self.architecture.model_type}: {list_names(self.unknown, 3)}"
-            why = "an adapter is of linear layers, and belongs to one model; embeddings are trained whole or not at all"
+            what = f"{number} {have} no module in a {self.architecture.model_type}: {list_names(self.unknown, 3)}"
+            why = "adapters belong to linear layers of one model; embeddings are trained whole or not at all"
             yield Finding(what, where, why, base)
         yield from (Finding(what, where, fix=base) for what in self.wrong[:5])
         if len(self.wrong) > 5:
             yield Finding(f"{len(self.wrong) - 5} more tensors do not fit", where)
         if self.joint:
-            why = "each matrix has an adapter of its own in training here, and would depart from what peft trains"
+            why = "in training here each matrix has its own adapter, which would diverge from what peft trains"
             fix = "merge it into the model (create_new_adapter: true) and train a new one"
             yield Finding(f"{self.joint[0]} is one adapter of gate and up together", where, why, fix)
         yield from self._tied(str(folder))
 
     def _tied(self, where: str) -> Iterator[Finding]:
-        """An embedding of its own would leave the output layer as it was."""
+        """Yield a finding if a tied embedding was trained without its output layer."""
         if not self.architecture.tie_word_embeddings or self.adapter.config.ensure_weight_tying:
             return
         weights = FAMILIES[self.architecture.model_type].weight_map(self.architecture)
@@ -141,7 +141,7 @@ class _AdapterReader:
             yield Finding(f"{embedding} is trained whole, of a model with tied embeddings", where, why, fix)
 
     def _is_tied_copy(self, path: str) -> bool:
-        """Return whether a tensor is the embedding once more, which peft saves as the output layer, too."""
+        """Return whether a tensor is the second copy of the embedding, which peft saves as the output layer."""
         tied = self.architecture.tie_word_embeddings and self.adapter.config.ensure_weight_tying
         return tied and path == OUTPUT_LAYER.hf[0].name
 
@@ -173,13 +173,13 @@ class _AdapterReader:
             if shape != expected[end]:
                 self.wrong.append(f"{name} is {list(shape)}, {list(expected[end])} belongs to the model's matrix")
             self.adapter.tensors[f"{canonical}.{end}"] = AdapterTensor(name, expected[end])
-        # Of a matrix that peft adapts as a parameter patterns name the parameter.
+        # If peft adapts a matrix as a parameter, patterns name the parameter.
         parameter = f".{path}.weight"
         is_parameter = any(parameter.endswith(f".{each}") for each in self.adapter.config.target_parameters)
         self._scale([canonical], parameter[1:] if is_parameter else path, rank)
 
     def _stacked(self, path: str, layer: int, a: tuple[str, Shape], b: tuple[str, Shape]) -> None:
-        """Find the experts' weight whose matrices have a pair of these shapes."""
+        """Find the experts' weight whose matrices fit a stacked pair of these shapes."""
         for weight in expert_weights(self.architecture):
             rank = next(iter(a[1]), 0) // len(experts_of(weight, self.architecture))
             is_pair = self.halve and len(weight.hf) == 2
@@ -205,13 +205,13 @@ class _AdapterReader:
 
 
 def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
-    """Return the settings, by their names, that training an adapter further has to have.
+    """Return the settings that continued training of an adapter needs, by name.
 
-    `lora_target` has the paths of modules, with {layer} and {expert}: those, and only those, of its tensors.
+    `lora_target` has the paths of modules, with {layer} and {expert}: exactly those of its tensors.
 
     Raises:
-        MegatuneError: INPUT, when it cannot be read, or with everything that cannot be trained: modules of some layers
-            only, ranks or alphas of several sizes, modules that have no adapters here.
+        MegatuneError: INPUT, if it cannot be read, or with everything that cannot be trained: modules of only some
+            layers, different ranks or alphas, modules that do not support adapters here.
     """
     adapter = read_adapter(folder, architecture, halve=True)
     problems: list[tuple[str, str]] = []
@@ -224,7 +224,7 @@ def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
     stacks = {weight.stack for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     adapted = {weight.stack for weight, _ in targets}
     if Stack.DECODER not in adapted:
-        stacks.discard(Stack.DECODER)  # modules of it may be trained whole
+        stacks.discard(Stack.DECODER)  # its modules may be trained whole
     frozen = {name: stack not in adapted for stack, name in FREEZE_SETTINGS.items() if stack in stacks}
     return {
         "lora_rank": rank,
@@ -240,7 +240,7 @@ def settings_of(folder: Path, architecture: Architecture) -> dict[str, Any]:
 def _target_matrices(
     adapter: Adapter, architecture: Architecture, problems: list[tuple[str, str]]
 ) -> Iterator[tuple[Weight, HFTensor]]:
-    """Yield the matrices that have adapters in all of their layers."""
+    """Yield the matrices that have adapters in all of their layers; record those that have them in some."""
     rest = set(adapter.scalings)
     for weight, tensor in matrices(architecture):
         modules = {name.removesuffix(".weight") for name in all_shapes([replace(weight, hf=(tensor,))], architecture)}
@@ -250,14 +250,14 @@ def _target_matrices(
             yield weight, tensor
         elif found:
             what = f"{module_path(tensor)} has an adapter in {len(found)} of {len(modules)} modules"
-            problems.append((what, f"layers are trained alike: it has none of {min(modules - found)}"))
+            problems.append((what, f"all layers must have the same adapters: {min(modules - found)} has none"))
     if rest:
         what = f"{min(rest)} has an adapter" + (f", and {len(rest) - 1} more such modules" if rest else "")
-        problems.append((what, "adapters of linear layers of attention and feed-forward are trained"))
+        problems.append((what, "only adapters of linear layers of attention and feed-forward are supported"))
 
 
 def _whole_modules(adapter: Adapter, architecture: Architecture, problems: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield the modules outside of layers that are trained whole."""
+    """Yield the modules outside layers that are trained whole."""
     rest = {name for name in adapter.tensors if ".lora_" not in name}
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         names = set(hf_shapes(weight, architecture, 0)) if not weight.per_layer else set()
@@ -265,12 +265,12 @@ def _whole_modules(adapter: Adapter, architecture: Architecture, problems: list[
             rest -= names
             yield module_of(weight)
     if rest:
-        what = f"{len(rest)} tensors are trained whole that are inside of layers, such as {min(rest)}"
-        problems.append((what, "modules outside of layers are, such as embed_tokens"))
+        what = f"{len(rest)} tensors inside layers are trained whole, such as {min(rest)}"
+        problems.append((what, "only modules outside layers can be, such as embed_tokens"))
 
 
 def _sizes(adapter: Adapter, problems: list[tuple[str, str]]) -> tuple[int, int]:
-    """Return the one rank, and the one alpha, of all modules."""
+    """Return the common rank and alpha of all modules."""
     sizes: dict[tuple[int, float], str] = {}
     for module, scaling in adapter.scalings.items():
         rank = adapter.tensors[f"{module}.{LORA_A}"].shape[0]
@@ -278,10 +278,10 @@ def _sizes(adapter: Adapter, problems: list[tuple[str, str]]) -> tuple[int, int]
         sizes.setdefault((rank, round(alpha, 6)), module)
     if len(sizes) != 1:
         listed = "; ".join(f"rank {rank} and alpha {alpha:g} in {module}" for (rank, alpha), module in sizes.items())
-        what = "ranks or alphas differ between modules" if sizes else "it has no adapter of any module"
+        what = "ranks or alphas differ between modules" if sizes else "it has no adapter for any module"
         problems.append((what, listed))
         return 1, 1
     ((rank, alpha),) = sizes
     if not alpha.is_integer() or alpha < 1:
-        problems.append((f"lora_alpha is {alpha:g}", "it is a whole number above 0 here"))
+        problems.append((f"lora_alpha is {alpha:g}", "it must be a whole number above 0 here"))
     return rank, int(alpha)

@@ -1,8 +1,8 @@
-"""The rows of a rank's tensor table: boxes of Hugging Face tensors, and the elements of an engine tensor that they are.
+"""Rows of a rank's tensor table: which boxes of Hugging Face tensors make up which elements of an engine tensor.
 
-Every Hugging Face tensor is seen as a matrix of its first dimension and all others. A box is a rectangle of it, so that
-the elements start..stop of a flattened slice, such as the shard of a distributed optimizer, are at most three boxes of
-each piece: the end of a row, whole rows, and the beginning of a row.
+Every Hugging Face tensor is treated as a matrix of its first dimension and the product of the others. A box is a
+rectangle of it, so that elements start..stop of a flattened slice, such as a distributed optimizer's shard, are at most
+three boxes of each segment: the end of a row, whole rows, and the beginning of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Rows first..last and columns left..right of a tensor."""
+    """Rows first..last and columns left..right of a tensor, ends excluded."""
 
     first: int
     last: int
@@ -34,13 +34,13 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """Return what both have; None where that is nothing."""
+        """Return the intersection; None if it is empty."""
         first, last = max(self.first, other.first), min(self.last, other.last)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(first, last, left, right) if first < last and left < right else None
 
     def within(self, other: Box) -> tuple[slice, slice]:
-        """Return the rows and columns of a box that contains this one."""
+        """Return the rows and columns of this box relative to a box that contains it."""
         rows = slice(self.first - other.first, self.last - other.first)
         return rows, slice(self.left - other.left, self.right - other.left)
 
@@ -52,9 +52,9 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: of the Hugging Face tensor; "" for elements that are zero, in no file.
+        name: of the Hugging Face tensor; "" for elements that are zero and in no file.
         shape: of the whole tensor.
-        start: of the box's first element in the flattened engine tensor, where all of them follow.
+        start: index of the box's first element in the flattened engine tensor, where all of its elements are adjacent.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Row(NamedTuple):
 
 
 def whole_box(shape: Shape) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box of a whole tensor."""
     return Box(0, shape[0], 0, prod(shape[1:]))
 
 
 def rows_of(
     weight: Weight, architecture: Architecture, part: Slice, layer: int, start: int = 0, stop: int | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of elements start..stop of a flattened slice of a weight; all of it without a stop."""
+    """Yield the rows of elements start..stop of a flattened slice of a weight; of all of it if `stop` is None."""
     shapes = hf_shapes(weight, architecture, layer, part)
     rows = segment_rows(segments(weight, architecture, part, layer), shapes.__getitem__, start, stop)
     return (row for row in rows if row.name)
@@ -80,7 +80,7 @@ def rows_of(
 def segment_rows(
     pieces: Iterable[Segment], shape_of: Callable[[str], Shape], start: int = 0, stop: int | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of elements start..stop of what segments make up, one below the other; zeros between included."""
+    """Yield the rows of elements start..stop of stacked segments, including rows of zeros between them."""
     position = 0
     for segment in pieces:
         if stop is not None and position >= stop:
@@ -103,7 +103,7 @@ def segment_rows(
 
 
 def _cut(whole: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:
-    """Yield elements first..last of a flattened box as boxes, each with its first element."""
+    """Yield elements first..last of a flattened box as boxes, each with the index of its first element."""
     width = whole.right - whole.left
     while first < last:
         row, column = divmod(first, width)
@@ -116,7 +116,7 @@ def _cut(whole: Box, first: int, last: int) -> Iterator[tuple[Box, int]]:
 
 
 def split_rows(row: Row, most: int) -> Iterator[Row]:
-    """Yield a row of the table as several of at most so many elements, or of one row of the tensor."""
+    """Split a row of the table into rows of at most `most` elements, or of one row of the tensor."""
     height, width = row.box.shape
     step = max(1, most // max(1, width))
     for first in range(0, height, step):

@@ -1,8 +1,8 @@
-"""The vocabulary of a weight map: how Hugging Face tensors make up one engine tensor, and how it is cut over ranks.
+"""The elements of a weight map: how Hugging Face tensors make up an engine tensor, and how it is sharded over ranks.
 
-A map is data, and every entry is invertible: `segments` says which rows (or columns) of which Hugging Face tensors
-make up the slice of one rank, in order. Loading reads those segments, saving writes them back; sharding, parameter
-counting and key accounting come from the same entries.
+A map is data, and every entry is invertible: `segments` returns which rows (or columns) of which Hugging Face tensors
+make up the slice of one rank, in order. Loading reads those segments, and saving writes them back; sharding, parameter
+counting and key accounting are derived from the same entries.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from operator import attrgetter
 
 from megatune.architecture import Architecture, LayerKind
 
-# The engine's vocabulary is padded to a multiple of this, so that its shape does not depend on the usual tp sizes.
+# The vocabulary is padded to a multiple of this, so that the shape is the same for common tensor-parallel sizes.
 VOCABULARY_MULTIPLE = 128
 
 
 class TensorLayout(Enum):
-    """How Hugging Face tensors are arranged in the engine's tensor, and along which dimension ranks cut it.
+    """How Hugging Face tensors are arranged in the engine's tensor, and which dimension is sharded over ranks.
 
-    Of a weight that each expert has, the engine's tensor is that of every local expert, stacked in a new dimension 0.
+    The engine stacks the tensors of all local experts in a new dimension 0.
     """
 
-    REPLICATED = "replicated"  # tensors one below the other, whole on every rank
-    ROWS = "rows"  # one tensor, cut along dim 0
-    COLUMNS = "columns"  # one tensor, cut along dim 1
-    VOCABULARY = "vocabulary"  # one tensor, cut along dim 0 after padding to the engine's vocabulary
+    REPLICATED = "replicated"  # tensors concatenated along dim 0, whole on every rank
+    ROWS = "rows"  # one tensor, sharded along dim 0
+    COLUMNS = "columns"  # one tensor, sharded along dim 1
+    VOCABULARY = "vocabulary"  # one tensor, sharded along dim 0 after padding to the engine's vocabulary
     GATE_UP = "gate_up"  # each rank holds its rows of gate, then its rows of up
     # Rows in groups, such as the queries of a key/value head, its key and its value: a group's rows of each tensor,
-    # then the next group's; cut along dim 0.
+    # then the next group's; sharded along dim 0.
     GROUPED = "grouped"
 
 
 class Layers(Enum):
-    """Which layers of the decoder have a weight, by their feed-forward or by what mixes their tokens."""
+    """Which layers of the decoder have a weight, by their kind of feed-forward or attention."""
 
     ALL = "all"
     ATTENTION = "attention"
     DELTA = "delta"  # a gated delta net
-    LOCAL = "local"  # attention with a window, where layers without one have heads of their own
-    GLOBAL = "global"  # those layers
+    LOCAL = "local"  # attention with a window, if layers without one have other heads
+    GLOBAL = "global"  # attention without a window, with other heads
     DENSE = "dense"
     SPARSE = "sparse"
-    MTP = "mtp"  # layers behind the decoder that predict further tokens
+    MTP = "mtp"  # multi-token prediction layers after the decoder
 
 
 class Stack(Enum):
@@ -54,12 +54,12 @@ class Stack(Enum):
 
     DECODER = "decoder"
     VISION = "vision"  # the encoder without its mergers
-    PROJECTOR = "projector"  # the merger behind the encoder's last layer
-    DEEPSTACK = "deepstack"  # the mergers behind earlier layers of the encoder
+    PROJECTOR = "projector"  # the merger after the encoder's last layer
+    DEEPSTACK = "deepstack"  # the mergers after earlier layers of the encoder
 
 
 class Role(Enum):
-    """What a weight is: of the published model, of an adapter beside it, or a buffer, which is not trained."""
+    """Whether a weight belongs to the published model, to an adapter, or is a buffer, which is not trained."""
 
     BASE = "base"
     ADAPTER = "adapter"
@@ -69,11 +69,11 @@ class Role(Enum):
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A Hugging Face tensor: its name, with {layer} and {expert}, and its shape as names of Architecture attributes
-    ("moe.num_experts") or numbers. Without a name it is in no file, and its rows are zero.
+    ("moe.num_experts") or numbers. A tensor without a name is in no file, and its rows are zero.
 
     Attributes:
-        blocks: rows of parts that lie one below the other, each in groups of its own or cut by itself, where the layout
-            has groups or gates; none where the tensor is one part.
+        blocks: numbers of rows of stacked parts that are grouped or sharded separately, if the layout is GROUPED or
+            GATE_UP; empty if the tensor is one part.
     """
 
     name: str
@@ -83,14 +83,14 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One engine parameter and the Hugging Face tensors it is made of.
+    """An engine parameter and its Hugging Face tensors.
 
     Attributes:
-        layers: which layers have it, where its name has a {layer}.
-        exists: whether a member of the family has it at all.
+        layers: which layers have it, if its name has a {layer}.
+        exists: whether a member of the family has it.
         num_layers: Architecture attribute with the number of layers that {layer} counts.
-        groups: Architecture attribute with the number of groups of rows, where the layout has them.
-        linear: a matrix of it is that of a linear layer, and may have an adapter.
+        groups: Architecture attribute with the number of groups of rows, for GROUPED.
+        linear: whether its matrices belong to linear layers, and may have adapters.
     """
 
     engine: str
@@ -114,8 +114,8 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is made of whole matrices of linear layers, which the optimizer Muon orthogonalizes: no embedding,
-        output layer, router, adapter or vector."""
+        """Whether it consists of matrices of linear layers, which Muon orthogonalizes: no embedding, output layer,
+        router, adapter or vector."""
         is_linear = self.linear and self.role is Role.BASE and self.layout is not TensorLayout.VOCABULARY
         return is_linear and all(tensor.name and len(tensor.shape) == 2 for tensor in self.hf)
 
@@ -125,7 +125,7 @@ class Weight:
 
     @property
     def partition_dim(self) -> int | None:
-        """The dimension of the engine's tensor that tensor-parallel ranks cut; None where each holds all of it."""
+        """The dimension of the engine's tensor that is sharded over tensor-parallel ranks; None if it is replicated."""
         if self.layout is TensorLayout.REPLICATED:
             return None
         return int(self.layout is TensorLayout.COLUMNS) + self.per_expert
@@ -136,10 +136,9 @@ class Slice:
     """The part of a weight that a rank holds.
 
     Attributes:
-        tp_size, tp_rank: over how many ranks rows or columns are cut, and which of the parts this is; of an expert's
-            weights expert tensor parallelism's.
-        ep_size, ep_rank: over how many ranks experts are sharded, in blocks, and which of the blocks this is; 1 and 0
-            for weights outside experts.
+        tp_size, tp_rank: number of shards of rows or columns, and the index of this one; for experts those of expert
+            tensor parallelism.
+        ep_size, ep_rank: number of blocks of experts, and the index of this one; 1 and 0 for other weights.
     """
 
     tp_size: int = 1
@@ -153,8 +152,8 @@ WHOLE = Slice()
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor; segments lie in the engine's slice in
-    their order. Without a name it is `stop` - `start` elements that are zero, in no file."""
+    """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor; the engine's slice consists of segments
+    in order. Without a name it is `stop` - `start` zero elements that are in no file."""
 
     name: str
     dim: int
@@ -163,7 +162,7 @@ class Segment:
 
 
 def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
-    """Return the layers of its stack that have the weight, counted from 0; [0] for a weight outside layers."""
+    """Return the layers that have the weight, counted from 0 in its stack; [0] for a weight outside layers."""
     if not weight.per_layer:
         return [0]
     count = attrgetter(weight.num_layers)(architecture)
@@ -190,7 +189,7 @@ def is_in_layer(weight: Weight, kind: LayerKind) -> bool:
 
 
 def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) -> range:
-    """Return the experts whose tensors make up the slice; range(1) for a weight outside experts."""
+    """Return the experts in a slice; range(1) for a weight outside experts."""
     if not weight.per_expert:
         return range(1)
     assert architecture.moe is not None
@@ -199,10 +198,10 @@ def experts_of(weight: Weight, architecture: Architecture, part: Slice = WHOLE) 
 
 
 def by_expert(weight: Weight, architecture: Architecture, part: Slice, run: int = 1) -> list[Slice]:
-    """Return the slice cut into one for each of its experts, in order; itself where it has none.
+    """Split a slice into one for each of its experts, in order; a weight outside experts is not split.
 
     Args:
-        run: experts that stay together; a divisor of those of a slice.
+        run: number of experts that stay together; a divisor of those of a slice.
     """
     if architecture.moe is None or not weight.per_expert:
         return [part]
@@ -218,7 +217,7 @@ def hf_shape(tensor: HFTensor, architecture: Architecture) -> tuple[int, ...]:
 def hf_shapes(
     weight: Weight, architecture: Architecture, layer: int, part: Slice = WHOLE
 ) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the Hugging Face tensors of the slice's experts in a layer, by name."""
+    """Return the unsharded shapes of the Hugging Face tensors in a slice of a layer, by name."""
     shapes = [(tensor.name, hf_shape(tensor, architecture)) for tensor in weight.hf if tensor.name]
     return {
         name.format(layer=layer, expert=expert): shape
@@ -228,7 +227,7 @@ def hf_shapes(
 
 
 def all_shapes(weights: Iterable[Weight], architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the Hugging Face tensors of weights in all of their layers, by name."""
+    """Return the unsharded shapes of the Hugging Face tensors of weights in all of their layers, by name."""
     return {
         name: shape
         for weight in weights
@@ -238,14 +237,14 @@ def all_shapes(weights: Iterable[Weight], architecture: Architecture) -> dict[st
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return rows of the engine's word embedding, the same number on every rank; padding reaches no checkpoint."""
+    """Return the number of rows of the engine's word embedding, divisible by tp_size; padding is never saved."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tuple[int, ...]:
     """Return the shape of a slice of the engine's parameter; experts are its first dimension. A buffer is a vector,
-    which files may have as a matrix of one row."""
+    even if files store it as a matrix of one row."""
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
     if weight.is_buffer:
         return (math.prod(shapes[0]),)
@@ -262,11 +261,11 @@ def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tup
 
 
 def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int = 0) -> list[Segment]:
-    """Return the pieces of Hugging Face tensors that make up a slice, in the slice's order.
+    """Return the segments of Hugging Face tensors that make up a slice, in the slice's order.
 
-    One below the other they fill the engine's tensor, whose dimensions before the last are counted as rows. For
-    TensorLayout.VOCABULARY the rows that pad the slice are in no segment: they are zero. Those of a tensor without a
-    name are zero, too, and have a segment.
+    Concatenated along rows they fill the engine's tensor, whose leading dimensions are flattened into rows. For
+    TensorLayout.VOCABULARY the padding rows of the slice, which are zero, are in no segment. The rows of a tensor
+    without a name are zero, too, but have a segment.
     """
     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
     found: list[Segment] = []
@@ -311,7 +310,7 @@ def _segments(
 def _blocks(
     weight: Weight, names: Sequence[str], shapes: Sequence[tuple[int, ...]], architecture: Architecture
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks of rows that are each in groups or cut: the tensor's name, the first row, the number of rows."""
+    """Yield the blocks of rows that are grouped or sharded separately: tensor name, first row, number of rows."""
     for tensor, name, shape in zip(weight.hf, names, shapes, strict=True):
         first = 0
         for rows in [attrgetter(block)(architecture) for block in tensor.blocks] or [shape[0]]:
@@ -320,9 +319,10 @@ def _blocks(
 
 
 def _grouped_segments(blocks: Sequence[tuple[str, int, int]], groups: int, part: Slice) -> Iterator[Segment]:
-    """Yield what is in a rank's rows of the engine's whole matrix: per group its rows of each block.
+    """Yield the segments of a rank's rows of the engine's whole matrix, which has for each group its rows of each
+    block.
 
-    With more tensor-parallel ranks than groups a rank's rows begin or end inside a group.
+    With more tensor-parallel ranks than groups, a rank's rows may begin or end within a group.
     """
     length = sum(rows for *_, rows in blocks) // part.tp_size
     start, position = part.tp_rank * length, 0
