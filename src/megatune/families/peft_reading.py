@@ -252,7 +252,7 @@ def _target_matrices(
             what = f"{module_path(tensor)} has an adapter in {len(found)} of {len(modules)} modules"
             problems.append((what, f"all layers must have the same adapters: {min(modules - found)} has none"))
     if rest:
-        what = f"{min(rest)} has an adapter" + (f", and {len(rest) - 1} more such modules" if rest else "")
+        what = f"{min(rest)} has an adapter" + (f", and {len(rest) - 1} more such modules" if len(rest) > 1 else "")
         problems.append((what, "only adapters of linear layers of attention and feed-forward are supported"))
 
 
