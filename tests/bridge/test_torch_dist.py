@@ -34,7 +34,7 @@ def test_heads_of_two_sizes_are_refused(family: str, model_dir: MakeModel, tmp_p
     # Nor are weights that somebody else has written: a run that starts from them ends before it reads any.
     folder = to_mcore(model_dir("llama"), tmp_path / "other")
     shutil.copy(model_dir(family) / "config.json", folder)
-    with pytest.raises(MegatuneError, match=f"a {family} is neither read nor written in Megatron-Core's torch_dist"):
+    with pytest.raises(MegatuneError, match=f"a {family} can neither be read nor written in Megatron-Core"):
         open_checkpoint(folder, load_architecture(folder))
 
 

@@ -217,7 +217,7 @@ def test_what_families_add(tmp_path):
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized (fp8)"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a whole number above 0"),
         ({"model_type": "olmo3", "rope_scaling": {"rope_type": "longrope"}}, "rotary scaling 'longrope'"),
-        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "'layer_types' is missing beside sliding_window"),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, "'layer_types' is missing with sliding_window"),
         ({"model_type": "dots1"}, "norm_topk_prob = False"),
         ({"model_type": "qwen4"}, "nearest: qwen"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),

@@ -21,6 +21,6 @@ def test_as_python(pattern: str) -> None:
 
 
 def test_one_that_does_not_end() -> None:
-    with pytest.raises(MegatuneError, match=r"does not come to an end on 'model.layers.10") as refused:
+    with pytest.raises(MegatuneError, match=r"does not finish on 'model.layers.10") as refused:
         is_whole_match(r"((\w|[a-z]|.)*)*0", MODULE)
     assert refused.value.exit_code == ExitCode.SETTINGS

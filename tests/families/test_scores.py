@@ -67,7 +67,7 @@ def test_other_stages_refuse_a_reward_model(tmp_path: Path) -> None:
     assert refused(tmp_path, saved, "dpo") == (
         ExitCode.SETTINGS,
         "stage dpo with a model that has 1 score\n"
-        "    why: it has no output layer, and writes no text\n"
+        "    why: it has no output layer, and cannot generate text\n"
         "    fix: write stage: rm, or name a language model",
     )
 
@@ -84,13 +84,13 @@ def test_other_stages_refuse_a_reward_model(tmp_path: Path) -> None:
         (
             "cls", 3,
             "num_labels 3 with a model that has 2 scores\n"
-            "    why: they are trained further as they are\n"
-            "    fix: write num_labels: 2, or name a language model, which gets new ones",
+            "    why: existing scores keep their number\n"
+            "    fix: write num_labels: 2, or name a language model, for which new scores are created",
         ),
         (
             "sft", None,
             "stage sft with a model that has 2 scores\n"
-            "    why: it has no output layer, and writes no text\n"
+            "    why: it has no output layer, and cannot generate text\n"
             "    fix: write stage: cls, or name a language model",
         ),
         (

@@ -101,8 +101,8 @@ def test_answers_that_nothing_ends(model: Path, told: Tell) -> None:
 
 
 @pytest.mark.parametrize(("values", "what"), [
-    ({"num_hidden_layers": 6, "layer_types": None}, "config.json has 6 layers, and the weights 4"),
-    ({"num_hidden_layers": 6}, "layer_types is of 4 layers, and num_hidden_layers is 6"),
+    ({"num_hidden_layers": 6, "layer_types": None}, "config.json has 6 layers, but the weights have 4"),
+    ({"num_hidden_layers": 6}, "layer_types has 4 entries, but num_hidden_layers is 6"),
     ({"layer_types": "full_attention"}, "layer_types = 'full_attention' is not a list of names"),
 ])  # fmt: skip
 def test_layers_that_the_weights_do_not_have(model: Path, values: dict[str, Any], what: str) -> None:
@@ -120,4 +120,4 @@ def test_layers_are_counted_by_the_index_too(model: Path) -> None:
     names = {f"model.layers.{layer}.mlp.up_proj.weight": "a.safetensors" for layer in range(3)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (model / "a.safetensors").touch()
-    assert refused(lambda: check_weights(model))[0].startswith("config.json has 4 layers, and the weights 3")
+    assert refused(lambda: check_weights(model))[0].startswith("config.json has 4 layers, but the weights have 3")

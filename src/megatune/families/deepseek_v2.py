@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite and Coder-V2: V3's latent attention, and experts chosen by softmax shares without a bias."""
+"""DeepSeek-V2, V2-Lite and Coder-V2: V3's latent attention, and experts chosen by softmax scores without a bias."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +13,14 @@ _METHODS = ("greedy", "group_limited_greedy")
 def _experts(config: Config) -> MixtureOfExperts | None:
     in_groups = config["topk_method"] == "group_limited_greedy"
     moe = deepseek_v3.read_experts({**config, **({} if in_groups else {"n_group": 1, "topk_group": 1})})
-    # What the chosen ones get of all is used as it is, whatever norm_topk_prob says. A group is as good as its best.
+    # Probabilities are not renormalized, regardless of norm_topk_prob. A group is ranked by its best expert.
     return moe and replace(moe, score_function="softmax", pre_softmax=True, expert_bias=False, group_best=1)
 
 
 def _problems(config: Config) -> Iterator[tuple[str, str]]:
     yield from deepseek_v3.problems(config)
     if config["topk_method"] not in _METHODS:
-        yield f"topk_method = {config['topk_method']!r} is not supported", f"it is one of {', '.join(_METHODS)}"
+        yield f"topk_method = {config['topk_method']!r} is not supported", f"it must be one of {', '.join(_METHODS)}"
 
 
 FAMILY = replace(

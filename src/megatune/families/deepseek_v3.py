@@ -11,11 +11,11 @@ from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
 
 def read_experts(config: Config) -> MixtureOfExperts | None:
-    """Read routed experts in groups, of all layers but the first ones, and shared ones."""
+    """Read routed experts in groups, in all layers except the first ones, and shared experts."""
     layers = tuple(layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"]))
     if not any(layers):
         return None
-    # Where every group is chosen, groups decide nothing.
+    # If all groups are chosen, grouping has no effect.
     grouped = config["topk_group"] < config["n_group"]
     return MixtureOfExperts(
         layers=layers,
@@ -46,15 +46,15 @@ def _latent_attention(config: Config) -> MultiLatentAttention:
 
 
 def problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Find what latent attention cannot do, and say why."""
+    """Yield unsupported settings of latent attention, with reasons."""
     if "q_lora_rank" not in config:
-        yield "'q_lora_rank' is missing", "it says whether queries come from a latent; null where they do not"
+        yield "'q_lora_rank' is missing", "it is the size of the latent of queries, or null without one"
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups not in (None, heads):
-        yield f"num_key_value_heads = {groups!r} is not supported", f"every one of the {heads} heads has its own key"
+        yield f"num_key_value_heads = {groups!r} is not supported", f"each of the {heads} heads has its own key"
     head_dim, rotary = config.get("head_dim"), config["qk_rope_head_dim"]
     if head_dim not in (None, rotary):
-        yield f"head_dim = {head_dim!r} is not supported", f"rotary embedding turns {rotary} channels, qk_rope_head_dim"
+        yield f"head_dim = {head_dim!r} is not supported", f"it must be qk_rope_head_dim = {rotary}"
 
 
 FAMILY = Family(
@@ -62,7 +62,7 @@ FAMILY = Family(
     weights=(*FRAME, *LATENT_ATTENTION, *EXPERTS, EXPERT_BIAS, *shared_experts("shared_experts")),
     required={
         "attention_bias": False, "attention_dropout": 0, "hidden_act": "silu", "norm_topk_prob": True,
-        # Not in Transformers, which computes these values whatever is said.
+        # Transformers ignores these keys and computes with these values.
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
     },
     dimensions=(
@@ -71,7 +71,7 @@ FAMILY = Family(
     ),
     defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    # Layers that predict further tokens come after the last one.
+    # Multi-token prediction layers come after the last layer.
     ignored_keys=(r"model\.layers\.{num_layers}\..+",),
     mtp=DEEPSEEK_MTP,
     head_dim_key="qk_rope_head_dim",

@@ -8,7 +8,7 @@ from megatune.families.sparse import EXPERT_BIAS, EXPERTS, shared_experts
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:
-    """Read which layers have a window: those from `max_window_layers` on, where nothing is said; () for none."""
+    """Read which layers have a window, by default those from `max_window_layers` on; () if none has one."""
     count, first, window = config["num_hidden_layers"], config["max_window_layers"], config.get("sliding_window")
     kinds = config.get("layer_types") or [SLIDING_ATTENTION if layer >= first else "" for layer in range(count)]
     found = tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: a llama that turns neighbouring channels."""
+"""ERNIE 4.5, dense: a llama with interleaved rotary embedding."""
 
 from megatune.families.dense import DECODER
 from megatune.families.family import Family

@@ -1,5 +1,5 @@
-"""ERNIE 4.5's mixtures of experts: attention without biases that turns neighbouring channels, and experts that a bias
-helps to choose among softmax shares."""
+"""ERNIE 4.5's mixtures of experts: attention without biases with interleaved rotary embedding, and experts chosen by
+softmax scores plus a bias."""
 
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER

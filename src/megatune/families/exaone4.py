@@ -1,5 +1,5 @@
-"""EXAONE 4.0: norms behind attention and feed-forward only, norms of each head, and, where some layers have windows,
-no rotary embedding in the others."""
+"""EXAONE 4.0: norms only after attention and feed-forward, norms of each head, and, if some layers have windows, no
+rotary embedding in the others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ def _windows(config: Config) -> tuple[int | None, ...]:
 
 
 def _layers(config: Config) -> dict[str, Any]:
-    """Read which layers have no rotary embedding: those without a window, where others have one."""
+    """Read which layers have no rotary embedding: those without a window, if others have one."""
     return {"no_rope_layers": tuple(layer for layer, window in enumerate(_windows(config)) if window is None)}
 
 
@@ -23,8 +23,8 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
     pattern = config["sliding_window_pattern"]
     is_read = isinstance(pattern, int) and pattern >= 1
     if config.get("sliding_window") and not config.get("layer_types") and not is_read:
-        why = "they say which layers have a window, where the pattern is no number"
-        yield f"'layer_types' is missing beside sliding_window_pattern = {pattern!r}", why
+        why = "it must state which layers have a window, because the pattern is not a number"
+        yield f"'layer_types' is missing with sliding_window_pattern = {pattern!r}", why
 
 
 FAMILY = Family(

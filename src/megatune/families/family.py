@@ -273,7 +273,7 @@ def _of_layers(patterns: tuple[str, ...], architecture: Architecture) -> list[st
 def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
     mrope, vision, half = architecture.mrope, architecture.vision, architecture.rotary_dim // 2
     if mrope is not None and sum(mrope.section) != half:
-        why = f"rotary embedding turns {architecture.rotary_dim} channels of a head by {half} frequencies"
+        why = f"rotary embedding rotates {architecture.rotary_dim} channels of a head by {half} frequencies"
         yield f"mrope_section = {list(mrope.section)} is impossible", why
     if vision is None:
         return
@@ -281,7 +281,7 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         why = f"the decoder's hidden states are {architecture.hidden_size} wide"
         yield f"vision_config: tokens of images and videos are {vision.out_hidden_size} wide", why
     if vision.square is not None and vision.square % (side := vision.patch_size * vision.spatial_merge_size):
-        why = f"tokens of images are squares of {side} pixels"
+        why = f"tokens of images are squares with sides of {side} pixels"
         yield f"vision_config: image_size = {vision.square} is impossible", why
     for layer in vision.deepstack_visual_indexes:
         if layer not in range(vision.depth):
@@ -291,7 +291,7 @@ def _vision_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         why = "the encoder is computed with silu, gelu or gelu_pytorch_tanh"
         yield f"vision_config: hidden_act = {vision.hidden_act!r} is not supported", why
     if vision.layers is not None and vision.layers.rotary_base and vision.hidden_size % (4 * vision.num_heads):
-        why = "rotary embeddings turn pairs of a head's channels, for height and for width"
+        why = "rotary embeddings rotate pairs of a head's channels, for height and for width"
         yield f"vision_config: num_heads = {vision.num_heads} is impossible", why
     elif vision.hidden_size % vision.num_heads:
         why = f"the encoder's hidden states are {vision.hidden_size} wide"

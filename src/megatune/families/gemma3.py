@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures, of 4B and more: Gemma 3's decoder, and SigLIP's encoder, whose tokens see each other."""
+"""Gemma 3 with images, 4B and larger: Gemma 3's decoder, in which image tokens see each other, and SigLIP's encoder."""
 
 from dataclasses import replace
 from math import isqrt
@@ -35,7 +35,7 @@ ENCODER = (
     projector("norm", "mm_soft_emb_norm.weight", V),
     projector("projection", "mm_input_projection_weight", V, H, linear=False),
 )  # fmt: skip
-# What published files leave out, which are of Transformers 4.50.
+# Defaults of files published with Transformers 4.50, which omit these keys.
 _DECODER = replace(
     gemma3_text.FAMILY,
     defaults={
@@ -46,7 +46,7 @@ _DECODER = replace(
 
 
 def _vision(config: Config) -> dict[str, Any]:
-    """Read what Transformers' Gemma3Config has beside vision_config, with its defaults."""
+    """Read the vision settings outside vision_config, with the defaults of Transformers' Gemma3Config."""
     vision, tokens = config["vision_config"], config.get("mm_tokens_per_image") or 256
     square, patch = side(vision.get("image_size") or 224), side(vision.get("patch_size") or 16)
     patches = square // patch

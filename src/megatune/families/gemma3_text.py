@@ -1,4 +1,4 @@
-"""Gemma 3, text only: layers with a window between those without, norms on both sides, scaled embeddings, GeGLU."""
+"""Gemma 3, text only: layers with and without windows, pre- and post-norms, scaled embeddings, GeGLU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,22 +16,22 @@ _NORMS = layer_norms(
 
 
 def windows(config: Config) -> tuple[int | None, ...]:
-    """Read which layers have a window: all but every `sliding_window_pattern`-th, where nothing is said."""
+    """Read which layers have a window: by default all but every `sliding_window_pattern`-th."""
     count, every, window = config["num_hidden_layers"], config["sliding_window_pattern"], config["sliding_window"]
     kinds = config.get("layer_types") or [SLIDING_ATTENTION if (each + 1) % every else "" for each in range(count)]
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
 def local_rope(config: Config) -> dict[str, Any]:
-    """Read the rotary settings of layers with a window; {} where they have none of their own."""
+    """Read the rotary settings of layers with a window; {} if they have no separate ones."""
     return (config.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or {}
 
 
 def local_rope_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Find what rotary embedding of layers with a window is not supported, and say why."""
+    """Yield unsupported rotary settings of layers with a window, with reasons."""
     kind = local_rope(config).get("rope_type", "default")
     if kind != "default":
-        yield f"rotary scaling {kind!r} of layers with a window is not supported", "theirs is not scaled"
+        yield f"rotary scaling {kind!r} of layers with a window is not supported", "only layers without one are scaled"
 
 
 def _numbers(config: Config) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Gemma 4 with pictures, of 26B and 31B: Gemma 4's decoder and its encoder, whose tokens see each other in layers with
-a window. The encoder of sound is written back as it was read."""
+"""Gemma 4 with images, 26B and 31B: Gemma 4's decoder, in which image tokens see each other in layers with a window,
+and its encoder. The tensors of the audio encoder are written back unchanged."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ def _is_standardized(architecture: Architecture) -> bool:
     return vision is not None and vision.layers is not None and vision.layers.standardized
 
 
-# Matrices are inside of modules that could clip their inputs, which peft adapts none of.
+# Matrices are in modules that could clip their inputs, which peft does not adapt.
 ENCODER = (
     tower("patch_embed.weight", "patch_embedder.input_proj.weight", V, "vision.patch_channels", linear=False),
     tower("positions", "patch_embedder.position_embedding_table", 2, "vision.layers.num_positions", V, linear=False),
@@ -52,7 +52,7 @@ ENCODER = (
 
 
 def _vision(config: Config) -> dict[str, Any]:
-    """Read what Transformers' Gemma4Config has beside vision_config, with its defaults."""
+    """Read the vision settings outside vision_config, with the defaults of Transformers' Gemma4Config."""
     vision, epsilon = config["vision_config"], config["vision_config"].get("rms_norm_eps") or 1e-6
     text = VISION.text_config(config)
     return {
@@ -75,8 +75,8 @@ def _wrong(config: Config) -> Iterator[tuple[str, str]]:
     vision = {"num_attention_heads": 12, "hidden_size": 768, "head_dim": 64, **config["vision_config"]}
     heads, channels = vision["num_attention_heads"], vision["head_dim"]
     if heads * channels != vision["hidden_size"] or (vision.get("num_key_value_heads") or heads) != heads:
-        what = f"vision_config: {heads} heads of {channels} channels, keys of {vision.get('num_key_value_heads')}"
-        yield f"{what}, are not supported", f"each of them has keys, and all are {vision['hidden_size']} wide"
+        what = f"vision_config: {heads} heads of {channels} channels with {vision.get('num_key_value_heads')} key heads"
+        yield f"{what} is not supported", f"each head needs keys, and all together are {vision['hidden_size']} wide"
 
 
 VISION = VisionDeclaration(

@@ -1,5 +1,5 @@
-"""Gemma 4, text only: Gemma 3's norms and windows, heads of another size without a window, and experts beside the
-dense feed-forward."""
+"""Gemma 4, text only: Gemma 3's norms and windows, heads of another size in layers without a window, and experts in
+addition to the dense feed-forward."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ _EXPERTS = (
     *routed_experts("", "gate_proj", "up_proj", "down_proj", router="router.proj"),
     sparse_weight("router.input_scale", _WHOLE, ("router.scale", "hidden_size")),
     sparse_weight("router.expert_scale", _WHOLE, ("router.per_expert_scale", "moe.num_experts")),
-    # Experts are beside the dense feed-forward, which every token goes to: their shared expert.
+    # The dense feed-forward, which every token goes to in addition to experts, is their shared expert.
     *shared_experts(""),
     *layer_norms(
         Layers.SPARSE,
@@ -49,7 +49,7 @@ _NORMS = (
     ),
     *layer_norms(Layers.DENSE, pre_mlp_layernorm="pre_feedforward_layernorm"),
 )
-# A file may have it of the layers' kind alone: proportional rotary embedding is that of layers without a window.
+# A file may only state the kind: proportional rotary embedding belongs to layers without a window.
 _ROPE = {
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
@@ -71,8 +71,8 @@ def _experts(config: Config) -> MixtureOfExperts | None:
 
 
 def _global_heads(config: Config) -> GlobalHeads:
-    """Read the heads of layers without a window, of which files have number and size beside those of the others, or
-    layer by layer, as Transformers writes them."""
+    """Read the heads of layers without a window, whose number and size files store in separate keys, or layer by layer,
+    as Transformers writes them."""
     layers = windows(config)
     at = str(layers.index(None)) if None in layers else ""
     own = {str(layer): heads for layer, heads in (config.get("per_layer_config") or {}).items()}.get(at, {})
@@ -86,7 +86,7 @@ def _global_heads(config: Config) -> GlobalHeads:
 
 
 def windows(config: Config) -> tuple[int | None, ...]:
-    """Read which layers have a window: as Gemma 3 says it, and never the last."""
+    """Read which layers have a window: as in Gemma 3, but never the last."""
     return (*gemma3_text.windows(config)[:-1], None)
 
 
@@ -102,10 +102,10 @@ def _numbers(config: Config) -> dict[str, Any]:
 def _problems(config: Config) -> Iterator[tuple[str, str]]:
     yield from gemma3_text.local_rope_problems(config)
     if config.get("use_bidirectional_attention") == "all":
-        yield "use_bidirectional_attention = 'all' is not supported", "tokens of text see those before them"
+        yield "use_bidirectional_attention = 'all' is not supported", "text tokens only see earlier tokens"
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size") if config.get("enable_moe_block") else ():
         if not isinstance(config.get(key), int) or config[key] < 1:
-            yield f"{key} = {config.get(key)!r} is not a whole number above 0", "layers have experts"
+            yield f"{key} = {config.get(key)!r} is not a whole number above 0", "enable_moe_block requires it"
 
 
 FAMILY = Family(
@@ -121,7 +121,7 @@ FAMILY = Family(
     },
     required={
         "attention_bias": False, "attention_dropout": 0, "hidden_activation": "gelu_pytorch_tanh",
-        # Of E2B and E4B: what layers share, and embeddings of each layer.
+        # For E2B and E4B: keys and values shared between layers, and embeddings per layer.
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
     },
     dimensions=("sliding_window", "sliding_window_pattern"),

@@ -1,5 +1,5 @@
-"""GLM-4-9B, as Transformers has it: a llama of whose heads half the channels turn, neighbours together, with biases
-before attention, and gates and ups in one tensor."""
+"""GLM-4-9B in Transformers' format: a llama with interleaved rotary embedding of half the channels, biases in the QKV
+projection, and gates and ups in one tensor."""
 
 from megatune.families.dense import DECODER, QKV_BIAS
 from megatune.families.family import Family

@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1, 9B and 32B: GLM-4-9B with norms behind attention and feed-forward, too."""
+"""GLM-4-0414 and GLM-Z1, 9B and 32B: GLM-4-9B with additional norms after attention and feed-forward."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: Qwen3-MoE's attention, of which half the channels turn, and DeepSeek-V3's experts."""
+"""GLM-4.5, 4.6 and 4.7: Qwen3-MoE's attention with rotary embedding of half the channels, and DeepSeek-V3's experts."""
 
 from megatune.families import deepseek_v3
 from megatune.families.dense import DECODER, QK_NORMS, QKV_BIAS
@@ -22,7 +22,7 @@ FAMILY = Family(
     },
     partial_rotary=True,
     aliases=deepseek_v3.FAMILY.aliases,
-    # The layer that predicts a further token comes after the last one.
+    # The multi-token prediction layer comes after the last layer.
     carried_keys=deepseek_v3.FAMILY.ignored_keys,
     mtp=DEEPSEEK_MTP,
     experts=deepseek_v3.read_experts,

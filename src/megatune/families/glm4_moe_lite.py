@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3 by other keys."""
+"""GLM-4.7-Flash: DeepSeek-V3 with other config.json keys."""
 
 from dataclasses import replace
 

@@ -40,7 +40,7 @@ FAMILY = Family(
     model_type="gpt_oss",
     weights=(*(weight for weight in DECODER if ".mlp." not in weight.engine), QKV_BIAS, OUTPUT_BIAS, SINKS, *_EXPERTS),
     constants={"add_qkv_bias": True, "add_bias_linear": True, "attention_sinks": True},
-    # Transformers computes with this limit whatever is said.
+    # Transformers uses this limit regardless of config.json.
     required={"attention_bias": True, "attention_dropout": 0, "hidden_act": "silu", "swiglu_limit": 7},
     dimensions=("num_local_experts", "num_experts_per_tok", "sliding_window", "sliding_window_pattern"),
     defaults={

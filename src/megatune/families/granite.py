@@ -1,4 +1,4 @@
-"""Granite 3, dense: a llama with four scales."""
+"""Granite 3, dense: a llama with four scaling factors."""
 
 from megatune.families.dense import DECODER
 from megatune.families.family import Family
@@ -14,9 +14,9 @@ FAMILY = Family(
         "residual_multiplier": "residual_multiplier",
         "logits_scaling": "logits_scaling",
     },
-    # Granite 3.0's dropout of 0.1 is left out, as every dropout is.
+    # Granite 3.0's dropout of 0.1 is ignored, like all dropouts.
     required={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
-    # In Transformers the scale of the scores is 1, too, where it is not said.
+    # In Transformers attention_multiplier is also 1 by default.
     defaults={
         "embedding_multiplier": 1, "attention_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1,
     },

@@ -1,4 +1,4 @@
-"""Hunyuan 3: Qwen3-MoE's attention, and experts chosen with a bias as DeepSeek-V3's are."""
+"""Hunyuan 3: Qwen3-MoE's attention, and experts chosen with a bias as in DeepSeek-V3."""
 
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER, QK_NORMS
@@ -37,7 +37,7 @@ FAMILY = Family(
         "router_scaling_factor": 2.826, "num_shared_experts": 1,
     },
     aliases={"num_local_experts": "num_experts"},
-    # The layer that predicts a further token comes after the last one.
+    # The multi-token prediction layer comes after the last layer.
     carried_keys=(r"model\.layers\.{num_layers}\..+",),
     head_dim_default=128,
     experts=_experts,

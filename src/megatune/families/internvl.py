@@ -1,4 +1,4 @@
-"""InternVL 3 and 3.5, as Transformers' classes have them: a dense Qwen2.5 or Qwen3 with InternViT before it."""
+"""InternVL 3 and 3.5 in Transformers' format: a dense Qwen2.5 or Qwen3 with the encoder InternViT."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3's architecture under a name of its own, published in blocks of fp8."""
+"""Kimi-K2: DeepSeek-V3's architecture with its own model_type, published in fp8 blocks."""
 
 from dataclasses import replace
 

@@ -6,8 +6,8 @@ from megatune.families.family import Family
 FAMILY = Family(
     model_type="llama",
     weights=DECODER,
-    # What the configuration may say and this engine does not compute: refused by name.
+    # Other values are not supported, and reported by name.
     required={"attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_act": "silu"},
-    # inv_freq is computed, not learned; old checkpoints carry it.
+    # inv_freq is computed, not learned; old checkpoints contain it.
     ignored_keys=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
 )

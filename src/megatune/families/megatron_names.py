@@ -1,7 +1,7 @@
-"""What Megatron-Core calls the weights of a weight map in its checkpoints, and how it arranges and stacks them.
+"""Names and arrangement of a weight map's weights in Megatron-Core's checkpoints.
 
-Most tensors are arranged as the engine's are. Layers that are all alike lie in one tensor, [layers, ...], others by
-themselves; experts are a further dimension, or lie by themselves, too. Gate and up may be two tensors.
+Most tensors are arranged as in the engine. If all layers are alike, they are stacked in one tensor, [layers, ...],
+otherwise they are separate; experts are a further dimension, or separate, too. Gate and up may be two tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatune.families.dense import ENGINE_LAYER
 from megatune.families.family import Family
 from megatune.families.weights import Layers, Stack, TensorLayout, Weight, hf_shape
 
-# A vision-language model's decoder, and its encoder as Megatron-SWIFT names it.
+# Prefixes of a vision-language model's decoder, and of its encoder in Megatron-SWIFT.
 LANGUAGE_MODEL = "language_model."
 _ENCODER, _ENCODERS = "vision_model.", ("visual.visual.", "visual.", "vision_model.")
 _LAYERS = "decoder.layers."
 _NORM = "layer_norm_weight"
-# By the engine's name in a layer, the first one first. Norms may belong to the linear layer behind them: Transformer
-# Engine computes both at once.
+# Names by the engine's name in a layer, the preferred one first. Norms may be part of the linear layer after them, as
+# in Transformer Engine, which fuses both.
 _NAMES = {
     "input_layernorm.weight": (
         f"self_attention.linear_qkv.{_NORM}", f"self_attention.in_proj.{_NORM}", "input_layernorm.weight",
@@ -46,15 +46,15 @@ _EXPERTS = ".experts.experts."
 
 
 class Part(NamedTuple):
-    """Rows of the engine's tensor of a layer, or of an expert of it, as a tensor of Megatron's has them.
+    """Rows of the engine's tensor of a layer, or of one of its experts, in one of Megatron's tensors.
 
     Attributes:
-        at: into the tensor's first dimensions: layer, expert.
+        at: index into the tensor's leading dimensions: layer, expert.
         sizes: of these dimensions.
-        first, rows: the first row of the engine's whole tensor that is there, and how many are.
-        step: from one of these rows to the next.
-        row: where they begin in the tensor of Megatron's.
-        less: what the engine's values are more than those in the tensor of Megatron's.
+        first, rows: first row of the engine's whole tensor that is in it, and number of rows.
+        step: distance between these rows.
+        row: first row in Megatron's tensor.
+        less: constant by which the engine's values exceed those in Megatron's tensor.
     """
 
     key: str
@@ -68,36 +68,36 @@ class Part(NamedTuple):
 
 
 def _alternates(weight: Weight) -> bool:
-    """Return whether rows of gates and ups alternate in the engine's tensor; Megatron-Core has all gates first."""
+    """Return whether gate and up rows alternate in the engine's tensor; in Megatron-Core gates come first."""
     is_gate_up = any(tensor.shape[:1] == ("moe.gate_up_size",) for tensor in weight.hf)
     return weight.per_expert and is_gate_up
 
 
 def obstacle(family: Family) -> str:
-    """Return what keeps a family's tensors from being those of Megatron-Core's checkpoints; "" where nothing does."""
+    """Return why Megatron-Core's checkpoints cannot hold a family's tensors; "" if they can."""
     if any(weight.layers is Layers.GLOBAL for weight in family.weights):
-        return "Megatron-Core has no attention whose layers have heads of two sizes"
+        return "Megatron-Core's attention does not support layers with heads of two sizes"
     return ""
 
 
 def check_arranged(architecture: Architecture, where: str) -> None:
-    """Refuse a model whose tensors Megatron-Core's checkpoints cannot hold.
+    """Check that Megatron-Core's checkpoints can hold a model's tensors.
 
     Raises:
-        MegatuneError: INPUT.
+        MegatuneError: INPUT, if they cannot.
     """
     if why := obstacle(FAMILIES[architecture.model_type]):
-        what = f"a {architecture.model_type} is neither read nor written in Megatron-Core's torch_dist format"
-        raise MegatuneError(Finding(what, where, why, "use its Hugging Face form"), ExitCode.INPUT)
+        what = f"a {architecture.model_type} can neither be read nor written in Megatron-Core's torch_dist format"
+        raise MegatuneError(Finding(what, where, why, "use its Hugging Face format"), ExitCode.INPUT)
 
 
 def is_stacked(architecture: Architecture) -> bool:
-    """Return whether Megatron-Core stacks the layers of such a model: where all are alike."""
+    """Return whether Megatron-Core stacks the layers of such a model, because all are alike."""
     return architecture.delta is None and (architecture.moe is None or all(architecture.moe.layers))
 
 
 def candidates(weight: Weight, architecture: Architecture, layer: int, expert: int) -> Iterator[list[Part]]:
-    """Yield the ways in which a checkpoint may have a weight's layer and expert, the usual one first."""
+    """Yield the ways in which a checkpoint may store a layer and expert of a weight, the usual one first."""
     for place in _places(weight, architecture, layer, expert):
         parts = list(_arranged(weight, architecture, *place))
         yield parts
@@ -107,10 +107,10 @@ def candidates(weight: Weight, architecture: Architecture, layer: int, expert: i
 
 
 def written(weight: Weight, architecture: Architecture, layer: int, expert: int) -> list[Part]:
-    """Return the tensors that readers of Megatron look for: of a norm one, or one for each kind of reader."""
+    """Return the tensors to write: for a norm one, or one for each kind of reader."""
     found, stacked = list(_places(weight, architecture, layer, expert)), is_stacked(architecture)
     if weight.per_layer and weight.stack is Stack.DECODER:
-        # Layers, then experts, are dimensions, or layers have keys of their own.
+        # Layers and then experts are leading dimensions, or layers have separate keys.
         dimensions = int(stacked) + weight.per_expert
         found = [place for place in found if place[0].startswith(f"{_LAYERS}{layer}.") != stacked]
         found = [place for place in found if len(place[1]) == dimensions]
@@ -124,14 +124,14 @@ def written(weight: Weight, architecture: Architecture, layer: int, expert: int)
 def _arranged(
     weight: Weight, architecture: Architecture, key: str, at: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterator[Part]:
-    """Yield the engine's rows of a layer, or of an expert of it, as Megatron-Core has them under a key."""
+    """Yield the parts of the engine's rows of a layer, or of one of its experts, that are stored under a key."""
     rows = sum(hf_shape(tensor, architecture)[0] for tensor in weight.hf)
     delta, kind = architecture.delta, weight.engine.rpartition("self_attention.")[2]
     if _alternates(weight):
         yield Part(key, at, sizes, 0, rows // 2, 2)
         yield Part(key, at, sizes, 1, rows // 2, 2, rows // 2)
     elif weight.layers is Layers.DELTA and delta is not None and kind in ("in_proj.weight", "conv_weight"):
-        # Each kind of rows is a tensor by itself.
+        # Each kind of rows is a separate tensor.
         d, e, r = delta.key_head_dim, delta.value_head_dim, delta.values_per_key
         blocks = {"query": d, "key": d, "value": r * e, "z": r * e, "beta": r, "alpha": r}
         names = list(blocks)[: 3 if kind == "conv_weight" else 6]
@@ -140,19 +140,19 @@ def _arranged(
             yield Part(f"{key}.{name}", at, sizes, first, blocks[name], row=head * blocks[name])
             first += blocks[name]
     elif kind == "linear_qkv.weight" and architecture.attention_output_gate:
-        # All queries of a group, then their gates; the engine has each query's gate behind it.
+        # All queries of a group, then their gates; in the engine each query is followed by its gate.
         d, r = architecture.kv_channels, architecture.num_attention_heads // architecture.num_query_groups
         for group, head in product(range(architecture.num_query_groups), range(2 * r + 2)):
             row = head if head >= 2 * r else head // 2 + head % 2 * r
             start = group * (2 * r + 2)
             yield Part(key, at, sizes, (start + head) * d, d, row=(start + row) * d)
     else:
-        # Megatron-Core has one kind of norm, which multiplies by 1 + its weight where most norms of a model do.
+        # All of Megatron-Core's norms multiply by 1 + their weight if most norms of the model do.
         yield Part(key, at, sizes, 0, rows, less=int(kind == "norm_weight"))
 
 
 def _is_read(weight: Weight, architecture: Architecture, layer: int, key: str) -> bool:
-    """Return whether some reader looks for a norm under a name."""
+    """Return whether any reader looks up a norm under this key."""
     name = weight.engine.removeprefix(f"{ENGINE_LAYER}.")
     is_latent = architecture.mla is not None
     if name == "input_layernorm.weight":
@@ -165,7 +165,7 @@ def _is_read(weight: Weight, architecture: Architecture, layer: int, key: str) -
 def _places(
     weight: Weight, architecture: Architecture, layer: int, expert: int
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yield keys, with indices into their first dimensions and the sizes of those."""
+    """Yield keys, with indices into their leading dimensions and the sizes of these."""
     if weight.stack is not Stack.DECODER:
         name = weight.engine.format(layer=layer).removeprefix(_ENCODER)
         yield from ((f"{prefix}{name}", (), ()) for prefix in _ENCODERS)

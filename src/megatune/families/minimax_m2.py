@@ -1,5 +1,5 @@
-"""MiniMax-M2: norms over the queries and the keys of all heads, of which a part turns, and experts that a bias helps to
-choose among sigmoids."""
+"""MiniMax-M2: partial rotary embedding, norms over the queries and the keys of all heads, and experts chosen by sigmoid
+scores plus a bias."""
 
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER, WIDE_QK_NORMS

@@ -1,4 +1,4 @@
-"""Ministral 3 and Devstral 2, text only: Mistral with YaRN, and queries that grow beyond its first context."""
+"""Ministral 3 and Devstral 2, text only: Mistral with YaRN, and queries scaled up beyond the original context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,19 +13,19 @@ _BETA = "llama_4_scaling_beta"
 
 
 def query_scaling(config: Config) -> dict[str, Any]:
-    """Read how queries grow; Transformers computes no model without it."""
+    """Read how queries are scaled by position; Transformers requires these keys."""
     rope = rope_parameters(config)
     return {"query_scaling": QueryScaling(float(rope[_BETA]), int(rope["original_max_position_embeddings"]))}
 
 
 def query_scaling_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Find what of the growth of queries is missing, and say why it is needed."""
+    """Yield missing settings of query scaling, with reasons."""
     rope = rope_parameters(config)
     for key in (_BETA, "original_max_position_embeddings"):
         if not isinstance(rope.get(key), int | float):
             yield (
                 f"rope_parameters: {key} = {rope.get(key)!r} is not a number",
-                "queries grow with their positions by it",
+                "queries are scaled by it",
             )
 
 

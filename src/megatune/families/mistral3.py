@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and later, Ministral 3: Mistral's or Ministral 3's decoder, and the encoder of Pixtral."""
+"""Mistral Small 3.1 and later, Ministral 3: Mistral's or Ministral 3's decoder, and Pixtral's encoder."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,12 +34,12 @@ ENCODER = (
 
 
 def _decoder(text: Config) -> Family:
-    """Return the family of the decoder, Mistral's where config.json does not say it."""
+    """Return the family of the decoder, by default Mistral's."""
     return ministral3.FAMILY if text.get("model_type") == "ministral3" else mistral.FAMILY
 
 
 def _vision(config: Config) -> dict[str, Any]:
-    """Read what Transformers' Mistral3Config has beside vision_config, with its defaults."""
+    """Read the vision settings outside vision_config, with the defaults of Transformers' Mistral3Config."""
     vision, text = config["vision_config"], VISION.text_config(config)
     rope = vision.get("rope_parameters") or vision
     return {

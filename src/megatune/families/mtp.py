@@ -1,8 +1,8 @@
-"""Layers that predict further tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""Multi-token prediction (MTP) layers (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Behind the decoder, one sees what the decoder puts out for a token, and the embedding of the next token; both are
-normalized and projected to one hidden state. A layer of the model's own kind, with attention, and a norm make of it
-what the output layer reads. Embedding and output layer are the model's own.
+An MTP layer follows the decoder. It gets the decoder's output for a token, and the embedding of the next token; both
+are normalized and projected to one hidden state. A layer of the model's own kind, with attention, and a norm turn it
+into the input of the output layer. Embedding and output layer are shared with the model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _HELD = (Layers.ALL, Layers.ATTENTION, Layers.DENSE, Layers.SPARSE)
 
 @dataclass(frozen=True, slots=True)
 class MTPDeclaration:
-    """How files name a family's layer that predicts a further token.
+    """How a family's MTP layer is named in files.
 
     Attributes:
-        around: modules around the layer, by what the engine calls them.
-        layer: the layer; None where it is named like the decoder's, with the number behind the last one's.
-        copies: engine names of weights that the model shares with it, and what else files may call them; {num_layers}
-            is replaced by the number of layers.
+        around: modules around the inner layer, by their engine names.
+        layer: the inner layer; None if it is named like one of the decoder's, with the number after the last one's.
+        copies: engine names of weights that are shared with the model, and other names under which files may repeat
+            them; {num_layers} is replaced by the number of layers.
     """
 
     around: Mapping[str, str]
@@ -37,7 +37,7 @@ class MTPDeclaration:
     copies: Mapping[str, str] | None = None
 
     def weights(self, decoder: Iterable[Weight]) -> Iterator[Weight]:
-        """Declare its weights, from those of the decoder's layers."""
+        """Declare its weights, derived from those of the decoder's layers."""
         for engine, name in self.around.items():
             shape = ("hidden_size", "concatenated_size") if engine == _PROJECTION else ("hidden_size",)
             tensor = HFTensor(f"{name}.weight", shape)
@@ -57,7 +57,7 @@ def _has_mtp(architecture: Architecture) -> bool:
 
 
 def _exists(weight: Weight) -> Callable[[Architecture], bool]:
-    """Return whether a member's layer has a weight: its feed-forward is sparse where the model has experts."""
+    """Return whether the layer has a weight: its feed-forward is sparse if the model has experts."""
 
     def exists(architecture: Architecture) -> bool:
         other = Layers.SPARSE if architecture.moe is None else Layers.DENSE
@@ -66,7 +66,7 @@ def _exists(weight: Weight) -> Callable[[Architecture], bool]:
     return exists
 
 
-# DeepSeek's and GLM's come after the decoder's last layer.
+# DeepSeek's and GLM's layers have the number after the decoder's last layer.
 DEEPSEEK_MTP = MTPDeclaration(
     {
         "enorm": f"{HF_LAYER}.enorm", "hnorm": f"{HF_LAYER}.hnorm", _PROJECTION: f"{HF_LAYER}.eh_proj",
@@ -77,7 +77,7 @@ DEEPSEEK_MTP = MTPDeclaration(
         OUTPUT_LAYER.engine: "model.layers.{num_layers}.shared_head.head.weight",
     },
 )  # fmt: skip
-# Qwen's have a name of their own.
+# Qwen's layers have their own names.
 QWEN_MTP = MTPDeclaration(
     {
         "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", _PROJECTION: "mtp.fc",

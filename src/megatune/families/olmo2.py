@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and feed-forward only, and over the queries and the keys of all heads."""
+"""OLMo 2: norms only after attention and feed-forward, and over the queries and the keys of all heads."""
 
 from megatune.families.dense import (
     ATTENTION,

@@ -9,7 +9,7 @@ from megatune.families.rope import rope_parameters
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    """Read the angles of layers with a window, which are not scaled."""
+    """Read the rotary base of layers with a window, whose angles are not scaled."""
     return {"local_rotary_base": float(local_rope(config).get("rope_theta") or rope_parameters(config)["rope_theta"])}
 
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: a llama whose queries, keys and values are one tensor in files, and whose gates and ups are
+"""Phi-3, Phi-3.5 and Phi-4: a llama whose files have queries, keys and values in one tensor, and gates and ups in
 another."""
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ FUSED_GATE_UP = layer_weight(
 
 
 def with_fused(weights: Iterable[Weight], *fused: Weight) -> tuple[Weight, ...]:
-    """Return the weights with these in place of those that the engine calls the same."""
+    """Replace the weights that have the same engine names as the fused ones."""
     named = {weight.engine: weight for weight in fused}
     return tuple(named.get(weight.engine, weight) for weight in weights)
 

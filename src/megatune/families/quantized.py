@@ -1,4 +1,4 @@
-"""Which weights a frozen base keeps in few bits (QLoRA, arXiv:2305.14314), and what is kept of them."""
+"""Which weights of a frozen base are quantized (QLoRA, arXiv:2305.14314), and the buffers that store them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatune.families.adapters import takes_adapter
 from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Slice, Stack, TensorLayout, Weight, engine_shape, hf_shapes
 
-BLOCK = 64  # elements of a matrix that share a scale, 4 bits each
-STATISTICS_BLOCK = 256  # such scales that share a statistic
+BLOCK = 64  # 4-bit elements of a matrix that share a scale
+STATISTICS_BLOCK = 256  # scales that share a statistic
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForm:
-    """How matrices are kept, as bitsandbytes keeps them.
+    """How matrices are quantized, as in bitsandbytes.
 
     Attributes:
-        kind: "nf4" or "fp4", 4 bits with a scale for each 64 elements; "int8", with one for each row.
-        double: scales of 4-bit matrices have 8 bits themselves.
+        kind: "nf4" or "fp4", 4 bits with a scale for each 64 elements; "int8", with a scale for each row.
+        double: whether scales of 4-bit matrices are quantized to 8 bits.
     """
 
     kind: str
@@ -31,17 +31,17 @@ class QuantizedForm:
         return 8 if self.kind == "int8" else 4
 
     def buffers(self, rows: int, columns: int, width: int, statistics: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtypes and shapes of what is kept of a slice of matrices, one below the other.
+        """Return dtypes and shapes of the buffers for a slice of stacked matrices.
 
         Args:
             rows, width: of the slice.
             columns: of the whole matrices.
-            statistics: see `num_statistics`; of all matrices.
+            statistics: of all matrices, see `num_statistics`.
         """
         if self.bits == 8:
             return {"codes": ("int8", (rows, width)), "scales": ("float32", (rows, 1))}
         is_aligned = is_aligned_cut(columns, width)
-        # A row that begins anywhere in a block meets one block more.
+        # A row that starts anywhere in a block overlaps one more block.
         blocks = width // BLOCK if is_aligned else (width + BLOCK - 2) // BLOCK + 1
         kept: dict[str, tuple[str, tuple[int, ...]]] = {
             "codes": ("uint8", (rows, -(-width // 2))),
@@ -54,17 +54,17 @@ class QuantizedForm:
         return kept
 
     def num_statistics(self, shape: tuple[int, ...]) -> int:
-        """Return how many statistics a Hugging Face matrix has: blocks go over its rows as they come."""
+        """Return the number of statistics of a Hugging Face matrix; blocks continue across its rows."""
         return ceil(prod(shape) / (BLOCK * STATISTICS_BLOCK)) if self.double else 0
 
 
 def is_aligned_cut(columns: int, width: int) -> bool:
-    """Return whether each row of a slice is whole blocks, whatever part of the columns it has."""
+    """Return whether each row of a slice consists of whole blocks, for any part of the columns."""
     return columns % BLOCK == 0 and width % BLOCK == 0
 
 
 def form_of(selection: Selection) -> QuantizedForm | None:
-    """Return how a run keeps its base; None in the dtype that it computes with."""
+    """Return how a run quantizes its base; None if it does not."""
     if selection.quantization_bit is None:
         return None
     if selection.quantization_bit == 8:
@@ -73,15 +73,15 @@ def form_of(selection: Selection) -> QuantizedForm | None:
 
 
 def is_quantized(weight: Weight, selection: Selection) -> bool:
-    """Return whether a weight is kept in few bits: matrices of the decoder's linear layers are; word embedding, output
-    layer, norms, router and the gate of shared experts are not, nor is a vision encoder."""
+    """Return whether a weight is quantized: matrices of the decoder's linear layers are; word embedding, output layer,
+    norms, router, the gate of shared experts and vision encoders are not."""
     return form_of(selection) is not None and weight.stack is Stack.DECODER and takes_adapter(weight)
 
 
 def quantized_buffers(
     weight: Weight, architecture: Architecture, form: QuantizedForm, part: Slice = WHOLE
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtypes and shapes of what a rank keeps of a quantized weight, by the engine's name of each."""
+    """Return dtypes and shapes of a rank's buffers for a quantized weight, by the engine's names."""
     *_, width = shape = engine_shape(weight, architecture, part)
     shapes = list(hf_shapes(weight, architecture, 0, part).values())
     statistics = sum(map(form.num_statistics, shapes))

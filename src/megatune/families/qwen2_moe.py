@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a gated shared expert beside routed ones."""
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts and a gated shared expert."""
 
 from megatune.architecture import MixtureOfExperts
 from megatune.families.dense import DECODER, QKV_BIAS

@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2's decoder, and an encoder with LayerNorm and without gates."""
+"""Qwen2-VL: Qwen2's decoder, and an encoder with LayerNorm and without gated feed-forwards."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from megatune.rope_scaling import MultimodalRope
 
 VISION = VisionDeclaration(
     encoder="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
-    # What later families call out_hidden_size is hidden_size here.
+    # hidden_size is called out_hidden_size in later families.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
     dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
     defaults={"hidden_act": "quick_gelu"},

@@ -8,6 +8,6 @@ FAMILY = Family(
     weights=(*DECODER, *QK_NORMS),
     constants={"qk_layernorm": True},
     required={"attention_bias": False, "use_sliding_window": False, "attention_dropout": 0, "hidden_act": "silu"},
-    # Qwen3's head dimension is stated; its default in Transformers is not hidden_size / num_attention_heads.
+    # Transformers' default differs from hidden_size / num_attention_heads.
     head_dim_default=128,
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5, also 3.6 and 3.8: Qwen3-Next's mixers, dense feed-forwards, and Qwen3-VL's encoder without deepstack."""
+"""Qwen3.5, also 3.6 and 3.8: Qwen3-Next's delta nets, dense feed-forwards, and Qwen3-VL's encoder without deepstack."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from megatune.families.vision import as_decoder
 from megatune.families.weights import Stack
 from megatune.rope_scaling import MultimodalRope
 
-# Transformers keeps these names where it saves the decoder of a vision-language model by itself.
+# Names that Transformers keeps when it saves the decoder of a vision-language model separately.
 AS_PART = CheckpointForm(prefixes=(("model.", "model.language_model."),))
 TEXT = Family(
     model_type="qwen3_5_text",

@@ -20,7 +20,7 @@ TEXT = replace(
     dimensions=(
         *DIMENSIONS, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     ),
-    # The one width that every decoder has to say; no layer has such a feed-forward.
+    # Every decoder requires intermediate_size, but no layer has a dense feed-forward.
     defaults={
         **qwen3_5.TEXT.defaults, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True,
         "intermediate_size": 1,

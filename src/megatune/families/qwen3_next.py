@@ -22,7 +22,7 @@ FAMILY = Family(
         "head_dim": 256,
     },
     partial_rotary=True,
-    # Transformers 5 writes the other name.
+    # Transformers 5 writes num_local_experts.
     aliases={"num_local_experts": "num_experts"},
     carried_keys=(r"mtp\..*",),
     mtp=QWEN_MTP,

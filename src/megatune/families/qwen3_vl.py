@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen3's decoder, and an encoder with a table of positions whose layers feed the decoder's first ones."""
+"""Qwen3-VL: Qwen3's decoder, and an encoder with position embeddings, whose layers feed the decoder's first layers."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ _DEEPSTACK = "deepstack_merger_list.{layer}"
 
 
 def _merger(stack: Stack, name: str, normalized: str) -> tuple[Weight, ...]:
-    """Declare a merger, and the size of what its norm is applied to."""
+    """Declare a merger; `normalized` is the size of its norm."""
     return (
         *part_with_bias(stack, f"{name}.norm", normalized),
         *part_with_bias(stack, f"{name}.linear_fc1", "merged_size", "merged_size"),
@@ -36,7 +36,7 @@ ENCODER = (
     *ATTENTION,
     *part_with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc1", "intermediate_size", "hidden_size"),
     *part_with_bias(Stack.VISION, f"{LAYER}.mlp.linear_fc2", "hidden_size", "intermediate_size"),
-    # The last layer's merger normalizes patches, those of earlier layers what patches are merged to.
+    # The last layer's merger normalizes single patches, those of earlier layers normalize merged ones.
     *_merger(Stack.PROJECTOR, "merger", "hidden_size"),
     *_merger(Stack.DEEPSTACK, _DEEPSTACK, "merged_size"),
 )

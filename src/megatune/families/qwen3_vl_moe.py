@@ -16,10 +16,10 @@ FAMILY = replace(
     vision=replace(
         qwen3_vl.VISION,
         encoder="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel",
-        # Transformers normalizes the chosen experts' shares and lets the root say whether embeddings are tied, whatever
-        # text_config has.
+        # Transformers normalizes the scores of chosen experts, and only reads the root's tie_word_embeddings,
+        # regardless of text_config.
         text={"norm_topk_prob": True, "tie_word_embeddings": None},
     ),
-    # Published checkpoints have experts' matrices transposed; Transformers 5 saves them as its modules hold them.
+    # Published checkpoints have transposed experts' matrices; Transformers 5 saves them as in its modules.
     forms=(fused_experts(_EXPERTS, transposed=True), fused_experts(_EXPERTS), AS_MAPPED),
 )

@@ -1,4 +1,4 @@
-"""Rotary settings of a config.json: what Transformers reads from them, and what it derives."""
+"""Rotary settings of a config.json, with Transformers' defaults and derived values."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _NUMBERS = {
     "linear": ("factor",), "dynamic": ("factor",), "longrope": (), "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
 _LISTS = {"longrope": ("short_factor", "long_factor")}
-# Of families that say nothing else. "dynamic" stretches texts beyond max_position_embeddings alone, which no run takes:
-# up to there it is "default".
+# Supported unless a family declares otherwise. "dynamic" only scales texts beyond max_position_embeddings, which no run
+# supports; below that it equals "default".
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _LENGTHS = ("factor", "original_max_position_embeddings")
-# That a run can give a model, with what config.json says of each.
+# Kinds that a run can set, with their parameters in config.json.
 SCALED = {
     "linear": _LENGTHS,
     "yarn": (*_LENGTHS, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "llama3": (*_LENGTHS, "low_freq_factor", "high_freq_factor"),
 }
-DYNAMIC = "it changes nothing up to max_position_embeddings, which are the stretched ones"
+DYNAMIC = "it has no effect up to max_position_embeddings, which is the scaled length"
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary settings of a config.json, whether written by Transformers 5 (rope_parameters) or 4 (rope_theta
-    and rope_scaling, its kind under "rope_type" or "type"), with Transformers' defaults."""
+    and rope_scaling, with the kind as "rope_type" or "type"), with Transformers' defaults."""
     written = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    # By kind of layer, where layers with a window have their own.
+    # By kind of layer, if layers with a window have their own.
     written = written.get(FULL_ATTENTION, written)
     parameters = {key: value for key, value in written.items() if value is not None}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    if parameters["rope_type"] == "su":  # as the first files of Phi-3 call it
+    if parameters["rope_type"] == "su":  # the name in early files of Phi-3
         parameters["rope_type"] = "longrope"
     parameters.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     share = config.get("partial_rotary_factor")
-    if share is None and config.get("rotary_dim") and config.get("head_dim"):  # as published files of MiniMax say it
+    if share is None and config.get("rotary_dim") and config.get("head_dim"):  # as in published files of MiniMax
         share = config["rotary_dim"] / config["head_dim"]
     parameters.setdefault("partial_rotary_factor", share)
-    # Stated beside the rotary settings it takes precedence; stated nowhere it is the length the model reads.
+    # A value outside the rotary settings takes precedence; without any it is max_position_embeddings.
     if config.get("original_max_position_embeddings"):
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -63,10 +63,10 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the positions that the rotary embeddings of a config.json are made for; None where it has no number.
+    """Return the number of positions that a config.json's rotary embeddings support; None if it has none.
 
-    YaRN stretches the original positions by its factor, and max_position_embeddings may still be those: Qwen's README
-    only has rope_scaling added. With Llama 3.1's scaling max_position_embeddings is the stretched length.
+    YaRN scales the original positions by its factor, and max_position_embeddings may still be the original number:
+    Qwen's README only adds rope_scaling. With Llama 3.1's scaling max_position_embeddings is the scaled length.
     """
     positions, rope = config.get("max_position_embeddings"), rope_parameters(config)
     if rope["rope_type"] != "yarn" or not rope.get("factor") or not rope["original_max_position_embeddings"]:
@@ -75,16 +75,16 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 def with_rope_scaling(config: Mapping[str, Any], asked: str | Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return a config.json with another rotary scaling, in the words of the Transformers that wrote it.
+    """Return a config.json with another rotary scaling, in the format of the Transformers version that wrote it.
 
     Args:
-        asked: the kind of scaling, or its parameters as config.json has them; original_max_position_embeddings may be
-            left out, and the factor.
-        length: tokens of the longest row. A factor that is left out is this over the positions before any scaling,
-            rounded up; nothing is changed where it fits into these.
+        asked: the kind of scaling, or its parameters as in config.json; original_max_position_embeddings and the factor
+            are optional.
+        length: tokens of the longest row. A missing factor is set to this divided by the positions before any scaling,
+            rounded up; if it fits into these, nothing is changed.
 
     Raises:
-        MegatuneError: SETTINGS, where there is no such scaling, or the model has no place for it.
+        MegatuneError: SETTINGS, if there is no such scaling, or the model does not support it.
     """
     said: Mapping[str, Any] = {"rope_type": asked} if isinstance(asked, str) else asked
     given = {name: value for name, value in said.items() if value is not None}
@@ -125,21 +125,21 @@ def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], origi
     if not values and given.get("factor", 1) < 1:
         yield Finding(f"factor = {given['factor']!r} is not a number of at least 1", key)
     if config.get("vision_config") or config.get("text_config"):
-        why = "its config.json has rotary settings for the language model inside"
+        why = "its config.json has separate rotary settings for the language model"
         fix = "remove it; the scaling that the model's README describes is written into its config.json"
         yield Finding(f"not supported with a {model_type}", key, why, fix)
     elif FULL_ATTENTION in (config.get(key) or config.get("rope_parameters") or {}):
-        why = "its kinds of layers have rotary embeddings of their own"
+        why = "its kinds of layers have different rotary embeddings"
         yield Finding(f"not supported with a {model_type}", key, why, "remove it, or write them into config.json")
     elif not values and not isinstance(original, int):
         yield Finding("config.json has no max_position_embeddings", key, "the factor is relative to them")
 
 
 def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, partial: bool) -> Iterator[tuple[str, str]]:
-    """Yield what of `rope_parameters` this engine cannot compute, and why.
+    """Yield what in `rope_parameters` is not supported, with reasons.
 
     Args:
-        partial: the family may leave channels of a head unturned.
+        partial: whether the family may exclude channels of a head from rotation.
     """
     rope_type = rope["rope_type"]
     if rope_type not in rope_types:
@@ -154,22 +154,22 @@ def rope_problems(rope: Mapping[str, Any], rope_types: tuple[str, ...], *, parti
             yield f"rotary scaling {rope_type!r} has no list {key!r} of numbers above 0", ""
     part, partial = rope["partial_rotary_factor"], partial or rope_type == "proportional"
     if part not in (None, 1) and not (partial and isinstance(part, int | float) and 0 < part < 1):
-        why = "it is a share of the channels" if partial else "rotary embedding turns every channel here"
+        why = "it must be a fraction of the channels" if partial else "rotary embedding rotates all channels here"
         yield f"partial_rotary_factor = {part!r} is not supported", why
 
 
 def factor_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Yield which lists of factors have not one for each pair of channels."""
+    """Yield lists of factors whose length is not the number of channel pairs."""
     scaling, pairs = architecture.rope_scaling, architecture.rotary_dim // 2
     if isinstance(scaling, LongRopeScaling):
         for key, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
             if len(factors) != pairs:
-                why = f"rotary embedding turns {pairs} pairs of channels, each with a factor of its own"
+                why = f"rotary embedding rotates {pairs} pairs of channels, each with its own factor"
                 yield f"{key} has {len(factors)} numbers", why
 
 
 def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    """Return the scaling that `rope_parameters` ask for."""
+    """Return the scaling described by `rope_parameters`."""
     match rope["rope_type"]:
         case "proportional":
             return ProportionalRopeScaling(float(rope["partial_rotary_factor"]))
@@ -202,7 +202,7 @@ def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def softmax_scale(rope: Mapping[str, Any], head_dim: int) -> float:
-    """Return what multiplies the scores of latent attention, whose published models put part of YaRN's factor there."""
+    """Return the factor on the scores of latent attention, into which published models put part of YaRN's factor."""
     scale = head_dim**-0.5
     if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
         scale *= _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
@@ -219,5 +219,5 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return how much longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
+    """Return the factor by which longer contexts sharpen attention (arXiv:2309.00071, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,5 +1,5 @@
-"""Reward models and classifiers: Transformers' ...ForSequenceClassification, with scores in place of the output layer,
-of which a reward model has one."""
+"""Reward models and classifiers: Transformers' ...ForSequenceClassification, which have scores instead of the output
+layer; a reward model has one score."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 STAGE, CLASSES = "rm", "cls"
-SCORER = "scorer"  # in place of a stage: of a role that scores with a reward model as it is
+SCORER = "scorer"  # used as stage of a role that only scores with a reward model
 _TEXT_ONLY = "models with scores are made from language models that read text only"
 _CLASSIFIER = "ForSequenceClassification"
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
-    """Return how many scores a config.json's model puts out for a sequence; 0 of a language model."""
+    """Return the number of scores of a config.json's model for a sequence; 0 for a language model."""
     if not any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ()):
         return 0
-    # Transformers writes the names of labels, and none where there are two.
+    # Transformers writes the names of labels, or nothing if there are two.
     return int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
 
 
 def score_problems(config: Mapping[str, Any], *, has_vision: bool) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a classifier from being computed, and why."""
+    """Yield why a classifier is not supported, with reasons."""
     if num_labels(config) and has_vision:
         yield f"it is a {config['architectures'][0]}", _TEXT_ONLY
 
 
 def as_trained(architecture: Architecture, where: str, stage: str, num_labels: int | None = None) -> Architecture:
-    """Return the model that a stage trains, made of the one that it starts from: with stage rm a reward model, with
-    stage cls a classifier; with SCORER the reward model that it is.
+    """Return the model that a stage trains, given the model that it starts from: for stage rm a reward model, for stage
+    cls a classifier; for SCORER the reward model itself.
 
     Args:
-        num_labels: scores of a classifier; None for as many as it has.
+        num_labels: number of a classifier's scores; None keeps those that it has.
 
     Raises:
-        MegatuneError: SETTINGS, when the stage cannot train it, or it scores nothing.
+        MegatuneError: SETTINGS, if the stage cannot train it, or it is not a reward model.
     """
     own = architecture.num_labels
     if stage in (STAGE, CLASSES):
         if architecture.vision is not None or not architecture.has_classifier:
             what = f"stage {stage} with a {architecture.model_type}"
-            why = "Transformers has no sequence classification of this family, in which it could be saved"
+            why = "Transformers has no sequence classification class for this family, so it could not be saved"
             why = why if architecture.vision is None else _TEXT_ONLY
             raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)
         count = 1 if stage == STAGE else num_labels or own or 1
@@ -57,7 +57,8 @@ def as_trained(architecture: Architecture, where: str, stage: str, num_labels: i
         fix = "name one that `megatune rm` has trained, or a published ...ForSequenceClassification with one label"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
     if own and stage != SCORER:
-        what, why = f"stage {stage} with a model that has {_scores(own)}", "it has no output layer, and writes no text"
+        what = f"stage {stage} with a model that has {_scores(own)}"
+        why = "it has no output layer, and cannot generate text"
         fix = f"write stage: {STAGE if own == 1 else CLASSES}, or name a language model"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
     return architecture
@@ -68,8 +69,8 @@ def _other_scores(stage: str, own: int, count: int, where: str) -> MegatuneError
         what, why = f"stage rm with a model that has {_scores(own)}", "a reward model has one, the score of an answer"
         fix = f"write stage: {CLASSES} with num_labels: {own}, or name a language model"
     else:
-        what, why = f"num_labels {count} with a model that has {_scores(own)}", "they are trained further as they are"
-        fix = f"write num_labels: {own}, or name a language model, which gets new ones"
+        what, why = f"num_labels {count} with a model that has {_scores(own)}", "existing scores keep their number"
+        fix = f"write num_labels: {own}, or name a language model, for which new scores are created"
     return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
 
 
@@ -80,13 +81,13 @@ def _scores(count: int) -> str:
 def as_saved(
     config: Mapping[str, Any], class_name: str, pad_token_id: int, count: int = 1, problem_type: str | None = None
 ) -> dict[str, Any]:
-    """Return the config.json of a model with scores, made of that of the model it was trained from.
+    """Return the config.json of a model with scores, derived from that of the model it was trained from.
 
     Args:
         class_name: of Transformers' classifiers of this family.
-        pad_token_id: Transformers reads the scores at the last token that is another one.
-        count: scores; their names stay where the model had as many.
-        problem_type: what Transformers computes the loss by; None leaves it as it is.
+        pad_token_id: Transformers reads the scores at the last token that differs from it.
+        count: number of scores; their names are kept if the model had as many.
+        problem_type: selects Transformers' loss; None leaves it unchanged.
     """
     kept = {key: value for key, value in config.items() if key != "num_labels"}
     names = {str(label): f"LABEL_{label}" for label in range(count)}

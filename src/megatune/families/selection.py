@@ -1,5 +1,5 @@
-"""What a user says is trained, in LLaMA-Factory's words (see `config.groups.finetuning`), and patterns that users and
-adapters' files write."""
+"""The settings that select what is trained, with LLaMA-Factory's names (see `config.groups.finetuning`), and a safe
+match of regular expressions that users and adapter files contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.weights import Stack
 
-# What leaves a part of the model as it is.
+# The setting that freezes each part of the model.
 FREEZE_SETTINGS = {
     Stack.DECODER: "freeze_language_model",
     Stack.VISION: "freeze_vision_tower",
@@ -19,7 +19,7 @@ FREEZE_SETTINGS = {
 
 
 class Selection(Protocol):
-    """What is trained; immutable, a key of caches."""
+    """Settings that select what is trained; immutable and hashable."""
 
     def __hash__(self) -> int: ...
     @property
@@ -61,7 +61,7 @@ class Selection(Protocol):
 
 
 def is_frozen(stack: Stack, selection: Selection) -> bool:
-    """Return whether a part of the model is left as it is, adapters included."""
+    """Return whether a part of the model is frozen, including adapters."""
     match stack:
         case Stack.DECODER:
             return selection.freeze_language_model
@@ -72,21 +72,21 @@ def is_frozen(stack: Stack, selection: Selection) -> bool:
     return selection.freeze_vision_tower
 
 
-_SECONDS = 1.0  # of one match: of nested repetitions some backtrack for ages, and all others take microseconds
+_SECONDS = 1.0  # timeout of a match: nested repetitions may backtrack forever, all others take microseconds
 
 
 def is_whole_match(pattern: str, text: str) -> bool:
     """Return whether a regular expression, valid for Python's re, matches the whole text, as `re.fullmatch`.
 
     Raises:
-        MegatuneError: SETTINGS, where that takes longer than a second.
+        MegatuneError: SETTINGS, if that takes longer than a second.
     """
-    import regex  # here: few runs match any, and it is a tenth of what a quick command imports
+    import regex  # here, because few runs need it, and it takes a tenth of a quick command's import time
 
     try:
         return bool(regex.fullmatch(pattern, text, timeout=_SECONDS))
     except TimeoutError as error:
-        what = f"the regular expression {pattern!r:.100} does not come to an end on {text!r:.60}"
-        why = f"after {_SECONDS:g} s it was still trying: repetitions in repetitions have too many ways to match"
+        what = f"the regular expression {pattern!r:.100} does not finish on {text!r:.60}"
+        why = f"it was still running after {_SECONDS:g} s: nested repetitions have too many ways to match"
         finding = Finding(what, "", why, "write each repetition once, such as .* in place of (.*)*")
         raise MegatuneError(finding, ExitCode.SETTINGS) from error

@@ -1,4 +1,4 @@
-"""SmolLM3: a llama with layers whose attention has no rotary embedding."""
+"""SmolLM3: a llama in which some layers have no rotary embedding."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from megatune.families.family import Config, Family
 
 
 def _layers(config: Config) -> dict[str, Any]:
-    """Read which layers have no rotary embedding: those with a 0."""
+    """Read which layers have no rotary embedding: those with a 0 in no_rope_layers."""
     count, every = config["num_hidden_layers"], config["no_rope_layer_interval"]
     turned = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(count)]
     return {"no_rope_layers": tuple(layer for layer, is_turned in enumerate(turned[:count]) if not is_turned)}

@@ -1,4 +1,4 @@
-"""Pieces that families with a mixture of experts declare themselves from."""
+"""Building blocks of families with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatune.families.weights import Layers, Role, TensorLayout, Weight
 
 
 def routed_experts(module: str, gate: str, up: str, down: str, router: str = "") -> tuple[Weight, ...]:
-    """Declare the router and its experts, by the sparse feed-forward's name in a layer and the projections'; the router
-    is its `gate` unless it has another name. Without a name of theirs experts are the layer's."""
+    """Declare the router and its experts by the names of the sparse feed-forward in a layer and of its projections. The
+    router is its `gate` by default. With module "" experts are directly in the layer."""
     expert, ffn = f"{module}.experts.{{expert}}".removeprefix("."), "moe.moe_ffn_hidden_size"
     return (
         sparse_weight(
@@ -33,7 +33,7 @@ def routed_experts(module: str, gate: str, up: str, down: str, router: str = "")
 
 
 def shared_experts(module: str) -> tuple[Weight, ...]:
-    """Declare the experts that every token goes to, as one feed-forward of this name; "" is the layer's own."""
+    """Declare the shared experts, as one feed-forward with this name; with "" it is the layer's own."""
     hf, size = f"mlp.{module}".removesuffix("."), "moe.shared_expert_intermediate_size"
 
     def exists(architecture: Architecture) -> bool:
@@ -57,14 +57,14 @@ def shared_experts(module: str) -> tuple[Weight, ...]:
 
 
 def sparse_weight(engine: str, layout: TensorLayout, *hf: tuple[str | int, ...], **declared: Any) -> Weight:
-    """Declare a weight of the sparse feed-forwards, by its name in the engine's; see `layer_weight`."""
+    """Declare a weight of sparse feed-forwards by its name in the engine's; see `layer_weight`."""
     return layer_weight(f"mlp.{engine}", layout, *hf, layers=Layers.SPARSE, **declared)
 
 
 def fused_experts(
     experts: str, prefixes: tuple[tuple[str, str], ...] = (), *, transposed: bool = False
 ) -> CheckpointForm:
-    """Declare files that have all experts of a layer in two tensors, by the experts' name in them, with {layer}."""
+    """Declare files that stack all experts of a layer in two tensors; `experts` is their prefix, with {layer}."""
     names = (("weight1", "gate_up_proj"), ("weight2", "down_proj"))
     fused = tuple((f"{ENGINE_LAYER}.mlp.experts.{engine}", f"{experts}.{name}") for engine, name in names)
     return CheckpointForm(prefixes, fused, transposed)
@@ -80,7 +80,7 @@ SHARED_EXPERT_GATE = sparse_weight(
 
 
 def expert_bias(name: str, *shape: str | int) -> Weight:
-    """Declare the bias that experts are chosen with."""
+    """Declare the bias that is added to scores to choose experts."""
     return sparse_weight("router.expert_bias", TensorLayout.REPLICATED, (name, *shape), role=Role.BUFFER)
 
 
@@ -88,14 +88,14 @@ EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias", "moe.num_experts")
 
 
 def sparse_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Read which layers are sparse, of families that say it by name: all but the first where nothing is said."""
+    """Read which layers are sparse, from mlp_layer_types; by default all but the first."""
     count = config["num_hidden_layers"]
     kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (count - 1)]
     return tuple(kind == "sparse" for kind in kinds)
 
 
 def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts | None:
-    """Read Qwen's experts: in each `decoder_sparse_step`-th layer, except `mlp_only_layers`; None where in no layer."""
+    """Read Qwen's experts: in every `decoder_sparse_step`-th layer, except `mlp_only_layers`; None without experts."""
     dense, step = set(config["mlp_only_layers"]), config["decoder_sparse_step"]
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
     if not any(layers):
@@ -112,12 +112,12 @@ def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts
 
 
 def aux_loss_coeff(config: Mapping[str, Any]) -> float:
-    """Read the weight of the balancing loss, with the default of Transformers' classes for Qwen and Mixtral."""
+    """Read the coefficient of the load-balancing loss, with Transformers' default for Qwen and Mixtral."""
     return float(config.get("router_aux_loss_coef", 0.001) or 0.0)
 
 
 def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Find what no router can do, and say why."""
+    """Yield problems of the router, with reasons."""
     moe = architecture.moe
     if moe is None:
         return
@@ -127,8 +127,8 @@ def expert_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         return
     size = moe.num_experts // moe.num_groups
     if moe.num_experts % moe.num_groups or size < 2:
-        why = f"groups are equal, of at least two experts, and there are {moe.num_experts} experts"
+        why = f"groups must be equal, with at least two experts, but there are {moe.num_experts} experts"
         yield f"n_group = {moe.num_groups} is impossible", why
     elif moe.router_topk > moe.group_topk * size:
-        why = f"{moe.group_topk} groups have {moe.group_topk * size} experts, a token goes to {moe.router_topk}"
+        why = f"{moe.group_topk} groups have {moe.group_topk * size} experts, but each token needs {moe.router_topk}"
         yield f"topk_group = {moe.group_topk} is impossible", why

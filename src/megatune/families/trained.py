@@ -1,5 +1,5 @@
-"""Which weights of a model are trained: of the whole model, of some of its layers, or of some of its stacks; and what
-has adapters, of which kind, in words."""
+"""Which weights of a model are trained: all, those of some layers, or those of some stacks; and descriptions of
+adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatune.families.selection import Selection, is_frozen
 from megatune.families.weights import Role, Stack, Weight, all_shapes, layers_of
 
 ALL_MODULES = "all"
-# Hidden states of the last layer come to these; all other weights outside of layers are before the first one.
+# Weights after the last layer; all other weights outside layers are before the first layer.
 _AFTER_LAYERS = (FINAL_NORM.engine, OUTPUT_LAYER.engine, SCORE.engine)
 _NAMES = {
     Stack.VISION: "vision tower",
@@ -25,11 +25,11 @@ _NAMES = {
 
 
 def is_trained(weight: Weight, layer: int, architecture: Architecture, selection: Selection) -> bool:
-    """Return whether a weight of a layer has gradients and optimizer state; `layer` says nothing outside of layers."""
+    """Return whether a weight of a layer has gradients and optimizer state; `layer` is ignored outside layers."""
     if weight.role is not Role.BASE or is_frozen(weight.stack, selection):
         return weight.role is Role.ADAPTER
     if weight.engine == SCORE.engine:
-        return True  # it begins as random numbers, whatever is trained beside it
+        return True  # it is randomly initialized, so it is always trained
     if selection.finetuning_type == "lora":
         return not weight.per_layer and module_of(weight) in selection.additional_target
     if weight.stack is not Stack.DECODER or selection.finetuning_type == "full":
@@ -50,21 +50,21 @@ def _trained_layers(num_layers: int, selection: Selection) -> range:
 
 
 def module_of(weight: Weight) -> str:
-    """Return the name of the Transformers module that freezing knows a weight by: of a layer the one directly inside
-    the layer, such as mlp; otherwise the one that holds the weight, such as embed_tokens."""
+    """Return the name of the Transformers module that freezing uses for a weight: in a layer the layer's direct child,
+    such as mlp; otherwise the module that holds the weight, such as embed_tokens."""
     _, _, inside = weight.hf[0].name.partition("{layer}.")
     return inside.partition(".")[0] if weight.per_layer else weight.hf[0].name.split(".")[-2]
 
 
 def modules(architecture: Architecture, *, per_layer: bool) -> list[str]:
-    """List the modules of the decoder by which freezing knows weights of layers, or those outside of layers."""
+    """List the modules of the decoder that freezing can select, in layers or outside layers."""
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     ours = (weight for weight in weights if weight.stack is Stack.DECODER and weight.per_layer == per_layer)
     return list(dict.fromkeys(map(module_of, ours)))
 
 
 def all_weights(architecture: Architecture, selection: Selection) -> tuple[Weight, ...]:
-    """List the weights of a model and of the adapters beside them."""
+    """List the weights of a model and of its adapters."""
     return *FAMILIES[architecture.model_type].weight_map(architecture), *adapter_weights(architecture, selection)
 
 
@@ -77,10 +77,10 @@ def trained_weights(architecture: Architecture, selection: Selection) -> Iterato
 
 
 def first_trained_layer(architecture: Architecture, selection: Selection) -> int:
-    """Return the first layer of the decoder of which a weight is trained: -1 where something before the layers is
-    trained, the number of layers where nothing before or in them is.
+    """Return the first layer of the decoder with a trained weight: -1 if something before the layers is trained, the
+    number of layers if nothing before or in them is.
 
-    Gradients are computed for what comes after it: hidden states before it need none.
+    The backward pass ends there: earlier hidden states need no gradient.
     """
     found = architecture.num_layers
     for weight, layer in trained_weights(architecture, selection):
@@ -92,7 +92,7 @@ def first_trained_layer(architecture: Architecture, selection: Selection) -> int
 
 
 def frozen_parts(architecture: Architecture, selection: Selection) -> list[str]:
-    """Name the stacks that are frozen; of a decoder that is trained in part, what of it is not."""
+    """Name the stacks that are frozen; for a partially trained decoder name what is trained."""
     stacks = {weight.stack for weight in FAMILIES[architecture.model_type].weight_map(architecture)}
     trained = {weight.stack for weight, _ in trained_weights(architecture, selection)}
     found = [name for stack, name in _NAMES.items() if stack in stacks - trained]
@@ -114,7 +114,7 @@ _WHOSE = {Stack.VISION: "vision tower's ", Stack.PROJECTOR: "projector's ", Stac
 
 
 def kind_of_adapters(selection: Selection) -> str:
-    """Name the kind, with rank and alpha: "LoRA of rank 8, alpha 16"."""
+    """Describe the adapters with rank and alpha: "LoRA of rank 8, alpha 16"."""
     alpha = alpha_of(selection)
     kind = "DoRA" if selection.use_dora else "LoRA"
     scaled = "rank-stabilized " if selection.use_rslora else ""
@@ -122,7 +122,7 @@ def kind_of_adapters(selection: Selection) -> str:
 
 
 def adapted_modules(architecture: Architecture, selection: Selection) -> str:
-    """Name the linear layers that have adapters, those of routed experts and of encoders apart:
+    """Name the linear layers that have adapters, with those of routed experts and of encoders listed separately:
     "q_proj, v_proj (28 layers); experts' down_proj (28 layers)"."""
     found: dict[str, tuple[dict[str, None], set[int]]] = {}
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
@@ -138,19 +138,19 @@ def adapted_modules(architecture: Architecture, selection: Selection) -> str:
 
 
 def whole_modules(architecture: Architecture, selection: Selection) -> list[str]:
-    """Name the modules that are trained whole beside adapters."""
+    """Name the modules that are trained whole in addition to adapters."""
     weights = (each for each in FAMILIES[architecture.model_type].weight_map(architecture) if not each.per_layer)
     whole = (each for each in weights if each.role is Role.BASE and is_trained(each, 0, architecture, selection))
     return list(dict.fromkeys(map(module_of, whole)))
 
 
 def num_adapter_parameters(architecture: Architecture, selection: Selection) -> int:
-    """Count the elements of all adapters, as peft does."""
+    """Return the number of elements of all adapters, as peft counts them."""
     return sum(map(prod, all_shapes(adapter_weights(architecture, selection), architecture).values()))
 
 
 def _name(path: str) -> str:
-    """Return the last name of a module, with what it is in where that is but a number."""
+    """Return the last name of a module's path, with its parent if the name is only a number."""
     *_, before, last = path.rsplit(".", 2)
     return f"{before}.{last}" if last.isdigit() else last
 

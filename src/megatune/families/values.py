@@ -1,13 +1,13 @@
-"""Types and ranges of what a config.json says: a value that no published model has is named, not computed with."""
+"""Types and ranges of the values in a config.json: impossible values are reported instead of used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Parts that are objects where they are there.
+# Keys whose values are objects.
 _OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config", "id2label")
-_DEPTH = 3  # of objects in them: rope_scaling in text_config
+_DEPTH = 3  # of nested objects, such as rope_scaling in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
     "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias", "truncate",
@@ -15,9 +15,9 @@ _BOOLEANS = (
 _INDICES = ("mlp_only_layers", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes")
 _NAMES = ("architectures", "layer_types", "mlp_layer_types")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Sides of a square, which are written as one number or as two.
+# Sides of a square, which may be one number or two.
 _SIDES = ("image_size", "patch_size")
-# Whole numbers, from the least to the most that any model can have: loops go over layers and experts.
+# Whole numbers, with the smallest and largest value that a model can have: loops run over layers and experts.
 _WHOLE = {
     **dict.fromkeys(("num_hidden_layers", "depth"), (1, 1000)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (1, 4096)),
@@ -49,7 +49,7 @@ _WHOLE = {
         (0, 2**31 - 1),
     ),
 }  # fmt: skip
-# Numbers with what they must be above, and what they must stay below; of those that are only finite the last.
+# Numbers with exclusive lower and upper bounds; _FINITE if there is no real upper bound.
 _FINITE = 1e30
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
@@ -68,12 +68,12 @@ _NUMBERS = {
 
 
 def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what no model can have, and why; of a part that is an object, what is in it, too. Null is left out."""
+    """Yield impossible values, with reasons, including those in nested objects. Null values are skipped."""
     yield from _problems(config, "", _DEPTH)
 
 
 def side(size: Any) -> int:
-    """Return the side of a square, which is written as one number or as two."""
+    """Return the side of a square, given as one number or as two."""
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
@@ -86,7 +86,7 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
         elif depth:
             yield from _problems(said[key], f"{of}{key}: ", depth - 1)
     for key in (key for key in _BOOLEANS if key in said):
-        # Some published files say 0 and 1.
+        # Some published files have 0 and 1.
         if said[key] not in (True, False):
             yield f"{of}{key} = {_short(said[key])} is neither true nor false", ""
     for key, (least, most) in _WHOLE.items():
@@ -109,8 +109,8 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
     yield from _list_problems(said, of)
     kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
     if isinstance(kinds, list) and layers is not None and len(kinds) != layers:
-        what = f"{of}layer_types is of {len(kinds)} layers, and num_hidden_layers is {_short(layers)}"
-        yield what, "it has one for each layer"
+        what = f"{of}layer_types has {len(kinds)} entries, but num_hidden_layers is {_short(layers)}"
+        yield what, "it must have one entry for each layer"
     for key in (key for key in ("dtype", "torch_dtype") if key in said):
         if str(said[key]).removeprefix("torch.") not in _DTYPES:
             yield f"{of}{key} = {_short(said[key])} is not a supported dtype of weights", f"one of {', '.join(_DTYPES)}"
@@ -138,6 +138,6 @@ def _is_text(value: object) -> bool:
 
 
 def _short(value: Any) -> str:
-    # Python writes no integers of more than 4300 digits.
+    # Python does not print integers of more than 4300 digits.
     text = "a number of hundreds of digits" if _is_whole(value) and abs(value) > 10**300 else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,7 +1,8 @@
-"""What a vision-language family declares beside its decoder: how vision_config is read, and the encoder's tensors.
+"""The declaration of a vision-language family besides its decoder: how vision_config is read, and the encoder's
+tensors.
 
-An encoder is Transformers' module, with its names, or the engine's own: its tensors are declared by the names that they
-have in Transformers' modules, which call it `vision_tower` and its projector `multi_modal_projector`.
+An encoder is Transformers' module, with its names, or the engine's own. The tensors of the latter are declared by their
+names in Transformers' modules, `vision_tower` and, for its projector, `multi_modal_projector`.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ _SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _MODULES = "model.language_model."
 
-# Checkpoints of Qwen2-VL and Qwen2.5-VL on the hub, and those that Transformers saves of them.
+# Checkpoints of Qwen2-VL and Qwen2.5-VL on the hub, and as Transformers saves them.
 BEFORE_MODULES = CheckpointForm(prefixes=((_MODULES, "model."), ("model.visual.", "visual.")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionDeclaration:
-    """How a family reads config.json beside its decoder's part, and what computes its encoder.
+    """How a family reads config.json besides its decoder's part, and which encoder it has.
 
     Attributes:
-        encoder: Transformers' class, as "module:class"; its configuration class is that of its annotation `config`. ""
-            where the engine's own encoder computes it.
+        encoder: Transformers' class, as "module:class"; its configuration class is taken from its annotation `config`.
+            "" for the engine's own encoder.
         sizes: keys of vision_config that must be whole numbers above 0.
-        required: keys of config.json, "part.key" in a part of it, and the one value that is computed.
-        wrong: yields what else of config.json cannot be computed, and why.
-        decoder: returns the family of a text_config, whose defaults it has; None where all have the same.
-        keys: keys of vision_config by the Vision attribute that they say, where the names differ.
-        dimensions: more of them, as every family names its own.
-        defaults: Transformers' defaults of Vision attributes that a vision_config may leave out.
-        constants: Vision attributes that every member shares and vision_config does not say.
-        read: Vision attributes that take more than a key of vision_config, from config.json.
-        text: keys of the decoder's part that have this value in this family, whatever is written.
-        text_ties: a decoder's part that ties embeddings does so whatever the root says.
-        mrope: where the decoder's rotary settings do not say it; None where rotary embedding turns by one position.
+        required: keys of config.json, or "part.key" within a part of it, with the only supported value.
+        wrong: yields further problems of config.json, with reasons.
+        decoder: returns the family of a text_config, whose defaults apply; None if all have the same.
+        keys: keys of vision_config by Vision attribute, where the names differ.
+        dimensions: further keys like `sizes`, which differ between families.
+        defaults: Transformers' defaults of Vision attributes that a vision_config may omit.
+        constants: Vision attributes that are fixed for the family.
+        read: computes further Vision attributes from config.json.
+        text: fixed values of keys of the decoder's part, which override config.json.
+        text_ties: whether tied embeddings in the decoder's part override the root.
+        mrope: default of the decoder's multimodal rotary settings; None if rotary embedding uses one position.
     """
 
     encoder: str = ""
@@ -65,14 +66,14 @@ class VisionDeclaration:
     mrope: MultimodalRope | None = None
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield what of vision_config, or of the decoder's multimodal rotary embedding, cannot be computed, and why."""
+        """Yield problems of vision_config, or of the decoder's multimodal rotary embedding, with reasons."""
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
             yield "'vision_config' is missing", "the model has a vision encoder"
             return
         for key in (*self.sizes, *self.dimensions):
             if not isinstance(vision.get(key), int) or vision[key] < 1:
-                yield f"vision_config: {key} = {vision.get(key)!r} is not a whole number above 0", "it is a size"
+                yield f"vision_config: {key} = {vision.get(key)!r} is not a whole number above 0", ""
         for key, value in self.required.items():
             part, _, name = key.rpartition(".")
             written = (config.get(part) or {} if part else config).get(name)
@@ -85,12 +86,12 @@ class VisionDeclaration:
         section = self._rope(config).get("mrope_section", self.mrope.section)
         sizes = section if isinstance(section, Sequence) else ()
         if len(sizes) != 3 or not all(isinstance(size, int) and size >= 0 for size in sizes):
-            yield f"mrope_section = {section!r} is impossible", "it is three numbers of frequencies"
+            yield f"mrope_section = {section!r} is impossible", "it must be three numbers of frequencies"
 
     def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's part of config.json, nested under text_config or beside vision_config."""
+        """Return the decoder's part of config.json: text_config, or the keys next to vision_config."""
         text = {**(config.get("text_config") or config), **self.text}
-        # Transformers asks the root; where nothing is said the decoder's family decides.
+        # Transformers uses the root's value; without one the decoder's family decides.
         root, own = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
         text["tie_word_embeddings"] = own if root is None or (own and self.text_ties) else root
         if self.decoder is not None:
@@ -109,13 +110,13 @@ class VisionDeclaration:
         return text
 
     def architecture(self, config: Mapping[str, Any]) -> tuple[Vision, MultimodalRope | None]:
-        """Read what `problems` found nothing against."""
+        """Read a config.json for which `problems` found nothing."""
         written = {"in_channels": config["vision_config"].get("in_chans"), **config["vision_config"]}
         said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
         said |= {name: config.get(name) for name in _TOKENS}
         said |= self.read(config) if self.read else {}
         known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-        # JSON has lists; keys of caches have tuples.
+        # Tuples instead of JSON's lists, to be hashable.
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         known["config"] = json.dumps(config["vision_config"], sort_keys=True)
         vision = Vision(**{**self.defaults, **known, **self.constants})
@@ -132,7 +133,7 @@ class VisionDeclaration:
 
 
 def as_decoder(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """Name a language model's tensors as Transformers' modules of a vision-language model with that decoder."""
+    """Rename a language model's tensors to those in Transformers' modules of a vision-language model."""
     return tuple(replace(weight, hf=tuple(map(_as_decoder, weight.hf))) for weight in weights)
 
 
@@ -143,7 +144,7 @@ def _as_decoder(tensor: HFTensor) -> HFTensor:
 
 
 def part(stack: Stack, name: str, *shape: str, linear: bool = True) -> Weight:
-    """Declare a tensor of the encoder or of a merger, by its name in Transformers' module and Vision attributes."""
+    """Declare a tensor of the encoder or of a merger by its name in Transformers, with Vision attributes as sizes."""
     num_layers = "vision.num_deepstack_mergers" if stack is Stack.DEEPSTACK else "vision.depth"
     tensor = HFTensor(f"model.visual.{name}", tuple(f"vision.{size}" for size in shape))
     return Weight(
@@ -152,7 +153,7 @@ def part(stack: Stack, name: str, *shape: str, linear: bool = True) -> Weight:
 
 
 def part_with_bias(stack: Stack, name: str, *shape: str) -> tuple[Weight, Weight]:
-    """Declare a linear layer, or a LayerNorm, by the shape of its weight."""
+    """Declare a linear layer or LayerNorm with bias, by the shape of its weight."""
     return part(stack, f"{name}.weight", *shape), part(stack, f"{name}.bias", *shape[:1])
 
 
@@ -161,7 +162,7 @@ PATCHES = part(
     "patch_embed.proj.weight",
     "hidden_size", "in_channels", "temporal_patch_size", "patch_size", "patch_size",
 )  # fmt: skip
-# The first one has rows of all queries, then of all keys, then of all values.
+# The first weight has the rows of all queries, then of all keys, then of all values.
 ATTENTION = (
     *part_with_bias(Stack.VISION, f"{LAYER}.attn.qkv", "qkv_size", "hidden_size"),
     *part_with_bias(Stack.VISION, f"{LAYER}.attn.proj", "hidden_size", "hidden_size"),
@@ -169,7 +170,7 @@ ATTENTION = (
 LAYER_NORMS = tuple(
     weight for norm in ("norm1", "norm2") for weight in part_with_bias(Stack.VISION, f"{LAYER}.{norm}", "hidden_size")
 )
-# Qwen2-VL's and Qwen2.5-VL's, without its norm.
+# The merger of Qwen2-VL and Qwen2.5-VL, without its norm.
 MERGER = (
     *part_with_bias(Stack.PROJECTOR, "merger.mlp.0", "merged_size", "merged_size"),
     *part_with_bias(Stack.PROJECTOR, "merger.mlp.2", "out_hidden_size", "merged_size"),
@@ -190,7 +191,7 @@ _DECODER = (
     ("lm_head.", "language_model.lm_head."),
     (_PROJECTOR, "multi_modal_projector."),
 )
-# As Transformers saves checkpoints, and most are published.
+# As Transformers saves checkpoints, and as most are published.
 SAVED = CheckpointForm(prefixes=(*_DECODER, (_TOWER, "vision_tower.")))
 FORMS = (SAVED, AS_MAPPED)
 # As Google publishes them.
@@ -198,7 +199,7 @@ WITH_VISION_MODEL = CheckpointForm(prefixes=(*_DECODER, (_TOWER, "vision_tower.v
 
 
 def tower(engine: str, name: str, *shape: str | int, stack: Stack = Stack.VISION, **declared: Any) -> Weight:
-    """Declare a tensor of the encoder, by its names in the engine's and in Transformers' module."""
+    """Declare a tensor of the encoder by its names in the engine and in Transformers' module."""
     tensor = HFTensor((_TOWER if stack is Stack.VISION else _PROJECTOR) + name, shape)
     return Weight(
         f"vision_model.{engine}", TensorLayout.REPLICATED, (tensor,), stack=stack, num_layers="vision.depth", **declared
@@ -223,7 +224,7 @@ def layers(path: str, names: Mapping[str, str], *, bias: bool = False) -> tuple[
 
     Args:
         path: of a layer in Transformers' module, with {layer}.
-        names: of modules in it, by their names in the engine's layer.
+        names: of its modules in Transformers, by their names in the engine's layer.
     """
     return tuple(
         tower(

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say they hold: NAME.safetensors.index.json, and the header of a safetensors file."""
+"""Read the contents of a checkpoint's files: NAME.safetensors.index.json, and the header of a safetensors file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BITS = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor in a safetensors file: its dtype as the format names it, its shape, and its bytes in the file."""
+    """A tensor in a safetensors file: its dtype in the format's notation, its shape, and its byte range in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,10 +32,10 @@ class HeaderEntry(NamedTuple):
 
 
 def read_weight_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, by names relative to the index's folder, which they do not leave.
+    """Return the file of each tensor, relative to the index's folder, and never outside of it.
 
     Raises:
-        MegatuneError: the file is no index, or names files elsewhere (exit code 66).
+        MegatuneError: the file is not a valid index, or names files elsewhere (exit code 66).
     """
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -54,10 +54,10 @@ def read_weight_index(index: Path) -> dict[str, str]:
 
 
 def read_whole_index(index: Path) -> dict[str, str]:
-    """Return the same, where all of the files are there.
+    """Return the same as `read_weight_index`, after checking that all of the files exist.
 
     Raises:
-        MegatuneError: as `read_weight_index`; files are missing (exit code 66).
+        MegatuneError: see `read_weight_index`; or files are missing (exit code 66).
     """
     file_of = read_weight_index(index)
     files = set(file_of.values())
@@ -68,14 +68,14 @@ def read_whole_index(index: Path) -> dict[str, str]:
 
 
 def tensor_names(folder: Path, name: str = "model.safetensors") -> Collection[str]:
-    """Return the names of a checkpoint's tensors, by its index, or by the header of its one file.
+    """Return the names of a checkpoint's tensors, from its index or the header of its single file.
 
     Raises:
-        MegatuneError: as `read_weight_index`.
+        MegatuneError: see `read_weight_index`.
     """
     if (index := folder / f"{name}.index.json").is_file():
         return read_weight_index(index).keys()
-    with suppress(MegatuneError):  # what reads the tensors says what is wrong with it
+    with suppress(MegatuneError):  # reading the tensors reports what is wrong with it
         return read_header(folder / name).keys()
     return []
 
@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     then the tensors' bytes without gaps.
 
     Raises:
-        MegatuneError: INPUT, where the file is not one, or is truncated.
+        MegatuneError: INPUT, if the file is not a safetensors file, or is truncated.
     """
     try:
         with open(path, "rb") as file:
@@ -104,10 +104,10 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
         end = 0
         for name, entry in sorted(found.items(), key=lambda item: item[1][2:]):
             if not all(type(number) is int and number >= 0 for number in (*entry.shape, *entry[2:])):
-                raise ValueError(f"{name} has a shape or a place that is not made of sizes")
+                raise ValueError(f"{name} has a shape or an offset that is not a whole number of at least 0")
             bits = _BITS.get(entry.dtype)
             if entry.start != end or (bits and prod(entry.shape) * bits != 8 * (entry.stop - end)):
-                raise ValueError(f"{name} is not as large as its shape, or not behind the tensor before it")
+                raise ValueError(f"the size of {name} does not match its shape, or its offset leaves a gap")
             end = entry.stop
         if end != size:
             raise ValueError(f"its tensors have {end} bytes, and the file has {size}")
@@ -120,19 +120,19 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def damaged_file(path: Path, error: object) -> MegatuneError:
-    """Return what to raise of a file that cannot be read as safetensors."""
+    """Return the error for a file that cannot be read as safetensors."""
     what, why = f"cannot be read as safetensors: {error}", "the file is damaged or truncated"
     return MegatuneError(Finding(what, str(path), why, "copy it again"), ExitCode.INPUT)
 
 
 def check_layers(folder: Path, config: Mapping[str, object]) -> None:
-    """Refuse a config.json with more layers than the weights have (exit code 66)."""
+    """Check that config.json has no more layers than the weights (exit code 66)."""
     text = config.get("text_config")
     layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
     numbers = {int(match[1]) for name in tensor_names(folder) if (match := _LAYER.search(name))}
     if isinstance(layers, int) and numbers and layers > max(numbers) + 1:
         what, why = (
-            f"config.json has {layers} layers, and the weights {max(numbers) + 1}",
+            f"config.json has {layers} layers, but the weights have {max(numbers) + 1}",
             "one of them belongs to another model",
         )
         fix = "use the config.json and the weights of one checkpoint"
@@ -142,25 +142,25 @@ def check_layers(folder: Path, config: Mapping[str, object]) -> None:
 def key_findings(
     missing: Collection[str], unknown: Collection[str], where: str, model_type: str, word: str = "keys"
 ) -> Iterator[Finding]:
-    """Yield what to say of tensors that files lack, and of others that they have."""
+    """Yield findings for tensors that are missing in files, and for unknown ones."""
     if missing:
         why = f"config.json describes a {model_type} that has them"
         fix = "use the config.json and the weights of one checkpoint"
         yield Finding(f"{len(missing)} {word} are missing: {list_names(missing)}", where, why, fix)
     if unknown:
-        why = f"a {model_type} has no place for them, and nothing is left out silently"
+        why = f"a {model_type} does not have them, and no tensor is skipped silently"
         fix = "check that config.json names the right model_type, or remove them"
         yield Finding(f"{len(unknown)} {word} are unknown: {list_names(unknown)}", where, why, fix)
 
 
 def list_names(names: Collection[str], most: int = 5) -> str:
-    """List the first names, and count the others."""
+    """List the first names, and the number of the others."""
     listed = ", ".join(f"{name:.120}" for name in sorted(names)[:most])
     return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def no_weights(folder: Path, name: str = "model.safetensors") -> Finding:
-    """Return what to say of a folder without this file, whose weights may be a pickle."""
+    """Return the finding for a folder without this file, whose weights may be a pickle."""
     why, fix = "", "give a folder that holds the weights as safetensors"
     pickles = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(folder.glob(pattern))]
     if pickles:
