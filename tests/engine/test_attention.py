@@ -223,8 +223,8 @@ def test_single_precision_is_refused_on_a_gpu(backend):
 def test_the_banner_says_which_kernel():
     assert describe(choice("auto"), ARCHITECTURE) == "torch's flash kernel for CPUs"
     assert describe(choice("flash", packing=True), ARCHITECTURE) == (
-        "torch's flash kernel for CPUs, document by document"
+        "torch's flash kernel for CPUs, sequence by sequence"
     )
     assert describe(choice("local", cp="all_gather"), ARCHITECTURE) == (
-        "plain matrix products, as attention_backend asks; keys and values gathered from context-parallel ranks"
+        "plain matrix products, as attention_backend requires; keys and values gathered from context-parallel ranks"
     )

@@ -48,7 +48,7 @@ def _load(folder: Path, content: str) -> None:
         ({"rope_theta": 10**400}, "rope_theta = a number of hundreds of digits is impossible"),
         ({"hidden_size": True}, "hidden_size = True is not a whole number"),
         ({"layer_types": [None, None]}, "layer_types = [None, None] is not a list of names"),
-        ({"mlp_only_layers": [[]]}, "mlp_only_layers = [[]] is not a list of layers' numbers"),
+        ({"mlp_only_layers": [[]]}, "mlp_only_layers = [[]] is not a list of layer numbers"),
         ({"architectures": 7}, "architectures = 7 is not a list of names"),
         ({"q_lora_rank": float("nan")}, "q_lora_rank = nan is not a whole number"),
         ({"routed_scaling_factor": "2"}, "routed_scaling_factor = '2' is not a number"),

@@ -80,10 +80,10 @@ class HostUpdates:
             slot = self._slots[index % 2]
             slot.arrived.synchronize()
             updated = slot.weights(weight)
-            wide = [each.float() for each in averages]
+            fp32 = [each.float() for each in averages]
             value = updated if master is None else master
-            self._kernel(group, [value], [slot.gradient[: gradient.numel()]], *([each] for each in wide))
-            for each, new in zip(averages, wide, strict=True):
+            self._kernel(group, [value], [slot.gradient[: gradient.numel()]], *([each] for each in fp32))
+            for each, new in zip(averages, fp32, strict=True):
                 each.copy_(new)  # for fp32 a copy onto itself
             if master is not None:
                 slot.left.synchronize()  # the buffer's previous weights are sent
@@ -216,9 +216,9 @@ class FusedAdam(torch.optim.Optimizer):
             _update(group, [values[param] for param in ready], [self._gradient(param) for param in ready], *state)
         for param in (param for param in params if not is_ready[param]):
             averages = self._averages(param)
-            wide = [value.float() for value in averages]
-            _update(group, [values[param]], [self._gradient(param)], *([each] for each in wide))
-            for value, updated in zip(averages, wide, strict=True):
+            fp32 = [value.float() for value in averages]
+            _update(group, [values[param]], [self._gradient(param)], *([each] for each in fp32))
+            for value, updated in zip(averages, fp32, strict=True):
                 value.copy_(updated)
         for param, value in values.items():
             if value is not param:

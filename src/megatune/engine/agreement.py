@@ -136,9 +136,9 @@ def _findings(what: str, found_by_rank: Sequence[Sequence[_Difference]]) -> list
             by_tensor.setdefault(one.label, {}).setdefault(one.name, {})[rank] = one
     findings = []
     for label, tensors in by_tensor.items():
-        said = [f"{name}: {_between(ranks)}" for name, ranks in list(tensors.items())[:_NUM_NAMED]]
+        described = [f"{name}: {_between(ranks)}" for name, ranks in list(tensors.items())[:_NUM_NAMED]]
         more = f"; and {len(tensors) - _NUM_NAMED} more" if len(tensors) > _NUM_NAMED else ""
-        findings.append(Finding(f"{what} differ between {label} copies", why="; ".join(said) + more, fix=_FIX))
+        findings.append(Finding(f"{what} differ between {label} copies", why="; ".join(described) + more, fix=_FIX))
     return findings
 
 

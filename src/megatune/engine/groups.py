@@ -158,8 +158,8 @@ def _wait_for_ranks(
     store.set(f"here/{number}", json.dumps(me))
     if rank:
         store.wait(["all here"], datetime.timedelta(seconds=timeout))
-        if (said := store.get("all here").decode()) != _ALL_JOINED:
-            raise MegatuneError(Finding(said, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
+        if (status := store.get("all here").decode()) != _ALL_JOINED:
+            raise MegatuneError(Finding(status, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)
         if number > world_size:
             what = f"the run at {place} already has all its {world_size} ranks: {me.who} came too late, as rank {rank}"
             raise MegatuneError(Finding(what, why=_EARLIER, fix=_RESTART_ALL), ExitCode.UNAVAILABLE)

@@ -229,7 +229,8 @@ def eval_mode(model: list[Chunk]) -> Iterator[None]:
 
 @torch.no_grad()
 def logits(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return this rank's logits of each micro-batch, [b, s, padded vocabulary / tp]; none before the last stage.
+    """Return this rank's logits of each micro-batch, [b, s, padded vocabulary / tp], or a reward model's token scores,
+    fp32 [b, s]; none before the last stage.
 
     Args:
         batches: all of the same shape; with virtual stages a multiple of the pipeline-parallel size.
@@ -257,12 +258,6 @@ def greedy_tokens(model: Sequence[DistributedDataParallel], batches: Sequence[Mi
 
 
 @torch.no_grad()
-def token_scores(model: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return a reward model's scores of the tokens of each micro-batch, fp32 [b, s]; see `token_log_probs`."""
-    return logits(model, batches)
-
-
-@torch.no_grad()
 def teacher_outputs(
     model: Sequence[DistributedDataParallel],
     teacher: list[Chunk],
@@ -283,12 +278,12 @@ def teacher_outputs(
         found = _collect(teacher, batches, Head(hidden=True), whole=False)
     if not found:
         return []
-    mine, other = model[-1].module, teacher[-1].module
-    part: VocabularyShard = mine.output_layer.part
-    weight = aligned(other.output_weight, mine.output_layer.output_size_per_partition, part)
+    student, source = model[-1].module, teacher[-1].module
+    part: VocabularyShard = student.output_layer.part
+    weight = aligned(source.output_weight, student.output_layer.output_size_per_partition, part)
     shared = max(0, min(part.num_rows, vocab_size - part.first))
     top_k = None if top_k is None or top_k >= vocab_size else top_k
-    return [TeacherOutputs(each, weight, shared, other.logits_softcap, beta, top_k) for each in found]
+    return [TeacherOutputs(each, weight, shared, source.logits_softcap, beta, top_k) for each in found]
 
 
 def _collect(
@@ -304,14 +299,14 @@ def _collect(
     def forward_step(
         iterator: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-        mine = local_batch(next(iterator))
+        local = local_batch(next(iterator))
 
         def collect(output: Tensor, non_loss_data: bool) -> Tensor:
             assert non_loss_data
-            found.append(whole_rows(output, mine.sequences.boundaries) if whole else output)
+            found.append(whole_rows(output, local.sequences.boundaries) if whole else output)
             return output
 
-        return _compute(chunk, mine, None if head is None else mine.labels, head or PLAIN), collect
+        return _compute(chunk, local, None if head is None else local.labels, head or PLAIN), collect
 
     _schedule(model, batches, forward_step, forward_only=True, collect_non_loss_data=True)
     return found
@@ -342,49 +337,49 @@ def _train(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     batch = next(iterator)
     config: Any = chunk.config
-    mine = local_batch(batch, objective.normalizer(batch), with_mtp=bool(config.mtp_num_layers))
+    local = local_batch(batch, objective.normalizer(batch), with_mtp=bool(config.mtp_num_layers))
     head = getattr(objective, "head", PLAIN)
-    if TEACHER_OUTPUTS in mine.extras:
-        head = replace(head, divergences=mine.extras[TEACHER_OUTPUTS].divergences)
-    return _compute(chunk, mine, mine.labels, head), partial(_loss, objective, mine, config.mtp_loss_scaling_factor)
+    if TEACHER_OUTPUTS in local.extras:
+        head = replace(head, divergences=local.extras[TEACHER_OUTPUTS].divergences)
+    return _compute(chunk, local, local.labels, head), partial(_loss, objective, local, config.mtp_loss_scaling_factor)
 
 
-def _compute(chunk: torch.nn.Module, mine: LocalBatch, labels: Tensor | None, head: Head) -> Tensor:
+def _compute(chunk: torch.nn.Module, local: LocalBatch, labels: Tensor | None, head: Head) -> Tensor:
     """Run one pipeline chunk; see `DecoderModel.forward`."""
     output: Tensor = chunk(
-        input_ids=mine.input_ids,
-        sequences=mine.sequences,
+        input_ids=local.input_ids,
+        sequences=local.sequences,
         labels=labels,
-        pictures=mine.pictures,
+        pictures=local.pictures,
         head=head,
-        mtp_targets=mine.mtp_targets,
+        mtp_targets=local.mtp_targets,
     )
     return output
 
 
-def _loss(objective: Objective, mine: LocalBatch, factor: float, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(objective: Objective, local: LocalBatch, factor: float, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, this rank's part of the normalizer, and the values to report: fp64 [3 + 2 · metrics].
 
     Args:
         factor: weight of the MTP losses, which are added to the trained loss, but not to the reported one.
     """
     further = None
-    if mine.mtp_targets is not None:
+    if local.mtp_targets is not None:
         output, further = output[..., :-1].squeeze(-1), output[..., -1]
-    found = objective(output, mine)
+    found = objective(output, local)
     # Context-parallel ranks hold the same micro-batch: only the first one counts what belongs to all of it.
     first = parallel_state.get_context_parallel_rank() == 0
-    normalizer = mine.sequences.normalizer if first else torch.zeros_like(mine.sequences.normalizer)
+    normalizer = local.sequences.normalizer if first else torch.zeros_like(local.sequences.normalizer)
     nothing = torch.zeros((), device=found.loss.device)
     metrics = [value for name in objective.metric_names for value in found.metrics.get(name, (nothing, nothing))]
-    counts = [normalizer, torch.full_like(nothing, len(mine.sequences.trained))]
+    counts = [normalizer, torch.full_like(nothing, len(local.sequences.trained))]
     values = [found.loss, *counts, *metrics]
     if found.replicated and not first:
         values = [nothing, *counts, *[nothing] * len(metrics)]
     # The schedule scales the loss in place for fp16, so the reported value must be a copy.
     report = torch.stack([value.detach().double() for value in values])
-    if further is None or mine.mtp_targets is None:
+    if further is None or local.mtp_targets is None:
         return found.loss, normalizer.int(), report
-    total, count = further.sum(), torch.full_like(nothing, len(mine.mtp_targets.trained))
+    total, count = further.sum(), torch.full_like(nothing, len(local.mtp_targets.trained))
     report = torch.cat((report, torch.stack((total.detach(), count)).double()))
     return found.loss + factor * total, normalizer.int(), report

@@ -233,13 +233,9 @@ def delta_problems(architecture: Architecture) -> Iterator[tuple[str, str]]:
         yield f"linear_num_value_heads = {delta.num_value_heads} is impossible", why
 
 
-def _has_delta_nets(architecture: Architecture) -> bool:
-    return architecture.delta is not None
-
-
 def _delta_weight(engine: str, layout: TensorLayout, *hf: HFTensor) -> Weight:
     name = f"{ENGINE_LAYER}.self_attention.{engine}"
-    return Weight(name, layout, hf, Layers.DELTA, _has_delta_nets, groups="delta.num_key_heads")
+    return Weight(name, layout, hf, Layers.DELTA, lambda each: each.delta is not None, groups="delta.num_key_heads")
 
 
 def _delta_tensor(name: str, *shape: str | int, blocks: tuple[str, ...] = ()) -> HFTensor:

@@ -236,8 +236,8 @@ def patterns_of(
 
 def _adapted_experts(architecture: Architecture, selection: Selection) -> list[Weight]:
     """List the experts' weights that have adapters and are in layers of the model."""
-    beside, weights = adapters(architecture, selection), expert_weights(architecture)
-    return [weight for weight in weights if weight.engine in beside and layers_of(weight, architecture)]
+    entries, weights = adapters(architecture, selection), expert_weights(architecture)
+    return [weight for weight in weights if weight.engine in entries and layers_of(weight, architecture)]
 
 
 def _targets(architecture: Architecture, selection: Selection) -> tuple[list[str] | str, list[str]]:

@@ -156,8 +156,8 @@ class _AdapterReader:
             name, _ = next(iter(parts.values()))
             self.wrong.append(f"{name} is there without {path}.{missing[0]}")
         elif (MAGNITUDE in parts) != self.adapter.config.use_dora:
-            said = "a magnitude" if MAGNITUDE in parts else "no magnitude"
-            self.wrong.append(f"{path} has {said}, {ADAPTER_CONFIG} says use_dora {self.adapter.config.use_dora}")
+            magnitude = "a magnitude" if MAGNITUDE in parts else "no magnitude"
+            self.wrong.append(f"{path} has {magnitude}, {ADAPTER_CONFIG} says use_dora {self.adapter.config.use_dora}")
         elif f"{path}.weight" in self.names:
             self._linear(path, parts)
         elif (match := _STACKED.fullmatch(path)) and MAGNITUDE not in parts:
@@ -197,9 +197,9 @@ class _AdapterReader:
         self.wrong.append(what)
 
     def _scale(self, modules: Iterable[str], path: str, rank: int) -> None:
-        config, said = self.adapter.config, self.adapter.config.rank_of(path)
-        if said != rank:
-            self.wrong.append(f"the adapter of {path} has rank {rank}, {ADAPTER_CONFIG} says {said}")
+        config, expected = self.adapter.config, self.adapter.config.rank_of(path)
+        if expected != rank:
+            self.wrong.append(f"the adapter of {path} has rank {rank}, {ADAPTER_CONFIG} says {expected}")
             return
         self.adapter.scalings |= dict.fromkeys(modules, config.scaling_of(path, rank))
 

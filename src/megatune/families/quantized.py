@@ -40,7 +40,7 @@ class QuantizedForm:
         """
         if self.bits == 8:
             return {"codes": ("int8", (rows, width)), "scales": ("float32", (rows, 1))}
-        is_aligned = is_aligned_cut(columns, width)
+        is_aligned = columns % BLOCK == 0 and width % BLOCK == 0  # each row of the slice consists of whole blocks
         # A row that starts anywhere in a block overlaps one more block.
         blocks = width // BLOCK if is_aligned else (width + BLOCK - 2) // BLOCK + 1
         kept: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -56,11 +56,6 @@ class QuantizedForm:
     def num_statistics(self, shape: tuple[int, ...]) -> int:
         """Return the number of statistics of a Hugging Face matrix; blocks continue across its rows."""
         return ceil(prod(shape) / (BLOCK * STATISTICS_BLOCK)) if self.double else 0
-
-
-def is_aligned_cut(columns: int, width: int) -> bool:
-    """Return whether each row of a slice consists of whole blocks, for any part of the columns."""
-    return columns % BLOCK == 0 and width % BLOCK == 0
 
 
 def form_of(selection: Selection) -> QuantizedForm | None:

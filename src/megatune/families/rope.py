@@ -74,20 +74,20 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return max(positions or 0, int(rope["factor"] * rope["original_max_position_embeddings"]))
 
 
-def with_rope_scaling(config: Mapping[str, Any], asked: str | Mapping[str, Any], length: int) -> dict[str, Any]:
+def with_rope_scaling(config: Mapping[str, Any], requested: str | Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a config.json with another rotary scaling, in the format of the Transformers version that wrote it.
 
     Args:
-        asked: the kind of scaling, or its parameters as in config.json; original_max_position_embeddings and the factor
-            are optional.
+        requested: the kind of scaling, or its parameters as in config.json; original_max_position_embeddings and the
+            factor are optional.
         length: tokens of the longest row. A missing factor is set to this divided by the positions before any scaling,
             rounded up; if it fits into these, nothing is changed.
 
     Raises:
         MegatuneError: SETTINGS, if there is no such scaling, or the model does not support it.
     """
-    said: Mapping[str, Any] = {"rope_type": asked} if isinstance(asked, str) else asked
-    given = {name: value for name, value in said.items() if value is not None}
+    stated: Mapping[str, Any] = {"rope_type": requested} if isinstance(requested, str) else requested
+    given = {name: value for name, value in stated.items() if value is not None}
     given.setdefault("rope_type", given.pop("type", None))
     own = rope_parameters(config)
     original = given.get("original_max_position_embeddings") or own["original_max_position_embeddings"]

@@ -9,8 +9,8 @@ from megatune.families.family import Config, Family
 def _layers(config: Config) -> dict[str, Any]:
     """Read which layers have no rotary embedding: those with a 0 in no_rope_layers."""
     count, every = config["num_hidden_layers"], config["no_rope_layer_interval"]
-    turned = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(count)]
-    return {"no_rope_layers": tuple(layer for layer, is_turned in enumerate(turned[:count]) if not is_turned)}
+    has_rope = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(count)]
+    return {"no_rope_layers": tuple(layer for layer, rotates in enumerate(has_rope[:count]) if not rotates)}
 
 
 FAMILY = Family(

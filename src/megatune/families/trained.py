@@ -37,8 +37,8 @@ def is_trained(weight: Weight, layer: int, architecture: Architecture, selection
     module = module_of(weight)
     if not weight.per_layer:
         return module in selection.freeze_extra_modules
-    asked = selection.freeze_trainable_modules
-    return layer in _trained_layers(architecture.num_layers, selection) and (ALL_MODULES in asked or module in asked)
+    names = selection.freeze_trainable_modules
+    return layer in _trained_layers(architecture.num_layers, selection) and (ALL_MODULES in names or module in names)
 
 
 def _trained_layers(num_layers: int, selection: Selection) -> range:
@@ -63,14 +63,10 @@ def modules(architecture: Architecture, *, per_layer: bool) -> list[str]:
     return list(dict.fromkeys(map(module_of, ours)))
 
 
-def all_weights(architecture: Architecture, selection: Selection) -> tuple[Weight, ...]:
-    """List the weights of a model and of its adapters."""
-    return *FAMILIES[architecture.model_type].weight_map(architecture), *adapter_weights(architecture, selection)
-
-
 def trained_weights(architecture: Architecture, selection: Selection) -> Iterator[tuple[Weight, int]]:
-    """Yield each trained weight with its layer, 0 outside of layers."""
-    for weight in all_weights(architecture, selection):
+    """Yield each trained weight, adapters included, with its layer, 0 outside layers."""
+    weights = FAMILIES[architecture.model_type].weight_map(architecture)
+    for weight in (*weights, *adapter_weights(architecture, selection)):
         for layer in layers_of(weight, architecture):
             if is_trained(weight, layer, architecture, selection):
                 yield weight, layer
@@ -99,10 +95,10 @@ def frozen_parts(architecture: Architecture, selection: Selection) -> list[str]:
     if selection.finetuning_type == "freeze" and Stack.DECODER in trained:
         layers = _trained_layers(architecture.num_layers, selection)
         numbers = f"{layers[0]} to {layers[-1]}" if layers[2:] and layers.step == 1 else ", ".join(map(str, layers))
-        asked = selection.freeze_trainable_modules
-        inside = "" if ALL_MODULES in asked else f" ({', '.join(asked)})"
+        names = selection.freeze_trainable_modules
+        inside = "" if ALL_MODULES in names else f" ({', '.join(names)})"
         kept = [
-            *([f"layer{'s' * (len(layers) > 1)} {numbers}{inside}"] if layers and asked else []),
+            *([f"layer{'s' * (len(layers) > 1)} {numbers}{inside}"] if layers and names else []),
             *selection.freeze_extra_modules,
             *([module_of(SCORE)] if architecture.num_labels else []),
         ]
@@ -127,12 +123,12 @@ def adapted_modules(architecture: Architecture, selection: Selection) -> str:
     found: dict[str, tuple[dict[str, None], set[int]]] = {}
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     for weight in sorted(weights, key=lambda each: ".mlp." in each.engine):
-        beside, layers = adapters(architecture, selection).get(weight.engine), layers_of(weight, architecture)
-        if beside is None or not layers:
+        entries, layers = adapters(architecture, selection).get(weight.engine), layers_of(weight, architecture)
+        if entries is None or not layers:
             continue
         whose = "experts' " if weight.per_expert else _WHOSE.get(weight.stack, "")
         names, where = found.setdefault(whose, ({}, set()))
-        names |= dict.fromkeys(_name(one.name.removesuffix(f".{LORA_A}")) for one in beside.a.hf)
+        names |= dict.fromkeys(_name(one.name.removesuffix(f".{LORA_A}")) for one in entries.a.hf)
         where |= set(layers) if weight.per_layer else set()
     return "; ".join(f"{whose}{', '.join(names)}{_layers(len(where))}" for whose, (names, where) in found.items())
 

@@ -78,51 +78,53 @@ def side(size: Any) -> int:
 
 
 def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[str, str]]:
-    said = {key: value for key, value in config.items() if value is not None}
-    said |= {key: side(said[key]) for key in _SIDES if _is_square(said.get(key))}
-    for key in (key for key in _OBJECTS if key in said):
-        if not isinstance(said[key], Mapping):
-            yield f"{of}{key} = {_short(said[key])} is not an object", "it holds settings by name"
+    values = {key: value for key, value in config.items() if value is not None}
+    values |= {key: side(values[key]) for key in _SIDES if _is_square(values.get(key))}
+    for key in (key for key in _OBJECTS if key in values):
+        if not isinstance(values[key], Mapping):
+            yield f"{of}{key} = {_short(values[key])} is not an object", "it holds settings by name"
         elif depth:
-            yield from _problems(said[key], f"{of}{key}: ", depth - 1)
-    for key in (key for key in _BOOLEANS if key in said):
+            yield from _problems(values[key], f"{of}{key}: ", depth - 1)
+    for key in (key for key in _BOOLEANS if key in values):
         # Some published files have 0 and 1.
-        if said[key] not in (True, False):
-            yield f"{of}{key} = {_short(said[key])} is neither true nor false", ""
+        if values[key] not in (True, False):
+            yield f"{of}{key} = {_short(values[key])} is neither true nor false", ""
     for key, (least, most) in _WHOLE.items():
-        if key not in said:
+        if key not in values:
             continue
-        if not _is_whole(said[key]) or said[key] < least:
+        if not _is_whole(values[key]) or values[key] < least:
             wanted = f"above {least - 1}" if least else "from 0"
-            yield f"{of}{key} = {_short(said[key])} is not a whole number {wanted}", ""
-        elif said[key] > most:
-            yield f"{of}{key} = {_short(said[key])} is impossible", f"no model has more than {most:,}"
+            yield f"{of}{key} = {_short(values[key])} is not a whole number {wanted}", ""
+        elif values[key] > most:
+            yield f"{of}{key} = {_short(values[key])} is impossible", f"no model has more than {most:,}"
     for key, (low, high) in _NUMBERS.items():
-        if key not in said:
+        if key not in values:
             continue
-        value = said[key]
+        value = values[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"{of}{key} = {_short(value)} is not a number", ""
         elif not low < value < high:
             below = f" and below {high:g}" if high < _FINITE else ""
             yield f"{of}{key} = {_short(value)} is impossible", f"it is a finite number above {max(low, 0):g}{below}"
-    yield from _list_problems(said, of)
-    kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
+    yield from _list_problems(values, of)
+    kinds, layers = values.get("layer_types"), values.get("num_hidden_layers")
     if isinstance(kinds, list) and layers is not None and len(kinds) != layers:
         what = f"{of}layer_types has {len(kinds)} entries, but num_hidden_layers is {_short(layers)}"
         yield what, "it must have one entry for each layer"
-    for key in (key for key in ("dtype", "torch_dtype") if key in said):
-        if str(said[key]).removeprefix("torch.") not in _DTYPES:
-            yield f"{of}{key} = {_short(said[key])} is not a supported dtype of weights", f"one of {', '.join(_DTYPES)}"
+    for key in (key for key in ("dtype", "torch_dtype") if key in values):
+        if str(values[key]).removeprefix("torch.") not in _DTYPES:
+            yield (
+                f"{of}{key} = {_short(values[key])} is not a supported dtype of weights",
+                f"one of {', '.join(_DTYPES)}",
+            )
 
 
-def _list_problems(said: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
-    for key in (key for key in (*_INDICES, *_NAMES) if key in said):
-        value, fits, kind = said[key], _is_whole, "layers' numbers"
-        if key in _NAMES:
-            fits, kind = _is_text, "names"
-        if not isinstance(value, list | tuple) or not all(map(fits, value)):
-            yield f"{of}{key} = {_short(value)} is not a list of {kind}", ""
+def _list_problems(values: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+    for key in (key for key in (*_INDICES, *_NAMES) if key in values):
+        value, are_names = values[key], key in _NAMES
+        is_list = isinstance(value, list | tuple)
+        if not is_list or not all(isinstance(each, str) if are_names else _is_whole(each) for each in value):
+            yield f"{of}{key} = {_short(value)} is not a list of {'names' if are_names else 'layer numbers'}", ""
 
 
 def _is_square(value: object) -> bool:
@@ -131,10 +133,6 @@ def _is_square(value: object) -> bool:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _short(value: Any) -> str:

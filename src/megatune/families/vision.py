@@ -112,10 +112,10 @@ class VisionDeclaration:
     def architecture(self, config: Mapping[str, Any]) -> tuple[Vision, MultimodalRope | None]:
         """Read a config.json for which `problems` found nothing."""
         written = {"in_channels": config["vision_config"].get("in_chans"), **config["vision_config"]}
-        said = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
-        said |= {name: config.get(name) for name in _TOKENS}
-        said |= self.read(config) if self.read else {}
-        known: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        values = {each.name: written.get(self.keys.get(each.name, each.name)) for each in fields(Vision)}
+        values |= {name: config.get(name) for name in _TOKENS}
+        values |= self.read(config) if self.read else {}
+        known: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         # Tuples instead of JSON's lists, to be hashable.
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         known["config"] = json.dumps(config["vision_config"], sort_keys=True)

@@ -359,18 +359,18 @@ def _second(seconds: Tensor, log_sums: Tensor, head: Head) -> Tensor:
 @device.compiled
 def _log_sum_exp(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Reduce [n, v] to fp32 [n]; fp32 logits are overwritten to save a copy."""
-    wide = _wide(logits, temperature)
-    largest = wide.amax(-1)
-    return wide.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
+    scaled = _scaled_fp32(logits, temperature)
+    largest = scaled.amax(-1)
+    return scaled.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
 
 
 @device.compiled
 def _log_sum_exp_and_entropy(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Reduce [n, v] to fp32 [n], and to the entropy of the softmax over this shard, fp32 [n]; fp32 logits are
     overwritten."""
-    wide = _wide(logits, temperature)
-    largest = wide.amax(-1)
-    shifted = wide.sub_(largest[:, None])
+    scaled = _scaled_fp32(logits, temperature)
+    largest = scaled.amax(-1)
+    shifted = scaled.sub_(largest[:, None])
     exponentials = shifted.exp()
     sums = exponentials.sum(-1)
     log_sums = sums.log()
@@ -383,7 +383,7 @@ def _scaled_softmax(
 ) -> Tensor:
     """Compute exp(logits - log_sums) · scale - less, [n, v], [n], [n], [n] to [n, v], in fp32, rounded to the dtype of
     the logits; fp32 logits are overwritten. Scaling before rounding keeps small gradients from underflowing in fp16."""
-    found = _wide(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None])
+    found = _scaled_fp32(logits, temperature).sub_(log_sums[:, None]).exp_().mul_(scale[:, None])
     return (found if less is None else found.sub_(less[:, None])).to(logits.dtype)
 
 
@@ -392,12 +392,12 @@ def _grad_with_entropy(
     logits: Tensor, log_sums: Tensor, scale: Tensor, entropy_scale: Tensor, entropies: Tensor, temperature: float
 ) -> Tensor:
     """Compute p · (scale - entropy_scale · (log p + entropy)); see `_scaled_softmax`."""
-    log_probs = _wide(logits, temperature).sub_(log_sums[:, None])
+    log_probs = _scaled_fp32(logits, temperature).sub_(log_sums[:, None])
     factors = torch.addcmul(scale[:, None], log_probs + entropies[:, None], entropy_scale[:, None], value=-1)
     return log_probs.exp_().mul_(factors).to(logits.dtype)
 
 
-def _wide(logits: Tensor, temperature: float) -> Tensor:
+def _scaled_fp32(logits: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature in fp32; fp32 logits are overwritten."""
     return logits.float() if temperature == 1 else logits.float().div_(temperature)
 

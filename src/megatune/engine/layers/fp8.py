@@ -61,20 +61,20 @@ def multiply(inputs: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
     """Return inputs · weightᵀ of [n, i] and [o, i], in their dtype."""
     dim = 1 if rowwise else None
     one, scale = quantize(inputs, torch.float8_e4m3fn, dim)
-    other, of_weight = quantize(weight, torch.float8_e4m3fn, dim)
+    other, weight_scale = quantize(weight, torch.float8_e4m3fn, dim)
     # Fast accumulation: its error is below that of 8 bits.
     return torch._scaled_mm(
-        one, other.t(), scale_a=scale, scale_b=of_weight.t(), out_dtype=inputs.dtype, use_fast_accum=True
+        one, other.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=inputs.dtype, use_fast_accum=True
     )
 
 
 def multiply_back(grad: Tensor, weight: Tensor, *, rowwise: bool) -> Tensor:
     """Return grad · weight of [n, o] and [o, i], in their dtype."""
-    of_grad = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
-    one, scale = quantize(grad, of_grad, 1 if rowwise else None)
-    other, of_weight = quantize(weight, torch.float8_e4m3fn, 0 if rowwise else None)
+    grad_dtype = torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+    one, scale = quantize(grad, grad_dtype, 1 if rowwise else None)
+    other, weight_scale = quantize(weight, torch.float8_e4m3fn, 0 if rowwise else None)
     columns = other.t().contiguous().t()  # the kernel requires a column-major second factor
-    return torch._scaled_mm(one, columns, scale_a=scale, scale_b=of_weight, out_dtype=grad.dtype)
+    return torch._scaled_mm(one, columns, scale_a=scale, scale_b=weight_scale, out_dtype=grad.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -100,20 +100,20 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
-        flat, arrival, sent, of_inputs = grad.flatten(0, -2), None, None, None
+        flat, arrival, sent, grad_inputs = grad.flatten(0, -2), None, None, None
         if ctx.gathers and inputs is not None:
             inputs, arrival = _gathered(inputs, ctx.group, wait=False)
         if ctx.needs_input_grad[0]:
-            of_inputs = multiply_back(flat, weight, rowwise=ctx.rowwise).unflatten(0, grad.shape[:-1])
-            of_inputs, sent = _returned(of_inputs, ctx)
-        of_weight = None
+            grad_inputs = multiply_back(flat, weight, rowwise=ctx.rowwise).unflatten(0, grad.shape[:-1])
+            grad_inputs, sent = _returned(grad_inputs, ctx)
+        grad_weight = None
         if inputs is not None:
             if arrival is not None:
                 arrival.wait()
-            of_weight = _weight_gradient(weight, flat, inputs.flatten(0, -2), ctx.accumulates)
+            grad_weight = _weight_gradient(weight, flat, inputs.flatten(0, -2), ctx.accumulates)
         if sent is not None:
             sent.wait()
-        return of_inputs, of_weight, None, None, None, None, None
+        return grad_inputs, grad_weight, None, None, None, None, None
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor, accumulates: bool) -> Tensor | None:
@@ -130,14 +130,14 @@ def _gathered(part: Tensor, group: ProcessGroup | None, *, wait: bool = True) ->
     return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=not wait)
 
 
-def _returned(of_inputs: Tensor, ctx: Any) -> tuple[Tensor, Any]:
+def _returned(grad_inputs: Tensor, ctx: Any) -> tuple[Tensor, Any]:
     """Start summing gradients of inputs over ranks, scattering tokens that were gathered; return the pending work."""
     if ctx.gathers:
-        mine = of_inputs.new_empty(of_inputs.shape[0] // ctx.group.size(), *of_inputs.shape[1:])
-        return mine, torch.distributed.reduce_scatter_tensor(mine, of_inputs, group=ctx.group, async_op=True)
+        mine = grad_inputs.new_empty(grad_inputs.shape[0] // ctx.group.size(), *grad_inputs.shape[1:])
+        return mine, torch.distributed.reduce_scatter_tensor(mine, grad_inputs, group=ctx.group, async_op=True)
     if ctx.sums:
-        return of_inputs, torch.distributed.all_reduce(of_inputs, group=ctx.group, async_op=True)
-    return of_inputs, None
+        return grad_inputs, torch.distributed.all_reduce(grad_inputs, group=ctx.group, async_op=True)
+    return grad_inputs, None
 
 
 class _Parallel(torch.nn.Module):

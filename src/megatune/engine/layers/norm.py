@@ -30,16 +30,14 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last dimension, in the same dtype."""
+        # 1 + weight needs more bits than a 16-bit weight has.
+        weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
         if not self.is_fused:
-            # Without fusion, operator by operator.
             wide = upcast(hidden_states)
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
             return (wide * scale * weight).to(hidden_states.dtype)
         if device.HAS_GPU and not self.is_zero_centered:  # one kernel forward and one backward
             return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
-        # 1 + weight needs more bits than a 16-bit weight has.
-        weight = 1 + upcast(self.weight) if self.is_zero_centered else self.weight
         return _Normalize.apply(hidden_states, weight, self.eps)
 
 

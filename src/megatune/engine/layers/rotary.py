@@ -153,8 +153,8 @@ def rotate(hidden_states: Tensor, cos_sin: Tensor, interleaved: bool = False) ->
         interleaved: channels 2i and 2i + 1 are a pair, otherwise i and i + d / 2.
     """
     cos, sin = cos_sin
-    rest, turned = _split(hidden_states, cos.shape[-1])
-    halves, swapped = _halves(turned, interleaved)
+    rest, rotated = _split(hidden_states, cos.shape[-1])
+    halves, swapped = _halves(rotated, interleaved)
     return _join(rest, halves * cos + swapped * sin)
 
 
@@ -182,27 +182,27 @@ class _Rotate(torch.autograd.Function):
 
 
 @device.compiled
-def _turn(hidden_states: Tensor, cos: Tensor, sin: Tensor, from_neighbours: bool, to_neighbours: bool) -> Tensor:
-    rest, turned = _split(hidden_states, cos.shape[-1])
-    halves, swapped = _halves(turned, from_neighbours)
-    turned = swapped.mul_(sin).addcmul_(halves, cos)
-    if to_neighbours:
-        turned = torch.stack(turned.chunk(2, -1), -1).flatten(-2)
-    return _join(rest, turned)
+def _turn(hidden_states: Tensor, cos: Tensor, sin: Tensor, from_interleaved: bool, to_interleaved: bool) -> Tensor:
+    rest, rotated = _split(hidden_states, cos.shape[-1])
+    halves, swapped = _halves(rotated, from_interleaved)
+    rotated = swapped.mul_(sin).addcmul_(halves, cos)
+    if to_interleaved:
+        rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
+    return _join(rest, rotated)
 
 
 def _split(hidden_states: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
     return hidden_states[..., :-rotary_dim], hidden_states[..., -rotary_dim:]
 
 
-def _join(rest: Tensor, turned: Tensor) -> Tensor:
-    return torch.cat((rest, turned), -1) if rest.shape[-1] else turned
+def _join(rest: Tensor, rotated: Tensor) -> Tensor:
+    return torch.cat((rest, rotated), -1) if rest.shape[-1] else rotated
 
 
-def _halves(turned: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _halves(rotated: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return the first channels of all pairs, then the second ones; and a new tensor with both swapped."""
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
         return torch.cat((first, second), -1), torch.cat((second, first), -1)
-    first, second = turned.chunk(2, -1)
-    return turned, torch.cat((second, first), -1)
+    first, second = rotated.chunk(2, -1)
+    return rotated, torch.cat((second, first), -1)

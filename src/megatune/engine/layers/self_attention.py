@@ -74,8 +74,8 @@ class GroupedQueryAttention(SelfAttention):
 
     def _has_no_rope(self) -> bool:
         """Return whether the layer has no rotary embedding."""
-        unturned = self.config.no_rope_freq
-        return bool(unturned and unturned[self.layer_number - 1])
+        without_rope = self.config.no_rope_freq
+        return bool(without_rope and without_rope[self.layer_number - 1])
 
     def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
         """Return query [s, b, n, d], key and value [s, b, g, d], and with an output gate its sigmoid [s, b, n, d].

@@ -22,7 +22,7 @@ from megatune.engine import device, groups
 from megatune.engine.groups import build
 from megatune.engine.model import Chunk
 from megatune.engine.offload import PARTS, Offload, Part
-from megatune.engine.step import eval_mode, token_log_probs, token_scores
+from megatune.engine.step import eval_mode, logits, token_log_probs
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
@@ -106,7 +106,7 @@ class ModelWorker(ABC):
     def values(self, rollouts: Rollouts) -> Answer:
         """Compute the score, of a model that has one, of the state before each token of the responses: where its
         log-probability is computed."""
-        return self._forward("values", rollouts, token_scores)
+        return self._forward("values", rollouts, logits)
 
     def offload(self, *parts: Part) -> int:
         """Move parts of the model to the host's memory, and free the device's.

@@ -39,13 +39,14 @@ def describe(settings: Settings, architecture: Architecture) -> str:
 
 def _kernel(settings: Settings, architecture: Architecture) -> str:
     backend, dtype = settings.performance.attention_backend, settings.precision.params_dtype
-    asked = "" if backend == "auto" else f", as {_KEY} asks"
+    suffix = "" if backend == "auto" else f", as {_KEY} requires"
     if backend in PLAIN_BACKENDS:
-        return f"plain matrix products{asked}"
+        return f"plain matrix products{suffix}"
     if not device.HAS_GPU:
-        return "torch's flash kernel for CPUs" + (", document by document" if settings.packing else "")
+        return "torch's flash kernel for CPUs" + (", sequence by sequence" if settings.packing else "")
     capability, channels = device.compute_capability(), max(_channels(architecture))
-    kernels = attention_kernels(capability, backend, dtype, channels, varlen=_needs_varlen(settings, architecture))
+    varlen = architecture.merges_attention or needs_varlen(settings)
+    kernels = attention_kernels(capability, backend, dtype, channels, varlen=varlen)
     version = activate_newest(settings, architecture)
     match kernels[0]:
         case "plain":
@@ -57,7 +58,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
             return f"flash with variable lengths ({version}), for {what}"
     names = {"cudnn": "cuDNN", "flash": f"flash ({version})" if version else "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)
-    return f"torch SDPA, {order}{asked}"
+    return f"torch SDPA, {order}{suffix}"
 
 
 def require(settings: Settings, architecture: Architecture) -> None:
@@ -90,11 +91,6 @@ def activate_newest(settings: Settings, architecture: Architecture) -> str:
     if not device.HAS_GPU or found != ("varlen",):
         return ""
     return activate(FlashOnGPU(), getattr(torch, dtype), *channels, has_window)
-
-
-def _needs_varlen(settings: Settings, architecture: Architecture) -> bool:
-    """Return whether attention needs a kernel that returns its log-sum-exp, see `kernels`."""
-    return architecture.merges_attention or needs_varlen(settings)
 
 
 def _channels(architecture: Architecture) -> tuple[int, int]:

@@ -190,14 +190,14 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         channels = key.shape[-1], value.shape[-1]
         output, lse = query.new_empty(0), query.new_empty(0)
-        for here, (of_query, of_key, spans) in _around(torch.cat((key, value), -1), steps, group):
+        for here, (query_index, key_index, spans) in _around(torch.cat((key, value), -1), steps, group):
             keys, values = here.split(channels, -1)
-            found, of_found = kernel.forward(query[of_query], keys[of_key], values[of_key], spans, scale)
+            found, found_lse = kernel.forward(query[query_index], keys[key_index], values[key_index], spans, scale)
             if not len(output):  # the first step
-                output, lse = found.to(of_found.dtype), of_found
+                output, lse = found.to(found_lse.dtype), found_lse
             else:
-                merged = merge(output[of_query], lse[:, of_query], found, of_found)
-                output[of_query], lse[:, of_query] = merged
+                merged = merge(output[query_index], lse[:, query_index], found, found_lse)
+                output[query_index], lse[:, query_index] = merged
         output, lse = add_sinks(output, lse, sinks)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse, sinks)
@@ -210,18 +210,18 @@ class _RingAttention(torch.autograd.Function):
         steps, scale, kernel, group = ctx.arguments
         channels = key.shape[-1], value.shape[-1]
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        of_others: _Passing | None = None
-        for here, (of_query, of_key, spans) in _around(torch.cat((key, value), -1), steps, group):
+        passing: _Passing | None = None
+        for here, (query_index, key_index, spans) in _around(torch.cat((key, value), -1), steps, group):
             keys, values = here.split(channels, -1)
-            saved = query[of_query], keys[of_key], values[of_key], output[of_query], lse[:, of_query]
-            grad_run, *grad_keys = kernel.backward(grad_output[of_query], saved, spans, scale)
-            grad_query[of_query] += grad_run
+            saved = query[query_index], keys[key_index], values[key_index], output[query_index], lse[:, query_index]
+            grad_run, *grad_keys = kernel.backward(grad_output[query_index], saved, spans, scale)
+            grad_query[query_index] += grad_run
             # The earlier ranks' gradients of these keys, which were received while this rank computed.
-            gradients = of_others.wait() if of_others else torch.zeros_like(here, dtype=lse.dtype)
-            gradients[of_key] += torch.cat(grad_keys, -1)
-            of_others = _Passing(gradients, group, _GRADIENTS)
-        assert of_others is not None  # a ring has at least one rank
-        grad_key, grad_value = of_others.wait().to(key.dtype).split(channels, -1)
+            gradients = passing.wait() if passing else torch.zeros_like(here, dtype=lse.dtype)
+            gradients[key_index] += torch.cat(grad_keys, -1)
+            passing = _Passing(gradients, group, _GRADIENTS)
+        assert passing is not None  # a ring has at least one rank
+        grad_key, grad_value = passing.wait().to(key.dtype).split(channels, -1)
         grad_sinks = sinks_gradient(grad_output, output, lse, sinks)
         return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None, None, None
 

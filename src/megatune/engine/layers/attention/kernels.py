@@ -101,9 +101,9 @@ class FlashOnCPU:
         for queries, keys, count in spans.equal_runs:
             runs = _heads_first(count, query[queries], key[keys], value[keys])
             mask = _cpu_mask(runs[0], runs[1], spans)
-            found, of_found = aten._scaled_dot_product_flash_attention_for_cpu(*runs, 0.0, **mask, scale=scale)
+            found, found_lse = aten._scaled_dot_product_flash_attention_for_cpu(*runs, 0.0, **mask, scale=scale)
             output[queries] = _tokens_first(found)
-            lse[:, queries] = of_found.transpose(0, 1).flatten(1)
+            lse[:, queries] = found_lse.transpose(0, 1).flatten(1)
         return output[..., :channels], lse
 
     def backward(self, grad_output: Tensor, saved: Saved, spans: Spans, scale: float) -> tuple[Tensor, ...]:
@@ -113,11 +113,11 @@ class FlashOnCPU:
         for queries, keys, count in spans.equal_runs:
             runs = _heads_first(count, query[queries], key[keys], value[keys])
             results = _heads_first(count, grad_output[queries], output[queries])
-            of_runs = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            run_grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 results[0], *runs, results[1], lse[:, queries].unflatten(1, (count, -1)).transpose(0, 1), 0.0,
                 **_cpu_mask(runs[0], runs[1], spans), scale=scale,
             )  # fmt: skip
-            for gradient, tokens, of_tokens in zip(gradients, (queries, keys, keys), of_runs, strict=True):
+            for gradient, tokens, of_tokens in zip(gradients, (queries, keys, keys), run_grads, strict=True):
                 gradient[tokens] = _tokens_first(of_tokens)
         return _cut_channels(gradients, saved)
 
@@ -195,10 +195,10 @@ def pick(query: Tensor, value: Tensor, backend: AttnBackend) -> Kernel:
     return _MATH if kernel == "plain" else _FLASH
 
 
-def merge(output: Tensor, lse: Tensor, found: Tensor, of_found: Tensor) -> tuple[Tensor, Tensor]:
+def merge(output: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two results of attention over different keys, [t, n, e] and [n, t]."""
-    share = torch.sigmoid(of_found - lse).T[..., None]
-    return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, of_found)
+    share = torch.sigmoid(found_lse - lse).T[..., None]
+    return torch.lerp(output, found.to(output.dtype), share), torch.logaddexp(lse, found_lse)
 
 
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -288,14 +288,16 @@ class _PictureAttention(torch.autograd.Function):
         scale: float,
         kernel: Kernel,
     ) -> Tensor:
-        rows, (of_query, of_key, of_later) = query.shape[1], later
+        rows, (query_index, key_index, later_spans) = query.shape[1], later
         output, lse = kernel.forward(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale)
         output, lse = output.unflatten(1, query.shape[1:3]), _by_token(lse, rows)
         by_token = [each.flatten(0, 1) for each in (query, key, value, output)]
-        keys, values = (each[of_key] for each in by_token[1:3])
-        found, of_found = kernel.forward(by_token[0][of_query], keys, values, of_later, scale)
-        merged, lse[:, of_query] = merge(by_token[3][of_query].to(lse.dtype), lse[:, of_query], found, of_found)
-        output = by_token[3].index_copy(0, of_query, merged.to(output.dtype)).view_as(output)
+        keys, values = (each[key_index] for each in by_token[1:3])
+        found, found_lse = kernel.forward(by_token[0][query_index], keys, values, later_spans, scale)
+        merged, lse[:, query_index] = merge(
+            by_token[3][query_index].to(lse.dtype), lse[:, query_index], found, found_lse
+        )
+        output = by_token[3].index_copy(0, query_index, merged.to(output.dtype)).view_as(output)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.arguments = spans, later, scale, kernel
         return output
@@ -303,19 +305,19 @@ class _PictureAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
-        spans, (of_query, of_key, of_later), scale, kernel = ctx.arguments
+        spans, (query_index, key_index, later_spans), scale, kernel = ctx.arguments
         rows = grad_output.shape[1]
         saved = (*(each.flatten(1, 2) for each in tensors), _by_row(lse, rows))
         gradients = kernel.backward(grad_output.flatten(1, 2), saved, spans, scale)
         query, key, value, output = (each.flatten(0, 1) for each in tensors)
-        saved = query[of_query], key[of_key], value[of_key], output[of_query], lse[:, of_query]
-        of_runs = kernel.backward(grad_output.flatten(0, 1)[of_query], saved, of_later, scale)
+        saved = query[query_index], key[key_index], value[key_index], output[query_index], lse[:, query_index]
+        run_grads = kernel.backward(grad_output.flatten(0, 1)[query_index], saved, later_spans, scale)
         whole = []
-        for tensor, gradient, places, of_run in zip(
-            tensors, gradients, (of_query, of_key, of_key), of_runs, strict=False
+        for tensor, gradient, places, run_grad in zip(
+            tensors, gradients, (query_index, key_index, key_index), run_grads, strict=False
         ):
             by_token = gradient.unflatten(1, tensor.shape[1:3]).flatten(0, 1)
-            whole.append(by_token.index_add(0, places, of_run).view_as(tensor))
+            whole.append(by_token.index_add(0, places, run_grad).view_as(tensor))
         return *whole, None, None, None, None
 
 

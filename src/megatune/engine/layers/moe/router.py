@@ -74,7 +74,7 @@ class Router(TopKRouter):
             input = self.norm(input) * self.input_scale * self.config.hidden_size**-0.5
         logits = self.gating(input).view(-1, self.num_experts)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        is_real = real_tokens(sequences, self.config.sequence_parallel)
+        is_real = _of_this_rank(~sequences.is_padding.t(), self.config.sequence_parallel)
         scores = score(logits, self.score_function)
         experts = self._choose(logits.detach(), scores.detach(), is_real)
         if sequences.routing is not None:
@@ -245,11 +245,6 @@ def _summed(local: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         torch.distributed.all_reduce(local, group=group)
     return local
-
-
-def real_tokens(sequences: Sequences, sequence_parallel: bool) -> Tensor:
-    """Return which tokens of an expert layer are not padding: bool [n], in the order of [s / cp (/ tp), b]."""
-    return _of_this_rank(~sequences.is_padding.t(), sequence_parallel)
 
 
 def sequence_ids(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor, int]:
