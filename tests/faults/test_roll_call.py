@@ -32,7 +32,7 @@ def test_the_first_rank_names_those_that_are_missing(told: Callable[..., None]) 
 
     expected = r"ranks 1, 4 to 5 of 6 \(NODE_RANK 0, 2\) did not connect to host:1 within 4 s"
     with pytest.raises(MegatuneError, match=expected) as caught:
-        groups._call_roll(store, 0, 6, "host:1", 4, announce, 2)
+        groups._wait_for_ranks(store, 0, 6, "host:1", 4, announce, 2)
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert said == ["waiting for ranks 1, 4 to 5 of 6 (NODE_RANK 0, 2) to connect to host:1"]
     told(case="T8", fault="two of three machines start a part of their ranks, or none", got=said[0], seconds=times[0])
@@ -57,7 +57,7 @@ def test_a_rank_that_nobody_answers_says_whom_it_asked(
 def roll(store: torch.distributed.Store, rank: int, world_size: int, ended: dict[str, MegatuneError | None]) -> None:
     """One process at the roll call; its end goes into `ended`."""
     try:
-        groups._call_roll(store, rank, world_size, "host:1", 10, print)
+        groups._wait_for_ranks(store, rank, world_size, "host:1", 10, print)
     except MegatuneError as error:
         ended[f"rank {rank}"] = error
     else:
