@@ -1,1 +1,1 @@
-"""Closed-form answers from the numbers of a model: parameters and floating-point operations."""
+"""Plans the memory, time and layout of runs, without GPUs or weights."""

@@ -1,1 +1,1 @@
-"""What settings are, how they work, when to change them, and what they cost for a model on its machines."""
+"""Explains settings: what they are, how they work, when to change them, and what they cost."""

@@ -1,1 +1,1 @@
-"""Bytes of a rank, by part, from the numbers of the model and the settings alone."""
+"""Predicts the memory of a rank, by part, from the model, the settings and the machine."""

@@ -1,1 +1,1 @@
-"""The operators of a model on one rank, each declared once with its bytes, its products and its traffic."""
+"""The operators of a model on one rank, each declared once with its memory, products and memory traffic."""

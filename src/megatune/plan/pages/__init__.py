@@ -1,1 +1,1 @@
-"""Plans in words and tables, for a terminal or a file, and as one JSON document."""
+"""Prints plans as text and tables for a terminal or a file, and as one JSON document."""

@@ -1,1 +1,1 @@
-"""Reinforcement learning: what each role holds, what shares a device, and the seconds of a step's phases."""
+"""Plans of reinforcement learning: the memory of each role on its devices, and the seconds of each phase of a step."""

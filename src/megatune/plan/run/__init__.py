@@ -1,1 +1,1 @@
-"""What the planner says of a run before it starts, and after it ended."""
+"""Plans a run before it starts, and compares the plan with its measurements."""
