@@ -21,7 +21,7 @@ from megatune.plan.catalogue import find_machine, find_model
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.layouts import SearchRequest
 from megatune.plan.memory.stage import MEMORY_PARTS
-from megatune.plan.pages.words import MEMORY_WORDS, TIME_WORDS, describe_layout, describe_recompute
+from megatune.plan.pages.words import MEMORY_NAMES, TIME_NAMES, describe_layout, describe_recompute
 from megatune.plan.search import search
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import SPREADS
@@ -169,11 +169,11 @@ def parts(plans: Mapping[str, Estimate]) -> str:
     for part in MEMORY_PARTS:
         values = [getattr(plan.fullest, part) / _GIB for plan in plans.values()]
         if max(values) >= 0.01:
-            rows.append((f"{MEMORY_WORDS[part]}, GiB", *(f"{value:.2f}" for value in values)))
+            rows.append((f"{MEMORY_NAMES[part]}, GiB", *(f"{value:.2f}" for value in values)))
     for part in TIME_PARTS:
         values = [getattr(plan.time, part) for plan in plans.values()]
         if max(values) >= 0.001:
-            rows.append((f"{TIME_WORDS[part]}, s", *(f"{value:.3f}" for value in values)))
+            rows.append((f"{TIME_NAMES[part]}, s", *(f"{value:.3f}" for value in values)))
     return markdown_table(("of the fullest rank, of the slowest stage", *plans), rows)
 
 
@@ -183,10 +183,10 @@ def reasons(published: Estimate, found: Estimate) -> Iterator[str]:
     least = _WORTH_TELLING * published.time.total
     for part, gain in sorted(gains.items(), key=lambda item: -item[1]):
         if gain > least:
-            yield f"- {TIME_WORDS[part]}: {gain:.2f} s less; {_WHY[part]}"
+            yield f"- {TIME_NAMES[part]}: {gain:.2f} s less; {_WHY[part]}"
     for part, gain in sorted(gains.items(), key=lambda item: item[1]):
         if gain < -least:
-            yield f"- {TIME_WORDS[part]}: {-gain:.2f} s more, the price of the other changes"
+            yield f"- {TIME_NAMES[part]}: {-gain:.2f} s more, the price of the other changes"
 
 
 def section(example: Example) -> Iterator[str]:

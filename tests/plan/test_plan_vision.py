@@ -85,7 +85,7 @@ def tower(case: Case) -> Vision:
 def test_pictures_are_dealt_over_the_ranks_of_the_first_stage(layout, rows, share):
     batch = {"batch.per_device_train_batch_size": rows}
     case, text = make_case(layout, batch), make_case(layout, batch, tokens=0)
-    assert (pictures(case).share, pictures(case).tokens) == (share * IMAGE, rows * 4 * IMAGE)
+    assert (pictures(case).rank_tokens, pictures(case).tokens) == (share * IMAGE, rows * 4 * IMAGE)
     # Of a row they are as many operations in every layout.
     of_row = (model_flops(case) - model_flops(text)) / case.global_batch_size
     alone = make_case()
@@ -99,8 +99,8 @@ def test_where_nothing_is_said_a_row_has_one_image():
     assert images_of(make_case(tokens=0)) is None
     assert images_of(make_case(model="Qwen3-8B", tokens=None)) is None
     # The last image of a row counts whole for the rank that has it, but for no more than there is.
-    assert pictures(make_case(tokens=IMAGE + 24)).share == IMAGE + 24
-    assert pictures(make_case(TP2, tokens=IMAGE + 24)).share == IMAGE
+    assert pictures(make_case(tokens=IMAGE + 24)).rank_tokens == IMAGE + 24
+    assert pictures(make_case(TP2, tokens=IMAGE + 24)).rank_tokens == IMAGE
 
 
 def test_tiles_of_an_image_attend_to_themselves(model_dir):
@@ -243,7 +243,7 @@ def test_train_says_which_pictures_it_plans(tmp_path):
     rows = with_rows(found.planned.case, FULL_ROWS, (2000, 300))
     assert rows.planned is not None
     images = pictures(rows.planned.case)
-    assert (images.tokens, images.share, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
+    assert (images.tokens, images.rank_tokens, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
     pictured = "rows have at most 2,000 tokens of images or videos; the largest one has 300"
     words = f"plan       rows of 4,096 tokens each; {pictured}: memory: "
     (line,) = rows.lines

@@ -90,18 +90,18 @@ class Answer:
     Attributes:
         own: the plan of the layout of the settings; None if they have none.
         fixes: if that does not fit, the cheapest changes that make it fit.
-        enough: if no layout fits, one that fits on more devices; None if it does not fit on up to 16 times as many.
+        on_more_devices: if no layout fits, one on more devices that does; None if 16 times as many are too few.
         lossy: the best layout with each trade-off of `LOSSY` that is faster or fits more surely, by its name.
-        less: if no layout fits, changes of the run that need less memory, each with the best layout that fits then.
+        with_less_memory: if no layout fits, changes that need less memory, each with the best layout that fits.
     """
 
     question: Question
     own: Estimate | None
     result: SearchResult
     fixes: tuple[Fix, ...] = ()
-    enough: Estimate | None = None
+    on_more_devices: Estimate | None = None
     lossy: Mapping[str, Estimate] = field(default_factory=dict)
-    less: tuple[tuple[Changes, Estimate], ...] = ()
+    with_less_memory: tuple[tuple[Changes, Estimate], ...] = ()
 
     @property
     def recommended(self) -> Estimate | None:
@@ -135,9 +135,9 @@ def answer(question: Question) -> Answer:
     fixes = tuple(savings(own)) if own is not None and not own.fits else ()
     result = search(question.request)
     enough = _more_devices(question) if result.best is None else None
-    found = Answer(question=question, own=own, result=result, fixes=fixes, enough=enough)
-    less = tuple(_less(question)) if result.best is None else ()
-    return replace(found, lossy=dict(_lossy(found)), less=less)
+    found = Answer(question=question, own=own, result=result, fixes=fixes, on_more_devices=enough)
+    less = tuple(_with_less_memory(question)) if result.best is None else ()
+    return replace(found, lossy=dict(_lossy(found)), with_less_memory=less)
 
 
 def _more_devices(question: Question) -> Estimate | None:
@@ -162,7 +162,7 @@ def _best_with(question: Question, changes: Changes, below: float = math.inf) ->
     return search(replace(question.request, case=replace(question.case, settings=settings), keep=1, below=below)).best
 
 
-def _less(question: Question) -> Iterator[tuple[Changes, Estimate]]:
+def _with_less_memory(question: Question) -> Iterator[tuple[Changes, Estimate]]:
     """Search with settings that need less memory: the optimizer on the host, adapters, shorter rows."""
     for kind in smaller_runs(question.case.settings):
         fitting = ((changes, best) for changes in kind if (best := _best_with(question, changes)) is not None)

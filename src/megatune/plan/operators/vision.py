@@ -35,7 +35,7 @@ class Images:
 
     Attributes:
         tokens: of images and videos in the decoder.
-        share: those that the fullest rank computes.
+        rank_tokens: those that the fullest rank computes.
         patches_of_image: patches of each image, or of each tile.
         tower_trained, projector_trained, deepstack_trained: whether they, or adapters in them, have gradients.
         weights_trained: whether these are gradients of their weights, not of adapters.
@@ -45,7 +45,7 @@ class Images:
 
     tower: Vision
     tokens: int
-    share: int
+    rank_tokens: int
     patches_of_image: int
     tower_trained: bool
     projector_trained: bool
@@ -57,7 +57,7 @@ class Images:
     @property
     def patches(self) -> int:
         """n: of the fullest rank's share."""
-        return self.share * self.tower.spatial_merge_size**2
+        return self.rank_tokens * self.tower.spatial_merge_size**2
 
     def features(self, shapes: Shapes) -> int:
         """Return the bytes of the features of all images and videos, including deepstack."""
@@ -208,7 +208,7 @@ def media_embedding(shapes: Shapes, images: Images) -> Operator:
     looked_up, parts, features = embedding(shapes), images.tower.num_mergers, images.features(shapes)
     ranks = shapes.tp * shapes.cp
     # When gathered, every rank sends as much as the fullest one.
-    gathered = 0 if ranks == 1 else (ranks + 1) * features * images.share // images.tokens
+    gathered = 0 if ranks == 1 else (ranks + 1) * features * images.rank_tokens // images.tokens
     placed = 2 * parts * shapes.whole_hidden + (parts * shapes.hidden if shapes.sequence_parallel else 0)
     kept = looked_up.memory.kept + 8 * images.tokens + (features if images.num_trained else 0)
     forward = features + max(gathered, placed)
@@ -225,12 +225,12 @@ def mergers(shapes: Shapes, images: Images) -> Iterator[Operator]:
     columns = tower.num_projector_parameters / tower.num_mergers
     averages = tower.layers is not None and tower.layers.projector == "average"
     merged = tower.hidden_size if averages else tower.merged_size
-    merged_bytes, output = (images.share * width * size for width in (merged, shapes.architecture.hidden_size))
+    merged_bytes, output = (images.rank_tokens * width * size for width in (merged, shapes.architecture.hidden_size))
     for place in range(tower.num_mergers):
         is_deepstack = place < tower.num_deepstack_mergers
         trained = images.deepstack_trained if is_deepstack else images.projector_trained
         of_merger = shapes.replace(weights_trained=trained and images.weights_trained)
-        work = linear_work(of_merger, images.share, columns / merged, merged)
+        work = linear_work(of_merger, images.rank_tokens, columns / merged, merged)
         # The norm's input, which the encoder's next layer also keeps, RMSNorm's normalized input, and its output; the
         # tensors before and after GELU.
         both = trained and images.tower_trained

@@ -18,9 +18,9 @@ from megatune.plan.memory.estimate import beyond_tensors
 from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.pages.words import (
     GIB,
-    MEMORY_WORDS,
-    SHORT_MEMORY_WORDS,
-    TIME_WORDS,
+    MEMORY_NAMES,
+    SHORT_MEMORY_NAMES,
+    TIME_NAMES,
     Unit,
     bytes_unit,
     columns,
@@ -133,8 +133,8 @@ def memory_lines(estimate: Estimate, lead: str = "") -> Iterator[Item]:
 
     layers, total = [f"{stage.num_layers}" for stage in stages], [unit.of(stage.total) for stage in stages]
     head = [["", *(f"stage {stage.stage}" for stage in stages)]] if len(stages) > 1 else []
-    named = [[MEMORY_WORDS[part], *held(part)] for part in parts]
-    names = ["stage", "layers", *(SHORT_MEMORY_WORDS[part] for part in parts), "total"]
+    named = [[MEMORY_NAMES[part], *held(part)] for part in parts]
+    names = ["stage", "layers", *(SHORT_MEMORY_NAMES[part] for part in parts), "total"]
     by_stage = [(f"{stage.stage}" for stage in stages), layers, *map(held, parts), total]
     turned = [names, *zip(*by_stage, strict=True)]
     yield Table([*head, ["layers", *layers], *named, ["total", *total]], instead=[Table(turned)])
@@ -162,7 +162,7 @@ def time_lines(estimate: Estimate, whole: tuple[float, str] | None = None) -> It
     # Two of three published measurements of such models are within this factor.
     time, factor = estimate.time, 1 + estimate.time.uncertainty
     yield f"Time of a step, {seconds_unit(time.total).name}, slowest stage, communication not overlapped with compute"
-    parts = ((TIME_WORDS[part], getattr(time, part)) for part in TIME_PARTS)
+    parts = ((TIME_NAMES[part], getattr(time, part)) for part in TIME_PARTS)
     yield time_table((part for part in parts if part[1]), time.total, factor)
     rate = f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_gpu:,.0f} a device"
     yield f"{rate}; {time.model_tflops:,.4g} TFLOP/s a device, MFU {time.mfu:.1%}"
@@ -275,11 +275,11 @@ def comparison_lines(mine: Estimate, better: Estimate) -> Iterator[Item]:
     for part in (*TIME_PARTS, "total"):
         first, second = getattr(mine.time, part), getattr(better.time, part)
         if first or second:
-            rows.append(_row(TIME_WORDS.get(part, "step"), unit, first, second))
+            rows.append(_row(TIME_NAMES.get(part, "step"), unit, first, second))
     for part in (*MEMORY_PARTS, "total"):
         first, second = getattr(mine.fullest, part), getattr(better.fullest, part)
         if abs(second - first) >= 0.1 * memory.size or part == "total":
-            rows.append(_row(MEMORY_WORDS.get(part, "fullest rank"), memory, first, second))
+            rows.append(_row(MEMORY_NAMES.get(part, "fullest rank"), memory, first, second))
     yield Table(rows)
 
 

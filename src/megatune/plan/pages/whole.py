@@ -180,15 +180,15 @@ def _lossy(found: Answer) -> Iterator[Item]:
 
 def _enough(found: Answer) -> Iterator[Item]:
     """List what would fit: more devices, or settings that need less memory."""
-    if (enough := found.enough) is not None:
+    if (enough := found.on_more_devices) is not None:
         case, held = enough.case, size(enough.fullest.total)
         layout = f"as {describe_layout(case)}, recompute {describe_recompute(case.settings.recompute)}, {held} each"
         layout += " (tight)" if enough.is_tight else ""
         yield f"{case.world_size:,} devices are enough, {layout}: --gpus {case.world_size} finds the best layout."
-    for changes, best in found.less:
+    for changes, best in found.with_less_memory:
         does = "fits, but is tight" if best.is_tight else "fits"
         yield f"  {written(changes)} {does}: {describe_layout(best.case)}, {size(best.fullest.total)}"
-    if found.enough is None and not found.less:
+    if found.on_more_devices is None and not found.with_less_memory:
         yield "Nor does it fit on 16 times as many devices, with the optimizer on the host, adapters or shorter rows."
 
 
@@ -238,7 +238,7 @@ def standing_notes(case: Case) -> Iterator[str]:
             copies = sum(checkpoint_bytes(settings, case.model.architecture))
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     if machine.calibration.framework or not device.on_cpu:
-        yield _beyond_words(case)
+        yield _describe_beyond_tensors(case)
     if pictures := describe_media(case):
         yield f"{pictures} (--image_tokens)"
     if (moe := case.model.architecture.moe) is not None:
@@ -260,7 +260,7 @@ def standing_notes(case: Case) -> Iterator[str]:
         yield "efficiencies are typical of this device, not measured on yours; megatune plan --calibrate RUN fits them"
 
 
-def _beyond_words(case: Case) -> str:
+def _describe_beyond_tensors(case: Case) -> str:
     if case.machine.calibration.framework:
         runs = counted(case.machine.calibration.num_runs, "run")
         return f"memory beyond tensors was measured in {runs} on this device"
@@ -349,13 +349,13 @@ def document(found: Answer, top: int) -> str:
             }
             for fix in found.fixes
         ],
-        "enough": None if found.enough is None else _planned(found.enough),
+        "enough": None if found.on_more_devices is None else _planned(found.on_more_devices),
         "better": found.is_better,
         "recommended": None if found.recommended is None else _planned(found.recommended),
         "priced": [
             {"name": name, "changes": dict(LOSSY[name]), "plan": _planned(best)} for name, best in found.lossy.items()
         ],
-        "less": [{"changes": dict(changes), "plan": _planned(best)} for changes, best in found.less],
+        "less": [{"changes": dict(changes), "plan": _planned(best)} for changes, best in found.with_less_memory],
         "search": {
             "num_considered": result.num_considered,
             "num_equal": result.num_equal,

@@ -32,9 +32,9 @@ _PARTS = {
     "expert_imbalance": ("expert imbalance", "uneven"),
     "framework": ("framework", "frame"),
 }
-MEMORY_WORDS = {part: words for part, (words, _) in _PARTS.items()}
-SHORT_MEMORY_WORDS = {part: word for part, (_, word) in _PARTS.items()}
-TIME_WORDS = {
+MEMORY_NAMES = {part: words for part, (words, _) in _PARTS.items()}
+SHORT_MEMORY_NAMES = {part: word for part, (_, word) in _PARTS.items()}
+TIME_NAMES = {
     "compute": "computing",
     "recompute": "recomputing",
     "tensor_parallel": "tensor parallel",
@@ -153,13 +153,13 @@ def parts(stage: StageMemory) -> str:
     unit = bytes_unit(stage.total)
     sizes = {part: getattr(stage, part) for part in MEMORY_PARTS}
     seen = {part: held for part, held in sizes.items() if held >= 0.01 * stage.total}
-    return ", ".join(f"{MEMORY_WORDS[part]} {unit.of(held)}" for part, held in seen.items())
+    return ", ".join(f"{MEMORY_NAMES[part]} {unit.of(held)}" for part, held in seen.items())
 
 
 def largest_part(stage: StageMemory) -> tuple[str, int]:
     """Return the name and the bytes of the largest part of a stage's memory."""
     part = max(MEMORY_PARTS, key=lambda part: getattr(stage, part))
-    return MEMORY_WORDS[part], getattr(stage, part)
+    return MEMORY_NAMES[part], getattr(stage, part)
 
 
 _MODULES = {

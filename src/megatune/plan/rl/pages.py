@@ -176,7 +176,7 @@ def _time(found: RLAnswer) -> Iterator[Item]:
     rate = f"{found.tokens_per_second:,.0f} tokens/s, {_rate(found):,.0f} a device"
     steps = found.question.settings.run.max_steps
     yield f"{rate}; {steps:,} steps take {duration(steps * whole)}"
-    yield _rollout_words(found)
+    yield _describe_rollouts(found)
     if time.overlaps:
         rollout, trainer = 1 - time.rollout_side / whole, 1 - time.trainer_side / whole
         yield f"Idle: devices of the rollouts {rollout:.0%} of a step, the others {trainer:.0%}."
@@ -187,7 +187,7 @@ def _rate(found: RLAnswer) -> float:
     return found.tokens_per_second / found.question.world_size
 
 
-def _rollout_words(found: RLAnswer) -> str:
+def _describe_rollouts(found: RLAnswer) -> str:
     rollout, infer, engine = found.seconds.rollout, found.question.settings.actor_infer, found.engine
     text = f"Rollouts: each of {counted(infer.num_engines, 'engine')} samples {rollout.at_once:.0f} sequences at once"
     text += f" (its cache holds {engine.cached_tokens:,} tokens), {seconds(rollout.busy_step)} for a token of each"

@@ -116,12 +116,12 @@ def preflight(
         messages = []
     else:
         messages = warnings_of(planned) if planned.fits else [allowed(planned, loaded.phrased)]
-    messages += idle_words(planned, idle_gpus) if planned.fits else ()
+    messages += describe_idle_gpus(planned, idle_gpus) if planned.fits else ()
     lines = (*lines, *(f"warning    {loaded.advice(each)}" for each in messages))
     return Preflight(settings=settings, architecture=architecture, origins=loaded.origins, planned=planned, lines=lines)
 
 
-def idle_words(planned: Estimate, idle_gpus: int) -> Iterator[str]:
+def describe_idle_gpus(planned: Estimate, idle_gpus: int) -> Iterator[str]:
     """Yield a line on GPUs of this machine that the run does not use."""
     if idle_gpus and not planned.case.machine.device.on_cpu:
         yield (

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.fixes import Fix, savings, speedups
 from megatune.plan.memory.stage import StageMemory
-from megatune.plan.pages.words import TIME_WORDS, describe_row_length, parts, percent, size
+from megatune.plan.pages.words import TIME_NAMES, describe_row_length, parts, percent, size
 from megatune.plan.run.record import (
     PLAN_NAME,
     RankMemory,
@@ -174,7 +174,7 @@ def _pace(folder: Path, record: RunRecord) -> Iterator[str]:
     shares = {part: getattr(planned.time, part) / planned.time.total for part in TIME_PARTS}
     listed = sorted(((share, part) for part, share in shares.items() if share >= 0.01), reverse=True)
     yield f"slow       {ratio:.1f} times what was planned, which is ±{percent(planned.time.uncertainty)}"
-    yield f"planned    {', '.join(f'{TIME_WORDS[part]} {percent(share)}' for share, part in listed)}"
+    yield f"planned    {', '.join(f'{TIME_NAMES[part]} {percent(share)}' for share, part in listed)}"
     if not planned.case.machine.calibration.of_time:
         fits = f"`megatune plan --calibrate {folder}` fits the planner to this machine"
         yield f"           {fits}; a difference that remains has a cause in the run"

@@ -323,7 +323,7 @@ class _Drafting:
         return steps * best.time.total, f"{counted(steps, 'step')}, {passes}"
 
     def _too_large(self, found: Answer) -> WrongAnswersError:
-        case, enough = found.question.case, found.enough
+        case, enough = found.question.case, found.on_more_devices
         what = f"{self.answers.model} does not fit {describe_machine(case.machine, case.world_size)}"
         fix = "name a smaller model, or other machines: --gpus N --gpu KIND"
         if enough is not None:
