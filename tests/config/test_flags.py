@@ -15,7 +15,7 @@ def test_words_belong_to_the_flag_before_them() -> None:
     )
     assert (before.key, before.values) == ("", ["model"])
     assert (long.word, long.key, long.text, long.values) == ("--max-length", "max_length", None, ["8", "9"])
-    assert (text.word, text.key, text.text, text.behind, text.values) == (
+    assert (text.word, text.key, text.text, text.words, text.values) == (
         "--system",
         "system",
         "a=b",

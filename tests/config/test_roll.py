@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_of_model import SPARSE
+from test_model_defaults import SPARSE
 
 from megatune.cli.main import main
 from megatune.config.dialects.roll import ReadRL, read_roll, run_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_of_model import DENSE, SPARSE
+from test_model_defaults import DENSE, SPARSE
 from test_roll import SMALL
 
 from megatune.architecture import Architecture

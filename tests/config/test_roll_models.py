@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_of_model import SPARSE
+from test_model_defaults import SPARSE
 from test_roll import SMALL
 
 from megatune.architecture import DeltaNet

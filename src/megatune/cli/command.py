@@ -120,7 +120,7 @@ class Command(Generic[G]):
         for flag in split_flags(("--config_file" if word == "-c" else word for word in words), self._takes_text):
             meant = match_flags(flag.key, names) if self.abbreviates else []
             key = meant[0] if len(meant) == 1 else flag.key
-            positive, behind = key.removeprefix("no_"), flag.behind
+            positive, behind = key.removeprefix("no_"), flag.words
             negated = self.table.find(positive) if key != positive else None
             if key in _FILE_FLAGS and key not in names:
                 behind = self._file_named_by(flag, words)

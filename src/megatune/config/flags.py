@@ -18,11 +18,11 @@ class ParsedFlag(NamedTuple):
 
     Attributes:
         typed: the flag as it was typed; "" for words before the first flag.
-        behind: the words up to the next flag.
+        words: the words up to the next flag.
     """
 
     typed: str
-    behind: list[str]
+    words: list[str]
 
     @property
     def word(self) -> str:
@@ -43,7 +43,7 @@ class ParsedFlag(NamedTuple):
     @property
     def values(self) -> list[str]:
         """The text after =, if there is one, and the words after the flag."""
-        return self.behind if self.text is None else [self.text, *self.behind]
+        return self.words if self.text is None else [self.text, *self.words]
 
 
 def is_flag(word: str) -> bool:
@@ -64,7 +64,7 @@ def split_flags(words: Iterable[str], takes_text: Callable[[str], bool]) -> list
             grouped.append(ParsedFlag(word, []))
         else:
             grouped = grouped or [ParsedFlag("", [])]
-            grouped[-1].behind.append(word)
+            grouped[-1].words.append(word)
     return grouped
 
 
@@ -108,14 +108,14 @@ class Arguments:
         The value ends before an override, and for a boolean or unknown flag also before a settings file. A word with =
         is an override if its key is that of a setting: `--default_system a=b` is a flag with its value.
         """
-        count = 0 if flag.text is not None else len(flag.behind)
-        for at, word in enumerate(flag.behind[:count]):
+        count = 0 if flag.text is not None else len(flag.words)
+        for at, word in enumerate(flag.words[:count]):
             key, equals, _ = word.partition("=")
             if (equals and is_key(key)) or (word.endswith(SETTINGS_FILES) and not takes_text(flag.key)):
                 count = at
                 break
-        self.flags += [flag.typed, *flag.behind[:count]]
-        return flag.behind[count:]
+        self.flags += [flag.typed, *flag.words[:count]]
+        return flag.words[count:]
 
     def place(self, words: Iterable[str]) -> None:
         """Store words that are not the value of a flag.
@@ -143,7 +143,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
     """
     found = Arguments()
     for flag in split_flags(arguments, takes_text):
-        found.place(found.take(flag) if flag.typed else flag.behind)
+        found.place(found.take(flag) if flag.typed else flag.words)
     return found
 
 
@@ -187,7 +187,7 @@ def read_flags(flags: Sequence[str]) -> tuple[list[SettingEntry], list[Finding]]
     for flag in split_flags(flags, takes_text):
         value = parse_words(flag.values)
         if not flag.key:
-            what = f"{flag.typed or flag.behind[0]!r} is not a flag"
+            what = f"{flag.typed or flag.words[0]!r} is not a flag"
             findings.append(Finding(what, fix="write --key value, or --key=value"))
         elif value is not None:
             entries.append(SettingEntry(flag.key, value, flag.word, "flag"))

@@ -112,19 +112,19 @@ class Options(Generic[G]):
         option = self.find(key)
         if option is None:  # ignored or refused
             return parse(" ".join(flag.values) or "true"), []
-        (info, typed), behind = option, flag.behind
-        if flag.text is not None or not behind:
+        (info, typed), following = option, flag.words
+        if flag.text is not None or not following:
             count = 0
         elif list in info.kinds and not typed.repeats and key in self.own:
-            count = len(behind)
+            count = len(following)
         else:  # a word that cannot be its value is a model or a file
-            is_other = info.kinds == {bool} and behind[0].lower() not in TRUTH
-            count = 0 if is_other or (typed.bare is not None and "=" in behind[0]) else 1
-        words = [*([] if flag.text is None else [flag.text]), *behind[:count]]
+            is_other = info.kinds == {bool} and following[0].lower() not in TRUTH
+            count = 0 if is_other or (typed.bare is not None and "=" in following[0]) else 1
+        words = [*([] if flag.text is None else [flag.text]), *following[:count]]
         if not words and typed.bare is not None:
             words = [typed.bare]
         kind = list if list in info.kinds else next(iter(info.kinds)) if len(info.kinds) == 1 else object
-        return parse_words(words, kind), behind[count:]
+        return parse_words(words, kind), following[count:]
 
     def build(self, written: Iterable[SettingEntry], builder: Builder) -> tuple[G, list[SettingEntry]]:
         """Build the group from entries; return it with the entries of options, by their own names."""

@@ -78,9 +78,9 @@ def experts(context: Context) -> Iterator[Problem]:
     architecture, finetuning = _of_adapters(context)
     if architecture is None or not (finetuning.lora_dropout or finetuning.use_dora):
         return
-    beside = adapters(architecture, finetuning)
+    adapted = adapters(architecture, finetuning)
     found = list(matrices(architecture))
-    if not any(weight.per_expert and weight.engine in beside for weight, _ in found):
+    if not any(weight.per_expert and weight.engine in adapted for weight, _ in found):
         return
     others = dict.fromkeys(_leaf(tensor) for _, tensor in found if ".self_attn." in tensor.name)
     instead = f"write `{_TARGET}: {','.join(others)}`"
@@ -112,9 +112,9 @@ def parts(context: Context) -> Iterator[Problem]:
     architecture, finetuning = _of_adapters(context)
     if architecture is None or architecture.vision is None or finetuning.continues_adapter:
         return
-    beside = adapters(architecture, finetuning)
+    adapted = adapters(architecture, finetuning)
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    having = {weight.stack for weight in weights if weight.engine in beside}
+    having = {weight.stack for weight in weights if weight.engine in adapted}
     for stack in {weight.stack: None for weight in weights if weight.stack in _PARTS}:
         switch = FREEZE_SETTINGS[stack]
         if stack in having or getattr(finetuning, switch) is not False:
@@ -159,18 +159,18 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         why = f"it matches {some} only; an adapter must be in all layers that have the matrix"
         return Problem((_TARGET,), what, why, r"write \d+ instead of the layers' numbers")
     leaf = target.rpartition(".")[2]
-    beside = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
+    matching = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
     if target in (module_of(OUTPUT_LAYER), module_of(EMBEDDING)):
         why = "adapters of the output layer and of word embeddings are not supported"
         fix = f"write `{_WHOLE}: {target}`, which trains it fully"
         return Problem((_TARGET,), what, why, f"remove {target}" if architecture.tie_word_embeddings else fix)
-    if beside and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in beside):
-        is_router = beside[0].engine.endswith("router.weight")
+    if matching and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in matching):
+        is_router = matching[0].engine.endswith("router.weight")
         why = f"adapters of {leaf}, the gate of shared experts, are not supported"
         if is_router:
             why = "the router is not a linear layer in Transformers, so it has no adapter"
         return Problem((_TARGET,), what, why, f"remove {target}")
-    if beside:
+    if matching:
         whole = leaf in modules(architecture, per_layer=False)
         fix = f"write `{_WHOLE}: {leaf}`, which trains it fully" if whole else f"remove {target}"
         return Problem((_TARGET,), what, f"{leaf} is not a matrix, so it has no adapter", fix)
