@@ -245,7 +245,7 @@ class AlgorithmSettings(Group):
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """How the losses of tokens are aggregated.
     How: Every denominator is that of the whole global batch, so results do not depend on layout and micro-batches.
-    Masked tokens count neither in sums nor in denominators; in ROLL's token-mean they do.
+    Masked tokens count neither in sums nor in denominators; in ROLL's token-mean they count in the sum.
     When: token-mean (DAPO) if long responses should have more weight, the default if responses should have equal
     weight.
     - token-mean: the sum over tokens divided by their number
