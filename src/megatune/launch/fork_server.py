@@ -148,7 +148,7 @@ class _SupervisorWatch:
     def _report(self) -> None:
         what = f"megatune: process {self._supervisor}, which watches the run, is stopped; the run continues"
         with contextlib.suppress(OSError):
-            os.write(self._terminal, f"\n{what}; `fg`, or `kill -CONT {self._supervisor}`, comes back to it\n".encode())
+            os.write(self._terminal, f"\n{what}; `fg` or `kill -CONT {self._supervisor}` continues it\n".encode())
 
 
 def _reap(ranks: dict[int, int], events: int, watch: _SupervisorWatch) -> None:

@@ -37,14 +37,14 @@ _WRAPPERS = re.compile(r"(engine/collectives|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 SIGNAL_REASONS: dict[int, str] = {
-    signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` shows which",
+    signal.SIGKILL: "the kernel's out-of-memory killer, or `kill -9`; `dmesg` shows which",
     signal.SIGSEGV: "native code crashed",
-    signal.SIGBUS: "a mapped file was cut short, or /dev/shm or a disk is full",
-    signal.SIGABRT: "native code gave up; after a collective operation timed out, NCCL's watchdog does",
-    signal.SIGILL: "a library was built for another processor",
+    signal.SIGBUS: "a mapped file was truncated, or /dev/shm or a disk is full",
+    signal.SIGABRT: "native code aborted, as NCCL's watchdog does after a collective operation has timed out",
+    signal.SIGILL: "a library was built for another type of CPU",
     signal.SIGFPE: "native code divided by zero",
 }
-_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
+_NO_LOCAL_CAUSE = "no rank of this machine failed before it; see the other machines' reports"
 RESUME_HINT = "start again to resume from the last checkpoint"
 OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
@@ -104,7 +104,7 @@ def failed_outcome(
         mismatch: the collective operation in which ranks differ, if any.
     """
     if failure is not None:
-        lost = mismatch.text if mismatch is not None and failure.kind is Kind.COLLECTIVE else _NOT_HERE
+        lost = mismatch.text if mismatch is not None and failure.kind is Kind.COLLECTIVE else _NO_LOCAL_CAUSE
         return raised_outcome(run_dir, failure, culprit.rank, lost=lost)
     exit_code = ExitCode.PROCESS_DIED
     why = SIGNAL_REASONS.get(culprit.signal or 0, "")
@@ -124,7 +124,7 @@ def failed_outcome(
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
-def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NOT_HERE) -> Outcome:
+def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NO_LOCAL_CAUSE) -> Outcome:
     """Return the outcome of a run whose first cause is an exception; `rank` is None if no rank was started yet.
 
     Args:

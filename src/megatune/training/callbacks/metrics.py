@@ -220,7 +220,7 @@ class Prediction(Callback):
             print("\n".join(lines), flush=True)
         with contextlib.suppress(MegatuneError):  # nothing was measured, or the user's folder is not writable
             if summary.outcome == "finished" and (path := keep_first(self._output_dir)):
-                say(f"plan       later plans on this device take memory beyond tensors from this run: {path}")
+                say(f"plan       later plans on this device use the memory beyond tensors of this run: {path}")
 
     def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))
