@@ -81,13 +81,15 @@ class _Ours:
     """The engine as the training loop calls it, with the reference computed before."""
 
     def __init__(self, case: PairCase, options: Mapping[str, Any]) -> None:
-        from megatune.objectives.pair_losses import Shape
+        from megatune.objectives.pair_losses import PairLossOptions
         from megatune.objectives.preference import Preference
         from training.ours import Megatune
         from training.timeline import Timeline
 
         self._case, self._packing = case, bool(options.get("packing"))
-        self._engine = Megatune(case, options, Timeline(), objective=Preference({"sigmoid": 1.0}, Shape(beta=BETA)))
+        self._engine = Megatune(
+            case, options, Timeline(), objective=Preference({"sigmoid": 1.0}, PairLossOptions(beta=BETA))
+        )
 
     def serve(self, pipe: Connection) -> None:
         from training.live import kept_bytes

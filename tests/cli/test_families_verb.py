@@ -11,7 +11,7 @@ import pytest
 from megatune.cli.main import main
 from megatune.families import FAMILIES
 from megatune.families.evidence import MEASURED, evidence_of
-from megatune.verify.numbers import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, LOSS_TOLERANCE
+from megatune.verify.results import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, LOSS_TOLERANCE
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from parity_table import DOCUMENT, summary

@@ -104,10 +104,10 @@ def test_import_needs_no_torch():
 
 def test_losses_of_pairs():
     """They are named apart from what computes them, which needs torch."""
-    from megatune.objectives.pair_losses import SEPARABLE, WITHOUT_REFERENCE
+    from megatune.objectives.pair_losses import PAIR_LOSSES, WITHOUT_REFERENCE
 
     names = all_settings()["preference.pref_loss"].choices
-    assert {*SEPARABLE} == set(names)
+    assert {*PAIR_LOSSES} == set(names)
     preference = Settings.model_validate({"preference": {"pref_loss": ["simpo", "sigmoid"]}}).preference
     assert preference.losses == {"simpo": 1.0, "sigmoid": 1.0}
     assert preference.has_reference

@@ -484,7 +484,7 @@ def test_the_producer_ends_with_the_process_that_started_it(datasets: list[str],
 
 def test_a_producer_that_is_too_slow_is_named_with_what_it_does(datasets: list[str], tmp_path: Path) -> None:
     folder = request(tmp_path, datasets).folder
-    folder.say("it was filling block 3")
+    folder.set_activity("it was filling block 3")
     with pytest.raises(MegatuneError, match="the next block of rows has not arrived") as slowness:
         StreamedSteps(folder, 4, is_packed=False, limit=0.1).lengths(0)
     assert "it was filling block 3" in str(slowness.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.verify.numbers import GRADIENT_TOLERANCE
 from megatune.verify.reference import compute_reference, load_reference_model
+from megatune.verify.results import GRADIENT_TOLERANCE
 from megatune.verify.samples import random_samples
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatune.config.groups.parallel import ExpertSettings
 
-TOLERANCE = 1e-5  # relative L2, of gradients; see megatune.verify.numbers
+TOLERANCE = 1e-5  # relative L2, of gradients; see megatune.verify.results
 
 _SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _EP = {"expert_model_parallel_size": 2}

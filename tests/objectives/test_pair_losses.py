@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from megatune.objectives.pair_losses import (
-    SEPARABLE,
+    PAIR_LOSSES,
     WITHOUT_REFERENCE,
+    PairLossOptions,
     Pairs,
-    Shape,
     log_odds,
     negative_log_likelihood,
 )
 from megatune.objectives.preference import Preference
 
 NUM_PAIRS = 9
-SHAPE = Shape(beta=0.3, smoothing=0.1, gamma=0.6, tau=0.05, reward_shift=0.17)
+OPTIONS = PairLossOptions(beta=0.3, smoothing=0.1, gamma=0.6, tau=0.05, reward_shift=0.17)
 BOUND = 1e-12  # of fp64
 
 
@@ -57,7 +57,7 @@ def log_s(x: float) -> float:
     return math.log(s(x))
 
 
-B, E, G, T, SHIFT = SHAPE.beta, SHAPE.smoothing, SHAPE.gamma, SHAPE.tau, SHAPE.reward_shift
+B, E, G, T, SHIFT = OPTIONS.beta, OPTIONS.smoothing, OPTIONS.gamma, OPTIONS.tau, OPTIONS.reward_shift
 
 
 def cdpo(x: float) -> float:
@@ -92,14 +92,14 @@ EQUATIONS: dict[str, Callable[[Pair], float]] = {
 
 
 def test_every_loss_has_an_equation():
-    assert EQUATIONS.keys() == SEPARABLE.keys()
-    assert set(WITHOUT_REFERENCE) < SEPARABLE.keys()
+    assert EQUATIONS.keys() == PAIR_LOSSES.keys()
+    assert set(WITHOUT_REFERENCE) < PAIR_LOSSES.keys()
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_losses_are_their_papers(name):
     pairs = random_pairs()
-    found = SEPARABLE[name](pairs, SHAPE)
+    found = PAIR_LOSSES[name](pairs, OPTIONS)
     expected = [EQUATIONS[name](Pair(pairs, index)) for index in range(NUM_PAIRS)]
     assert found.tolist() == pytest.approx(expected, rel=BOUND, abs=BOUND)
 
@@ -107,17 +107,17 @@ def test_losses_are_their_papers(name):
 def test_likelihood_is_a_mean_over_tokens_of_equal_weight():
     pairs = random_pairs()
     expected = [-Pair(pairs, index).likelihood / Pair(pairs, index).n_c for index in range(NUM_PAIRS)]
-    assert negative_log_likelihood(pairs, SHAPE).tolist() == pytest.approx(expected, rel=BOUND)
+    assert negative_log_likelihood(pairs, OPTIONS).tolist() == pytest.approx(expected, rel=BOUND)
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_gradients_are_finite_where_answers_are_far_from_the_reference(name):
     """Also in fp32, as engines compute: 10 000 tokens that became likely, or unlikely; or certain."""
     far = torch.tensor([-1e4, -1e2, -1e-3, 0.0])
     chosen, rejected = far.clone().requires_grad_(), far.flip(0).clone().requires_grad_()
     tokens = torch.full((4,), 100.0)
     pairs = Pairs(chosen, rejected, far.flip(0), far, tokens, tokens, chosen)
-    loss = SEPARABLE[name](pairs, replace(SHAPE, beta=0.1))
+    loss = PAIR_LOSSES[name](pairs, replace(OPTIONS, beta=0.1))
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert torch.isfinite(chosen.grad).all()
@@ -140,7 +140,7 @@ def test_the_running_reward_of_bco_is_part_of_the_state():
     for pairs, chosen, rejected in ((4.0, 0.5, -0.1), (2.0, 1.0, 0.0)):
         metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected}
         objective.after_step(SimpleNamespace(normalizer=pairs, metrics=metrics))
-    assert objective.shape.reward_shift == pytest.approx((4 * 0.2 + 2 * 0.5) / 6)
+    assert objective.options.reward_shift == pytest.approx((4 * 0.2 + 2 * 0.5) / 6)
     resumed = Preference({"bco_pair": 1.0, "sigmoid": 1.0})
     resumed.load_state_dict(objective.state_dict())
     assert resumed == objective

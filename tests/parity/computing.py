@@ -13,7 +13,7 @@ from megatune.bridge.assemble import assemble
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.verify.measure import measure
-from megatune.verify.numbers import Difference, Errors, Numbers, compare, judge
+from megatune.verify.results import Difference, Errors, Results, check_errors, compare
 from megatune.verify.samples import Sample
 
 # Uneven: micro-batches and data-parallel ranks hold different numbers of trained tokens, and rows hold padding.
@@ -35,13 +35,13 @@ def differences(
     model: Path,
     layout: Layout,
     samples: list[Sample],
-    truth: Numbers,
+    truth: Results,
     folder: Path,
     micro_batch_size: int = 1,
 ) -> list[Difference]:
     """The layout's errors in fp32: logits, loss, the whole gradient, then each parameter's."""
     pool.run(layout.world_size, measure_in_layout, model, layout.settings(), samples, folder, micro_batch_size)
-    return judge(compare(Numbers(folder), truth))
+    return check_errors(compare(Results(folder), truth))
 
 
 def failures(found: list[Difference]) -> list[str]:

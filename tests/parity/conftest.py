@@ -10,19 +10,19 @@ import torch
 from parity_table import ParityTable
 from safetensors.torch import load_file, save_file
 
-from megatune.verify.numbers import Numbers
 from megatune.verify.reference import write_reference
+from megatune.verify.results import Results
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
-WriteReference = Callable[..., Numbers]
+WriteReference = Callable[..., Results]
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> WriteReference:
     """Transformers' numbers, computed once for each checkpoint, tokens and dtype; those in fp64 are rounded to fp32."""
-    made: dict[object, Numbers] = {}
+    made: dict[object, Results] = {}
 
-    def make(model: Path, samples: Sequence[Sample], weights: str = "float32", dtype: str = "float32") -> Numbers:
+    def make(model: Path, samples: Sequence[Sample], weights: str = "float32", dtype: str = "float32") -> Results:
         key = (model, tuple(samples), weights, dtype)
         if key not in made:
             folder = tmp_path_factory.mktemp("reference")
@@ -36,7 +36,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> WriteReference:
             )
             for path in folder.glob("*.safetensors") if dtype == "float64" else ():
                 save_file({name: tensor.float() for name, tensor in load_file(path).items()}, path)
-            made[key] = Numbers(folder)
+            made[key] = Results(folder)
         return made[key]
 
     return make

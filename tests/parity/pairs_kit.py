@@ -30,7 +30,7 @@ from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards
 from megatune.families.weights import Segment
 from megatune.objectives.kto import KTO
-from megatune.objectives.pair_losses import SEPARABLE, Pairs
+from megatune.objectives.pair_losses import PAIR_LOSSES, Pairs
 from megatune.objectives.preference import REFERENCE, Preference, Reward
 from megatune.training.reference import step_log_probs
 from megatune.verify.measure import _document, _RandomPixels
@@ -232,10 +232,10 @@ def expect(
         sums = torch.stack(parts).view(-1, 2)
     of_reference = torch.tensor(reference).view(-1, 2)
     columns = torch.cat((sums, of_reference, lengths, whole[:, :1]), 1).unbind(1)
-    found, shape = Pairs(*columns), objective.shape
+    found, options = Pairs(*columns), objective.options
     loss = objective.likelihood * -(whole / lengths)[:, 0].mean()
     for name, weight in objective.losses.items():
-        loss = loss + weight * SEPARABLE[name](found, shape).mean()
+        loss = loss + weight * PAIR_LOSSES[name](found, options).mean()
     loss.backward()
     gradients = gradients_of(model, adapter)
     return Expected(loss.item(), _metrics(objective, sums.detach(), of_reference, lengths), gradients)
@@ -250,7 +250,7 @@ def gradients_of(model: Any, adapter: AppliedAdapter | None) -> dict[str, Tensor
 
 
 def _metrics(objective: Preference, sums: Tensor, reference: Tensor, lengths: Tensor) -> dict[str, float]:
-    rewards = objective.shape.beta * (sums - reference if objective.has_reference else sums / lengths)
+    rewards = objective.options.beta * (sums - reference if objective.has_reference else sums / lengths)
     (chosen, rejected), log_probs = rewards.mean(0).tolist(), sums.mean(0).tolist()
     return {
         "rewards/chosen": chosen,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.families.evidence import MEASURED
-from megatune.verify.numbers import (
+from megatune.verify.results import (
     GRADIENT_TOLERANCE,
     LOGITS_TOLERANCE,
     LOSS_TOLERANCE,

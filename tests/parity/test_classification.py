@@ -28,7 +28,7 @@ from megatune.engine import groups, step
 from megatune.engine.layers import cross_entropy
 from megatune.engine.optimizer import main_shards
 from megatune.families import load_architecture
-from megatune.objectives.choose import objective_of
+from megatune.objectives.choose import make_objective
 from megatune.objectives.classification import Classification
 from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.measure import _document
@@ -114,7 +114,7 @@ def shard_rows(case: Case, assembly: Assembly) -> list[Batch]:
 def compute(case: Case, folder: Path) -> tuple[float, dict[str, float]]:
     """On every rank: loss and metrics; gradients are written."""
     assembly = assemble(case.model, case.settings)
-    totals = step.forward_backward(assembly.model, shard_rows(case, assembly), objective_of(case.settings))
+    totals = step.forward_backward(assembly.model, shard_rows(case, assembly), make_objective(case.settings))
     shards = main_shards(assembly.optimizer)
     save_gradients(folder, assembly.parameters, shards, assembly.architecture, assembly.coords)
     groups.barrier()

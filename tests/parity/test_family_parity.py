@@ -8,7 +8,7 @@ from computing import LENGTHS, MORE_LENGTHS, differences, failures, measure_in_l
 from layouts import EXPERT_LAYOUTS, LAYOUTS, MORE_EXPERT_LAYOUTS, MORE_LAYOUTS, SEQUENCE_LAYOUTS
 from mxfp4_kit import as_published
 
-from megatune.verify.numbers import Numbers, compare, judge
+from megatune.verify.results import Results, check_errors, compare
 from megatune.verify.samples import random_samples
 
 TWO_ROWS = LENGTHS[2:]  # layouts are proved with other families, in more micro-batches
@@ -131,8 +131,8 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
         folder.mkdir()
         pool.run(ALL[layout].world_size, measure_in_layout, model, settings, samples, folder)
         truth = reference(model, samples, "bfloat16")
-        ours.append(compare(Numbers(folder), truth, experts_together=True))
+        ours.append(compare(Results(folder), truth, experts_together=True))
         stock.append(compare(reference(model, samples, "bfloat16", "bfloat16"), truth, experts_together=True))
-    found = judge(together(ours), together(stock))
+    found = check_errors(together(ours), together(stock))
     assert not failures(found)
     table.add_sixteen_bits("gpt_oss, all experts", layout, found)

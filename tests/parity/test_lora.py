@@ -33,8 +33,8 @@ from megatune.engine.optimizer import step
 from megatune.families import load_architecture
 from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.measure import measure_loss
-from megatune.verify.numbers import WHOLE_GRADIENT, Numbers, compare, judge
 from megatune.verify.reference import compute_reference, load_reference_model, write_reference
+from megatune.verify.results import WHOLE_GRADIENT, Results, check_errors, compare
 from megatune.verify.samples import Sample, random_samples
 
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 6}
@@ -145,17 +145,17 @@ def samples_of(model: Path, lengths: Sequence[int] = LENGTHS[2:]) -> list[Sample
 
 
 @pytest.fixture(scope="module")
-def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path, Numbers]]:
+def adapted(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path, Results]]:
     """A checkpoint, an adapter of it, and what peft computes of both; made once."""
-    made: dict[tuple[str, bool, str], tuple[Path, Path, Numbers]] = {}
+    made: dict[tuple[str, bool, str], tuple[Path, Path, Results]] = {}
 
-    def make(family: str, tied: bool, kind: str) -> tuple[Path, Path, Numbers]:
+    def make(family: str, tied: bool, kind: str) -> tuple[Path, Path, Results]:
         if (key := (family, tied, kind)) not in made:
             sizes = {"num_hidden_layers": NUM_LAYERS} if family.endswith(("vl", "mistral3", "gemma3")) else {}
             model, folder = model_dir(family, tied=tied, **sizes), tmp_path_factory.mktemp("adapter")
             write_random_adapter(folder, model, load_architecture(model), finetuning(kind, folder), seed=8)
             write_reference(model, samples_of(model), folder / "numbers", adapters=[str(folder)])
-            made[key] = model, folder, Numbers(folder / "numbers")
+            made[key] = model, folder, Results(folder / "numbers")
         return made[key]
 
     return make
@@ -199,7 +199,7 @@ def test_adapters_agree(
     chosen, selection = EVERY[layout], finetuning(kind, folder)
     settings = chosen.settings().model_copy(update={"finetuning": selection})
     pool.run(chosen.world_size, measure_in_layout, model, settings, samples_of(model), tmp_path)
-    found = judge(compare(Numbers(tmp_path), truth))
+    found = check_errors(compare(Results(tmp_path), truth))
     # Every tensor that is trained has a gradient, and on both sides the same ones do.
     names = {one.name for one in found}
     assert sum(".lora_A." in name for name in names) == sum(".lora_B." in name for name in names) > 0
@@ -212,7 +212,7 @@ def test_one_a_for_a_fused_layer_is_seen(pool: Any, adapted: Any, tmp_path: Path
     model, folder, truth = adapted("qwen2", True, "LoRA")
     settings = LAYOUTS["1"].settings().model_copy(update={"finetuning": finetuning("LoRA", folder)})
     pool.run(1, measure_with_one_a, model, settings, samples_of(model), tmp_path)
-    found = judge(compare(Numbers(tmp_path), truth))
+    found = check_errors(compare(Results(tmp_path), truth))
     wrong = [one.name for one in found if not one.passes]
     assert any("q_proj.lora_A" in name for name in wrong)
     assert WHOLE_GRADIENT in wrong
@@ -358,9 +358,9 @@ def test_bf16_beside_pefts(pool: Any, adapted: Any, table: Any, tmp_path: Path, 
     for dtype in ("float32", "bfloat16"):
         dtypes = {"weights_dtype": torch.bfloat16, "dtype": getattr(torch, dtype)}
         write_reference(model, samples, tmp_path / dtype, **dtypes, adapters=[str(folder)])
-        numbers[dtype] = Numbers(tmp_path / dtype)
+        numbers[dtype] = Results(tmp_path / dtype)
     truth = numbers["float32"]
-    errors = (compare(each, truth, experts_together=True) for each in (Numbers(tmp_path), numbers["bfloat16"]))
-    found = judge(*errors)
+    errors = (compare(each, truth, experts_together=True) for each in (Results(tmp_path), numbers["bfloat16"]))
+    found = check_errors(*errors)
     assert not failures(found)
     table.add_sixteen_bits(f"{family}, LoRA", "tp2 sp", found)

@@ -28,7 +28,7 @@ from megatune.engine import groups, step
 from megatune.engine.optimizer import main_shards
 from megatune.objectives.choose import CrossEntropy
 from megatune.verify.measure import shard_samples
-from megatune.verify.numbers import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from megatune.verify.results import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from megatune.verify.samples import Sample, random_samples
 
 FACTOR = 0.7  # the gradient of either loss shows

@@ -26,7 +26,7 @@ from megatune.engine.optimizer import main_shards
 from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.families.weights import Segment
-from megatune.objectives.choose import CrossEntropy, evaluated, objective_of
+from megatune.objectives.choose import CrossEntropy, evaluation_objective, make_objective
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors
 from megatune.verify.samples import Sample, random_samples
@@ -108,7 +108,7 @@ def measure(
         samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
     batches = [with_extras(batch, samples) for batch in batches]
-    objective = objective_of(settings)
+    objective = make_objective(settings)
     if type(objective) is CrossEntropy:  # the settings ask for nothing
         objective = DocumentLoss()
     totals = step.forward_backward(assembly.model, batches, objective)
@@ -228,7 +228,7 @@ def accuracies(model: Path, settings: Settings, samples: list[Sample]) -> tuple[
     batches = shard_samples(
         samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
-    totals = step.evaluate(assembly.model, [batches], evaluated(objective_of(settings), settings))
+    totals = step.evaluate(assembly.model, [batches], evaluation_objective(make_objective(settings), settings))
     return totals.loss, totals.metrics["accuracy"]
 
 
@@ -265,7 +265,7 @@ def losses_of(model: Path, settings: Settings, samples: list[Sample]) -> float:
     batches = shard_samples(
         samples, assembly.coords, settings.parallel, micro_batch_size=2, packed=settings.data.packing
     )
-    return step.evaluate(assembly.model, [batches], objective_of(settings)).loss
+    return step.evaluate(assembly.model, [batches], make_objective(settings)).loss
 
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Logits, loss and every parameter's gradient against Transformers: every dense family, every layout.
 
-Tolerances are those of megatune.verify.numbers. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
+Tolerances are those of megatune.verify.results. With MEGATUNE_WRITE_PARITY=1 the worst errors are written
 to docs/parity.md.
 """
 
@@ -20,8 +20,8 @@ from megatune.data.rows import IGNORE_INDEX
 from megatune.engine.optimizer import load_scalars, scalars
 from megatune.engine.optimizer import step as optimizer_step
 from megatune.verify.measure import measure_loss, shard_samples
-from megatune.verify.numbers import Numbers, compare, judge
 from megatune.verify.reference import compute_reference, load_reference_model
+from megatune.verify.results import Results, check_errors, compare
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -99,7 +99,7 @@ def test_data_parallel_rank_without_trained_tokens_agrees(pool, model_dir, refer
 
 
 # 16 bits. Errors are measured against fp32 with the same, rounded, weights; ours may be at most 1.5 times (a single
-# parameter: 2 times) those that Transformers makes in the same dtype; megatune.verify.numbers says why. An absolute
+# parameter: 2 times) those that Transformers makes in the same dtype; megatune.verify.results says why. An absolute
 # bound would say less: bf16 has 8 bits of mantissa, 0.4 % a rounding, and how they add up depends on the model.
 
 
@@ -114,7 +114,7 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
     pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, tmp_path)
     truth = reference(model, samples, "bfloat16")
     stock = compare(reference(model, samples, "bfloat16", "bfloat16"), truth)
-    found = judge(compare(Numbers(tmp_path), truth), stock)
+    found = check_errors(compare(Results(tmp_path), truth), stock)
     assert not failures(found)
     table.add_sixteen_bits(family, layout, found)
 
@@ -127,7 +127,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
     pool.run(LAYOUTS[layout].world_size, measure_in_layout, model, settings, samples, tmp_path)
     truth = reference(model, samples, "float16")
     stock = compare(reference(model, samples, "float16", "float16"), truth)
-    assert not failures(judge(compare(Numbers(tmp_path), truth), stock))
+    assert not failures(check_errors(compare(Results(tmp_path), truth), stock))
 
 
 def step_with_loss_scales(model: Path, settings: Settings, samples: list[Sample], loss_scales: list[float]) -> list:

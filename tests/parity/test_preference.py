@@ -21,20 +21,20 @@ from megatune.bridge.peft_model import apply_adapter
 from megatune.engine.sequences import Sequences
 from megatune.families import load_architecture
 from megatune.objectives import preference
-from megatune.objectives.pair_losses import Shape
+from megatune.objectives.pair_losses import PairLossOptions
 from megatune.objectives.preference import Preference
 from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.reference import load_reference_model
 
-SHAPE = Shape(beta=0.3, smoothing=0.05, gamma=0.4, reward_shift=0.2)
+OPTIONS = PairLossOptions(beta=0.3, smoothing=0.05, gamma=0.4, reward_shift=0.2)
 LOSSES: dict[str, Preference] = {
-    "sigmoid": Preference({"sigmoid": 1.0}, SHAPE),
-    "ipo": Preference({"ipo": 1.0}, SHAPE),
-    "simpo": Preference({"simpo": 1.0}, SHAPE),
-    "orpo": Preference({"orpo": 1.0}, SHAPE),
+    "sigmoid": Preference({"sigmoid": 1.0}, OPTIONS),
+    "ipo": Preference({"ipo": 1.0}, OPTIONS),
+    "simpo": Preference({"simpo": 1.0}, OPTIONS),
+    "orpo": Preference({"orpo": 1.0}, OPTIONS),
     # Of MPO (arXiv:2411.10442).
-    "a mix": Preference({"sigmoid": 0.8, "bco_pair": 0.2}, SHAPE, likelihood=1.0),
-    "three losses": Preference({"nca_pair": 0.7, "hinge": 0.5, "exo_pair": 1.0}, SHAPE, likelihood=0.5),
+    "a mix": Preference({"sigmoid": 0.8, "bco_pair": 0.2}, OPTIONS, likelihood=1.0),
+    "three losses": Preference({"nca_pair": 0.7, "hinge": 0.5, "exo_pair": 1.0}, OPTIONS, likelihood=0.5),
 }
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EVERY = {**EXPERT_LAYOUTS, **LAYOUTS, **SEQUENCE_LAYOUTS, "dp2, overlaps": Layout(2, OVERLAPS)}

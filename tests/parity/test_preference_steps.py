@@ -32,7 +32,7 @@ def engine_steps(case: Case, folder: Path) -> list[dict[str, float]]:
     Without values of a reference it is the model as it is at first, without its adapters.
     """
     assembly, log = assemble(case.model, case.settings), []
-    objective = replace(case.objective, shape=replace(case.objective.shape, reward_shift=0.0))
+    objective = replace(case.objective, options=replace(case.objective.options, reward_shift=0.0))
     batches, finetuning = shard_pairs(case, assembly), case.settings.finetuning
     if case.reference is None:
         batches = with_base(assembly, batches)
@@ -62,10 +62,10 @@ def plain_steps(
     optimizer = torch.optim.AdamW(groups, settings["learning_rate"], betas, settings["adam_epsilon"])
     for _ in range(NUM_STEPS):
         shift = sum(rewards) / max(len(rewards), 1)
-        shifted = replace(objective, shape=replace(objective.shape, reward_shift=shift))
+        shifted = replace(objective, options=replace(objective.options, reward_shift=shift))
         now = torch.tensor(log_probs(model, pairs)) - torch.tensor(reference)
         losses.append(expect(model, pairs, reference, shifted).loss)
-        rewards += (objective.shape.beta * now).tolist()
+        rewards += (objective.options.beta * now).tolist()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         optimizer.step()
     return before, _checkpoint_copy(model), losses

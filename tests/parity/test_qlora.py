@@ -29,8 +29,8 @@ from megatune.plan.memory.parameters import saved_bytes
 from megatune.plan.memory.tensors import held_parameters, stage_chunks
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
-from megatune.verify.numbers import Numbers, compare, judge, write_gradients, write_logits, write_loss
 from megatune.verify.reference import load_reference_model
+from megatune.verify.results import Results, check_errors, compare, write_gradients, write_logits, write_loss
 from megatune.verify.samples import Sample, random_samples
 
 OVERLAPPED = Layout(
@@ -100,7 +100,7 @@ def samples() -> list[Sample]:
     return random_samples(301, LENGTHS, seed=1)
 
 
-def peft_numbers(model: Any, adapter: Path, folder: Path, targets: list[str], *, use_dora: bool = False) -> Numbers:
+def peft_numbers(model: Any, adapter: Path, folder: Path, targets: list[str], *, use_dora: bool = False) -> Results:
     """Compute a new random adapter beside a model of Transformers, and save it."""
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_dora=use_dora)
     model = peft.get_peft_model(model, config)
@@ -127,7 +127,7 @@ def peft_numbers(model: Any, adapter: Path, folder: Path, targets: list[str], *,
     write_loss(folder, total)
     write_logits(folder, logits)
     write_gradients(folder, gradients)
-    return Numbers(folder)
+    return Results(folder)
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -173,7 +173,7 @@ def test_logits_and_gradients_are_those_of_peft_around_the_same_values(
     adapter = {"lora_target": TARGETS[family], "adapter_name_or_path": [str(by_peft(family) / "adapter")]}
     settings = with_adapters(ALL[name], lora_rank=4, lora_alpha=6, **adapter, **FORMS["nf4"][0])
     pool.run(ALL[name].world_size, measure_in_layout, model_dir(family), settings, samples(), tmp_path)
-    assert not failures(judge(compare(Numbers(tmp_path), Numbers(by_peft(family) / "truth"))))
+    assert not failures(check_errors(compare(Results(tmp_path), Results(by_peft(family) / "truth"))))
 
 
 # Rows of whole blocks: what bitsandbytes' CPU library makes of others is no matrix of its own codes.
@@ -196,7 +196,7 @@ def test_logits_and_gradients_are_those_of_bitsandbytes_in_transformers(pool, mo
         (tmp_path / name).mkdir()
         settings = with_adapters(ALL[name], quantization_bit=4, double_quantization=False, **adapter)
         pool.run(ALL[name].world_size, measure_in_layout, model, settings, samples(), tmp_path / name)
-        assert not failures(judge(compare(Numbers(tmp_path / name), truth))), name
+        assert not failures(check_errors(compare(Results(tmp_path / name), truth))), name
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -264,7 +264,7 @@ def test_computing_is_bit_for_bit_that_with_the_same_values_in_full(
         (tmp_path / folder).mkdir()
         settings = with_adapters(ALL[name], lora_rank=4, **keys)
         pool.run(ALL[name].world_size, measure_in_layout, checkpoint, settings, samples(), tmp_path / folder)
-        found.append(Numbers(tmp_path / folder))
+        found.append(Results(tmp_path / folder))
     few, full = found
     assert few.loss == full.loss
     assert all(torch.equal(few.logits(index), full.logits(index)) for index in range(full.num_samples))
@@ -282,12 +282,12 @@ def test_lengths_of_dora_are_of_the_quantized_rows(pool, model_dir, dequantized_
         (tmp_path / name).mkdir()
         settings = with_adapters(ALL[name], **own, **written)
         pool.run(ALL[name].world_size, measure_in_layout, model, settings, samples(), tmp_path / name)
-        assert not failures(judge(compare(Numbers(tmp_path / name), truth))), name
+        assert not failures(check_errors(compare(Results(tmp_path / name), truth))), name
     # A new one begins as the quantized model itself.
     for name, checkpoint, keys in (("few", model, {"use_dora": True, **written}), ("full", base, {})):
         (tmp_path / name).mkdir()
         pool.run(1, measure_in_layout, checkpoint, with_adapters(ALL["1"], **keys), samples(), tmp_path / name)
-    few, full = Numbers(tmp_path / "few"), Numbers(tmp_path / "full")
+    few, full = Results(tmp_path / "few"), Results(tmp_path / "full")
     assert few.loss == pytest.approx(full.loss, rel=1e-6)
 
 

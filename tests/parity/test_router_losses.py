@@ -33,13 +33,13 @@ from transformers import AutoModelForSequenceClassification
 
 from megatune.config.groups.run import RunSettings
 from megatune.objectives.kto import KTO, value_losses
-from megatune.objectives.pair_losses import Shape
+from megatune.objectives.pair_losses import PairLossOptions
 from megatune.objectives.preference import Preference, Reward
 from megatune.verify.reference import load_reference_model
 
 BALANCE, Z = 3.0, 0.3
 OBJECTIVES = {
-    "dpo": Preference({"sigmoid": 1.0}, Shape(beta=0.3)),
+    "dpo": Preference({"sigmoid": 1.0}, PairLossOptions(beta=0.3)),
     "kto": KTO("apo_zero_unpaired", 0.3, 1.3, 0.8),
     "rm": Reward(),
 }
@@ -91,7 +91,7 @@ def loss_of(stage: str, model: Any, pairs: Sequence[SamplePair], reference: Sequ
         weights = torch.where(desirable, objective.chosen_weight, objective.rejected_weight)
         return (weights * value_losses(ratios, desirable, objective.beta, 0.0)).mean()
     chosen, rejected = ratios.view(-1, 2).unbind(1)
-    return -logsigmoid(objective.shape.beta * (chosen - rejected)).mean()
+    return -logsigmoid(objective.options.beta * (chosen - rejected)).mean()
 
 
 def expect(

@@ -20,16 +20,16 @@ from test_preference_steps import ADAM, NUM_STEPS, engine_steps
 from trl_kit import PROMPTS_OF_ORPO, Steps, trl_steps
 
 from megatune.families import load_architecture
-from megatune.objectives.pair_losses import Shape
+from megatune.objectives.pair_losses import PairLossOptions
 from megatune.objectives.preference import Preference
 from megatune.verify.checkpoints import write_random_adapter
 
-SHAPE = Shape(beta=0.3, smoothing=0.1, gamma=0.4)
+OPTIONS = PairLossOptions(beta=0.3, smoothing=0.1, gamma=0.4)
 LOSSES: dict[str, Preference] = {
-    "sigmoid": Preference({"sigmoid": 1.0}, replace(SHAPE, smoothing=0.0)),  # TRL passes over its smoothing
-    **{name: Preference({name: 1.0}, SHAPE) for name in ("ipo", "hinge", "robust", "simpo", "orpo")},
-    "cpo": Preference({"cpo": 1.0}, SHAPE, likelihood=1.0),
-    "several": Preference({"robust": 0.7, "apo_zero": 0.2, "sppo_hard": 0.01}, SHAPE, likelihood=0.5),
+    "sigmoid": Preference({"sigmoid": 1.0}, replace(OPTIONS, smoothing=0.0)),  # TRL passes over its smoothing
+    **{name: Preference({name: 1.0}, OPTIONS) for name in ("ipo", "hinge", "robust", "simpo", "orpo")},
+    "cpo": Preference({"cpo": 1.0}, OPTIONS, likelihood=1.0),
+    "several": Preference({"robust": 0.7, "apo_zero": 0.2, "sppo_hard": 0.01}, OPTIONS, likelihood=0.5),
 }
 OPTIMIZER = {"adam": (OPTIMIZERS[ADAM], 1e-3), "sgd": (OPTIMIZERS["sgd"], 1e-5)}  # and how far an update may be off
 # Adapters are smaller than what they adapt, and ipo's gradient grows with its margins: at the rate of the others the

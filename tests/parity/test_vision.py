@@ -22,7 +22,7 @@ from megatune.engine import groups, step
 from megatune.families import load_architecture
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
-from megatune.verify.numbers import WHOLE_GRADIENT, Numbers, compare, judge
+from megatune.verify.results import WHOLE_GRADIENT, Results, check_errors, compare
 from megatune.verify.samples import Sample, SamplePicture, random_samples
 
 # The first chunk of two stages with two virtual stages has two of them, as many as deepstack mergers feed.
@@ -195,7 +195,7 @@ def test_text_alone_agrees(pool, model_dir, reference, tmp_path, family, layout)
     ]
     assert of_encoder
     names = [one.name.replace("k_proj.*", "k_proj.weight") for one in of_encoder]
-    assert all(not Numbers(tmp_path).gradient(name).any() for name in names)
+    assert all(not Results(tmp_path).gradient(name).any() for name in names)
     assert not failures([one for one in found if one not in of_encoder and one.name != WHOLE_GRADIENT])
 
 
@@ -221,9 +221,9 @@ def test_bf16_rounds_no_worse_than_transformers(pool, model_dir, reference, tabl
         pool.run(2, measure_in_layout, model, layout.settings(precision={"bf16": True}), samples, folder)
         truth = reference(model, samples, "bfloat16")
         in_sixteen = reference(model, samples, "bfloat16", "bfloat16")
-        ours.append(compare(Numbers(folder), truth, experts_together=True))
+        ours.append(compare(Results(folder), truth, experts_together=True))
         stock.append(compare(in_sixteen, truth, experts_together=True))
-    found = judge(together(ours), together(stock))
+    found = check_errors(together(ours), together(stock))
     assert not failures(found)
     table.add_sixteen_bits(family, "tp2 sp; mixed" + ", all experts" * bool(chosen), found)
 
@@ -234,7 +234,7 @@ def test_fp16_rounds_no_worse_than_transformers(pool, model_dir, reference, tmp_
     pool.run(2, measure_in_layout, model, layout.settings(precision={"fp16": True}), samples, tmp_path)
     truth = reference(model, samples, "float16")
     stock = compare(reference(model, samples, "float16", "float16"), truth)
-    assert not failures(judge(compare(Numbers(tmp_path), truth), stock))
+    assert not failures(check_errors(compare(Results(tmp_path), truth), stock))
 
 
 def log_probs(model: Path, settings: Settings, samples: list[Sample]) -> list[Tensor]:

@@ -90,7 +90,7 @@ def trl_steps(
     common = common_arguments(optimizer, num_steps, folder) | {
         "per_device_train_batch_size": 1 if one_by_one else len(pairs),
         "gradient_accumulation_steps": len(pairs) if one_by_one else 1,
-        "beta": objective.shape.beta,
+        "beta": objective.options.beta,
     }
     model = load_reference_model(model_dir, torch.float64)
     if objective.has_reference:
@@ -147,7 +147,7 @@ def _dpo(
     losses = dict(objective.losses) | ({"sft": objective.likelihood} if objective.likelihood else {})
     arguments = DPOConfig(
         **common, loss_type=list(losses), loss_weights=list(losses.values()), max_length=None,
-        label_smoothing=objective.shape.smoothing, router_aux_loss_coef=0.0,
+        label_smoothing=objective.options.smoothing, router_aux_loss_coef=0.0,
     )  # fmt: skip
     reference = load_reference_model(model_dir, torch.float64) if adapter is None else None
     rows = []
@@ -158,10 +158,10 @@ def _dpo(
 
 
 def _cpo(model: Any, pairs: Sequence[SamplePair], objective: Preference, common: dict[str, Any]) -> Trainer:
-    (loss,), shape = objective.losses, objective.shape
+    (loss,), options = objective.losses, objective.options
     arguments = CPOConfig(
         **common, loss_type="sigmoid" if loss == "cpo" else loss, cpo_alpha=objective.likelihood, max_length=128,
-        simpo_gamma=shape.gamma, label_smoothing=shape.smoothing, remove_unused_columns=False,
+        simpo_gamma=options.gamma, label_smoothing=options.smoothing, remove_unused_columns=False,
     )  # fmt: skip
     return _CPO(model, arguments, **data_of(list(map(_whole, pairs))))
 

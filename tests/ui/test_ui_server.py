@@ -156,7 +156,7 @@ def test_bad_questions(client: TestClient, root: Path, question: str, status: in
         ("start", {"file": "/etc/passwd"}, 422, "cannot be started"),
         ("start", {"file": "missing.yaml"}, 422, "missing.yaml"),
         ("start", {"file": "a.yaml", "overrides": ["--config=x"]}, 400, "expected key=value"),
-        ("start", {"file": 1}, 400, "expected a text"),
+        ("start", {"file": 1}, 400, "expected a string"),
         ("delete", {"run": "first"}, 404, "'delete'"),
     ],
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatune.verify.numbers import Numbers, compare, write_gradients, write_logits, write_loss
+from megatune.verify.results import Results, compare, write_gradients, write_logits, write_loss
 
 
-def numbers(folder: Path, first: float, second: float) -> Numbers:
+def numbers(folder: Path, first: float, second: float) -> Results:
     """Gradients of two experts, [4] each, and of their router."""
     folder.mkdir()
     write_loss(folder, 1.0)
@@ -19,7 +19,7 @@ def numbers(folder: Path, first: float, second: float) -> Numbers:
     gradients["model.layers.1.mlp.experts.11.up_proj.weight"] = torch.full((4,), second)
     gradients["model.layers.1.mlp.gate.weight"] = torch.ones(2)
     write_gradients(folder, gradients)
-    return Numbers(folder)
+    return Results(folder)
 
 
 def test_experts_of_a_layer_are_taken_together(tmp_path):

@@ -19,8 +19,8 @@ from megatune.config.settings import Settings
 from megatune.families import FAMILIES, load_architecture
 from megatune.verify.localize import Location, forward_order, locate, place_of_weight
 from megatune.verify.measure import measure
-from megatune.verify.numbers import Difference, Numbers, Trace, compare, judge, write_trace
 from megatune.verify.reference import write_reference
+from megatune.verify.results import Difference, Results, Trace, check_errors, compare, write_trace
 from megatune.verify.samples import Sample, random_pictures, random_samples
 
 SAMPLES = random_samples(301, (17, 5, 30, 12))
@@ -78,7 +78,7 @@ def location(
 ) -> Location:  # fmt: skip
     (folder / "layout").mkdir()
     pool.run(layout.world_size, compute, model, layout.settings(), samples, folder / "layout", *spoiled)
-    differences = judge(compare(Numbers(folder / "layout"), Numbers(truth)))
+    differences = check_errors(compare(Results(folder / "layout"), Results(truth)))
     assert not all(one.passes for one in differences)
     return locate(differences, Trace(folder / "layout"), Trace(truth))
 

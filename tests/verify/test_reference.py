@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatune.families import FAMILIES
-from megatune.verify.numbers import Numbers
 from megatune.verify.reference import checkpoint_tensors, load_reference_model, write_reference
+from megatune.verify.results import Results
 from megatune.verify.samples import random_samples
 
 
@@ -36,7 +36,7 @@ def test_gradients_of_experts_are_those_of_the_tensor_that_holds_them_all(model_
     folder = model_dir("qwen3_moe")
     samples = random_samples(301, [12])
     write_reference(folder, samples, tmp_path)
-    numbers = Numbers(tmp_path)
+    numbers = Results(tmp_path)
 
     model = load_reference_model(folder, torch.float32)
     labels = torch.tensor([samples[0].labels])
@@ -58,7 +58,7 @@ def test_sixteen_bits_are_computed_as_transformers_does(model_dir, tmp_path):
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([samples[0].input_ids])).logits[0]
-    assert torch.equal(Numbers(tmp_path).logits(0), expected)
+    assert torch.equal(Results(tmp_path).logits(0), expected)
 
 
 def test_the_reference_is_computed_without_the_engine():
@@ -78,4 +78,4 @@ def test_an_output_layer_that_only_a_default_ties_has_a_gradient(model_dir, tmp_
     (model / "config.json").write_text(json.dumps(config))
     fp32 = {"weights_dtype": torch.float32, "dtype": torch.float32}
     write_reference(model, random_samples(296, [5]), tmp_path / "numbers", **fp32)
-    assert "lm_head.weight" in Numbers(tmp_path / "numbers").names
+    assert "lm_head.weight" in Results(tmp_path / "numbers").names

@@ -26,7 +26,7 @@ from megatune.families import load_architecture
 from megatune.families.scores import as_saved
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.checkpoints import write_random_adapter
-from megatune.verify.numbers import Difference, Errors, judge_alike
+from megatune.verify.results import Difference, Errors, check_layouts
 from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
 from megatune.verify.samples import random_pictures, random_samples
 
@@ -79,7 +79,7 @@ def test_good_layout_passes(verify, model):
     assert "FAIL" not in ended.stdout
     # 11 tensors a layer, the embedding and the last norm (tied), and three totals.
     assert "PASS: all 27 are within their tolerance" in ended.stdout
-    assert "14 more parameters are closer than these" in ended.stdout
+    assert "14 more parameters have smaller errors" in ended.stdout
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -113,7 +113,7 @@ def test_pictures_are_verified_in_a_vision_language_model(verify, tmp_path):
     assert "PASS: all " in ended.stdout
     refused = verify(folder, "--length", "80")
     assert refused.returncode == ExitCode.SETTINGS
-    assert "--length 80, with 26 tokens of pictures, is more than the model's 100 positions" in refused.stderr
+    assert "--length 80, with 26 tokens of images and videos, is more than the model's 100 positions" in refused.stderr
     assert "fix: --length 74 or less" in refused.stderr
 
 
@@ -229,7 +229,7 @@ def errors(size: float) -> Errors:
 )
 def test_neither_of_two_layouts_rounds_much_worse(ratio, failed):
     for pair in ((errors(1e-3), errors(ratio * 1e-3)), (errors(ratio * 1e-3), errors(1e-3))):
-        assert {one.name for one in judge_alike(*pair) if not one.passes} == failed
+        assert {one.name for one in check_layouts(*pair) if not one.passes} == failed
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, 2e-5])
@@ -259,17 +259,17 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         ),
         (["{model}", "sequence_parallel=true"], ExitCode.SETTINGS, "remove sequence_parallel"),
         (["{model}", "--tensor_parallel", "2"], ExitCode.SETTINGS, "unknown setting 'tensor_parallel'"),
-        (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no part in verify"),
-        (["{model}", "moe_aux_loss_coeff=0.01"], ExitCode.SETTINGS, "moe_aux_loss_coeff 0.01 changes the numbers"),
+        (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no effect in verify"),
+        (["{model}", "moe_aux_loss_coeff=0.01"], ExitCode.SETTINGS, "moe_aux_loss_coeff 0.01 changes the results"),
         (["{model}", "moe_expert_capacity_factor=2"], ExitCode.SETTINGS, "another layout that has it, too: --against"),
         (["{model}", "--rope_scaling", "yarn"], ExitCode.SETTINGS, "rope_scaling yarn without a factor"),
-        (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no part in verify"),
+        (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no effect in verify"),
         (["{model}", "--bf16", "--against", "fp16=true"], ExitCode.SETTINGS, "fp16 is the same in both layouts"),
         (["{model}", "--against", "seed=1"], ExitCode.SETTINGS, "--against: seed is the same in both layouts"),
         (["{model}", "--against", "other"], ExitCode.SETTINGS, "--against: 'other' is not a setting"),
         (["{model}", "--against", "'"], ExitCode.SETTINGS, "No closing quotation"),
         (["{model}", "--against", "tp=2"], ExitCode.SETTINGS, "--against: unknown setting 'tp'"),
-        (["{model}", "--against", "cutoff_len=9"], ExitCode.SETTINGS, "--against: cutoff_len has no part in verify"),
+        (["{model}", "--against", "cutoff_len=9"], ExitCode.SETTINGS, "--against: cutoff_len has no effect in verify"),
         (
             ["{model}", "--against", "tensor_model_parallel_size=3"],
             ExitCode.SETTINGS,

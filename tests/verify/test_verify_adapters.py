@@ -121,10 +121,14 @@ def test_mistakes_are_named_before_any_process_starts(
 ) -> None:
     model = model_dir("qwen3_moe")
     for words, code, said in (
-        ([adapter, "finetuning_type=lora", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no part"),
-        ([model, f"adapter_name_or_path={adapter}", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no part"),
-        ([model, "finetuning_type=freeze"], ExitCode.SETTINGS, "finetuning_type has no part in verify"),
-        ([model, "finetuning_type=lora", "lora_dropout=0.1"], ExitCode.SETTINGS, "lora_dropout has no part in verify"),
+        ([adapter, "finetuning_type=lora", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no effect"),
+        ([model, f"adapter_name_or_path={adapter}", "lora_rank=8"], ExitCode.SETTINGS, "lora_rank has no effect"),
+        ([model, "finetuning_type=freeze"], ExitCode.SETTINGS, "finetuning_type has no effect in verify"),
+        (
+            [model, "finetuning_type=lora", "lora_dropout=0.1"],
+            ExitCode.SETTINGS,
+            "lora_dropout has no effect",
+        ),
         ([model, "finetuning_type=lora", "use_dora=true"], ExitCode.SETTINGS, "with adapters of routed experts"),
         ([model, "finetuning_type=lora", "lora_target=q"], ExitCode.SETTINGS, "lora_target"),
         ([model, "finetuning_type=lora", "--against", "lora_rank=4"], ExitCode.SETTINGS, "lora_rank is the same in"),

@@ -110,14 +110,14 @@ def _compare(
     from megatune.families.peft_config import num_scores
     from megatune.families.scores import CLASSES
     from megatune.verify import question
-    from megatune.verify.question import trained_in
+    from megatune.verify.question import trained_settings
 
     architecture = load_architecture(model.config_dir())
     if count := max(architecture.num_labels, *map(num_scores, adapters), 0):
         architecture = load_architecture(model.config_dir(), CLASSES, count)
-        loaded = question.of_classifier(loaded, count)
-        other = None if other is None else question.of_classifier(other, count)
-    finetuning = trained_in(loaded, adapters, architecture)
+        loaded = question.with_num_labels(loaded, count)
+        other = None if other is None else question.with_num_labels(other, count)
+    finetuning = trained_settings(loaded, adapters, architecture)
     seed = loaded.settings.run.seed
     samples = question.samples_of(architecture, options.samples, options.length, seed)
     settings, world = question.checked(loaded, finetuning, architecture, samples, options.length)

@@ -111,7 +111,7 @@ class Encoder:
         """Encode examples of one stage; return an error for each that cannot be encoded: a `LengthError` if cutoff_len
         is the reason."""
         written = self._written(examples)
-        turns = iter(self._tokenise([one.turns for each in written if isinstance(each, list) for one in each]))
+        turns = iter(self._tokenize([one.turns for each in written if isinstance(each, list) for one in each]))
         plans = [
             self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
             for example, each in zip(examples, written, strict=True)
@@ -176,10 +176,10 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _tokenise(self, conversations: list[list[Turn]]) -> list[list[_TurnSegments]]:
+    def _tokenize(self, conversations: list[list[Turn]]) -> list[list[_TurnSegments]]:
         """Tokenize every turn of every conversation in one call, which a fast tokenizer parallelizes."""
         if self.template is not None and self.template.answer_end is not None:
-            return self._tokenise_joined(conversations, self.template.answer_end)
+            return self._tokenize_joined(conversations, self.template.answer_end)
         if self.whole_text:
             assert self._backend is not None
             tokens = tokens_of_whole_texts(self._backend, conversations)
@@ -197,7 +197,7 @@ class Encoder:
             for turns, each in zip(conversations, tokens, strict=True)
         ]
 
-    def _tokenise_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnSegments]]:
+    def _tokenize_joined(self, conversations: list[list[Turn]], end: str) -> list[list[_TurnSegments]]:
         """Tokenize neighbouring texts with the same mask as one text; see `Template.answer_end`."""
         joined = [
             join_by_mask(
@@ -262,12 +262,12 @@ class Encoder:
 
     @cached_property
     def _text_ends(self) -> tuple[list[int], list[int]]:
-        """Return the bos token, where this tokenizer puts one before a text, and the eos token."""
+        """The tokens around a text: bos, if this tokenizer adds it, and eos."""
         bos, eos = self._bos, self.tokenizer.eos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else [], [eos]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what encoding needs, without Transformers' part of the tokenizer, which takes seconds to import."""
+        """Pickle without the Transformers tokenizer, which takes seconds to import."""
         if self._backend is None:
             return self.__dict__
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}

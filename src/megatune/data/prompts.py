@@ -168,7 +168,7 @@ def prompts_of_file(
     written = _texts(tokenizer, questions) if is_text else _questions(settings, tokenizer, vision, questions, bad)
     if found := list(islice(written, count)):
         return found
-    what, why = f"eval_generate_prompts: no question of {name} can be asked", bad[0] if bad else "it has none"
+    what, why = f"eval_generate_prompts: {name} has no usable question", bad[0] if bad else "it has no questions"
     raise MegatuneError(Finding(what, why=why, fix="correct the rows, or name another file"), ExitCode.DATA)
 
 

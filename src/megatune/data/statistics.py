@@ -214,7 +214,7 @@ def refuse_streaming(settings: Settings) -> None:
     if settings.data.streaming:
         why = "it prepares and counts all rows, and streamed ones are read while training"
         fix = "write streaming=false, and max_samples=10000 for the first rows of each data set"
-        raise MegatuneError(Finding("data stats with streaming: true", why=why, fix=fix), ExitCode.SETTINGS)
+        raise MegatuneError(Finding("data stats does not support streaming: true", why=why, fix=fix), ExitCode.SETTINGS)
 
 
 def lines(statistics: Statistics) -> Iterator[str]:

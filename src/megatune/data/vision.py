@@ -161,7 +161,7 @@ class VisionInput:
                 run = next(runs, None)
                 has_start = bool(self.vision.text.start)
                 if run is None or (has_start and not expanded):
-                    what = "the text has the model's own tokens of images or videos"
+                    what = "the text contains the model's special tokens for images or videos"
                     raise RowError("placeholder-in-text", what, "write <image> or <video>, and name a file for each")
                 number, size, is_first, is_last = run
                 if is_first and has_start:
@@ -199,7 +199,7 @@ def load_vision_input(
     found = [tokenizer.encode(token, add_special_tokens=False) for token in ids]
     # -1: the token is only in the tokenizer.
     if any(len(each) != 1 or known not in (-1, *each) for each, known in zip(found, ids.values(), strict=True)):
-        what = "the tokenizer's tokens of images and videos are not those of the model"
+        what = "the image and video tokens of the tokenizer and the model differ"
         why = f"{', '.join(ids)} are {found}, and {list(ids.values())} in config.json"
         fix = "use the tokenizer that was published with the weights"
         raise MegatuneError(Finding(what, str(model_dir), why, fix), ExitCode.INPUT)

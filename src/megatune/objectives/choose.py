@@ -1,4 +1,4 @@
-"""The loss that the settings ask for, and cross-entropy of tokens, which most runs train."""
+"""Create the loss of a run from its settings; token-level cross-entropy losses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatune.engine.step import Objective, ObjectiveOutput
 from megatune.objectives.base import TrainingObjective
 from megatune.objectives.classification import Classification
 from megatune.objectives.kto import KTO
-from megatune.objectives.pair_losses import Shape
+from megatune.objectives.pair_losses import PairLossOptions
 from megatune.objectives.preference import Preference, Reward
 
 
 class CrossEntropy(TrainingObjective):
-    """Sum of the loss over trained tokens, divided once by the global number of them.
+    """Cross-entropy summed over trained tokens, divided by their global number, as Transformers does with
+    num_items_in_batch.
 
-    Means of micro-batches are not the mean of the batch where they hold different numbers of trained tokens; this is
-    what Transformers computes with num_items_in_batch.
+    (The mean of means of micro-batches would differ if they have different numbers of trained tokens.)
     """
 
     has_perplexity = True
@@ -37,8 +37,8 @@ class CrossEntropy(TrainingObjective):
 
 
 class DynamicFineTuning(CrossEntropy):
-    """Dynamic Fine-Tuning (DFT, arXiv:2508.05629): the sum of -p log p over trained tokens, with p as a weight that has
-    no gradient, divided by their global number."""
+    """Dynamic Fine-Tuning (DFT, arXiv:2508.05629): the sum of -p log p over trained tokens, with p as a weight without
+    gradient, divided by their global number."""
 
     has_perplexity = False
 
@@ -51,8 +51,8 @@ class DynamicFineTuning(CrossEntropy):
 
 class EntropyAdaptive(CrossEntropy):
     """Entropy-Adaptive Fine-Tuning (EAFT, arXiv:2601.02151), as LLaMA-Factory computes it: the sum of
-    -log p · (H / 3)^α over trained tokens, with the entropy H of the 20 likeliest tokens alone, without gradient,
-    divided by their global number."""
+    -log p · (H / 3)^α over trained tokens, divided by their global number. H is the entropy of the 20 most probable
+    tokens, without gradient."""
 
     has_perplexity = False
     head = Head(top=20)
@@ -69,8 +69,8 @@ class EntropyAdaptive(CrossEntropy):
 
 
 class LabelSmoothing(CrossEntropy):
-    """As Transformers' LabelSmoother: of each token (1 - ε) · -log p, and ε times the mean of -log p of all tokens of
-    the vocabulary.
+    """Label smoothing as in Transformers' LabelSmoother: for each token (1 - ε) · -log p, plus ε times the mean of
+    -log p over the vocabulary.
 
     Args:
         factor: ε.
@@ -91,12 +91,8 @@ class LabelSmoothing(CrossEntropy):
 
 
 class WithAccuracy:
-    """A loss of tokens, for evaluation, and the metric `accuracy`: the share of a document's trained labels that are
-    the likeliest tokens, as a mean over the documents that have any.
-
-    Args:
-        loss: of tokens.
-    """
+    """A token-level loss for evaluation, with the metric `accuracy`: the share of a document's trained labels that
+    equal the most probable token, averaged over documents with trained labels."""
 
     metric_names = ("accuracy",)
 
@@ -108,20 +104,19 @@ class WithAccuracy:
         found = self.loss(output[..., :-1].squeeze(-1), batch)
         trained = batch.labels != IGNORE_INDEX
         shares = trained / sequence_totals(trained, batch.sequences).clamp(min=1)
-        right = shares * (output[..., -1] == batch.labels)
-        return replace(found, metrics={"accuracy": (right.sum(), shares.sum())})
+        correct = shares * (output[..., -1] == batch.labels)
+        return replace(found, metrics={"accuracy": (correct.sum(), shares.sum())})
 
 
-def evaluated(objective: TrainingObjective, settings: Settings) -> Objective:
-    """Return what evaluation computes of a loss."""
+def evaluation_objective(objective: TrainingObjective, settings: Settings) -> Objective:
+    """Return the objective for evaluation."""
     if settings.evaluation.compute_accuracy and isinstance(objective, CrossEntropy):
         return WithAccuracy(objective)
     return objective
 
 
-def objective_of(settings: Settings) -> TrainingObjective:
-    """Return cross-entropy of tokens or, of stages dpo and kto, losses of answers with their weights and numbers; of
-    stage rm that of a reward model, and of stage cls that of a classifier."""
+def make_objective(settings: Settings) -> TrainingObjective:
+    """Return the loss of a run: that of stage dpo, kto, rm or cls, or else a token-level cross-entropy."""
     preference = settings.preference
     if (kind := settings.run.label_kind) is not None:
         return Classification(kind, settings.run.num_labels or 1)
@@ -136,13 +131,13 @@ def objective_of(settings: Settings) -> TrainingObjective:
     if bco:
         losses = {name: weight / (1 + bco) for name, weight in losses.items()}
         losses["bco_pair"] = losses.get("bco_pair", 0.0) + bco / (1 + bco)
-    shape = Shape(
+    options = PairLossOptions(
         beta=preference.pref_beta,
         smoothing=preference.dpo_label_smoothing,
         gamma=preference.simpo_gamma,
         tau=preference.discopop_tau,
     )
-    return Preference(losses, shape, preference.pref_ftx)
+    return Preference(losses, options, preference.pref_ftx)
 
 
 def _of_tokens(finetuning: FinetuningSettings) -> TrainingObjective:

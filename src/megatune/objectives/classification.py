@@ -1,4 +1,4 @@
-"""Losses of classifiers: those of Transformers' ...ForSequenceClassification, over all rows of a step."""
+"""Classification losses, as in Transformers' ...ForSequenceClassification, over all rows of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput
 from megatune.objectives.base import TrainingObjective, sums_where
 
-_WORDS = {
+_DESCRIPTIONS = {
     "regression": "mean squared error of {}",
     "single_label_classification": "cross-entropy of {}",
     "multi_label_classification": "binary cross-entropy of each of {}",
@@ -24,15 +24,15 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Classification(TrainingObjective):
-    """The loss of each document's scores and its label, summed and divided once by the global number of documents.
+    """The loss between each document's scores and its label, summed and divided by the global number of documents.
 
-    Scores are those of the token with SCORED. regression: the mean of (z_i - y_i)² over scores; single labels:
-    -log softmax(z)_y; multiple ones: the mean of -log σ(z_i) or -log σ(-z_i) over classes that hold, and do not. Every
-    context-parallel rank computes the whole loss, from the same scores.
+    Scores are read at the token with SCORED. Regression: the mean of (z_i - y_i)² over scores; single label:
+    -log softmax(z)_y; multiple labels: the mean over classes of -log σ(z_i) for classes that apply, -log σ(-z_i) for
+    others. Every context-parallel rank computes the whole loss, from the same scores.
 
     Attributes:
         kind: the problem type.
-        count: scores of a document, L.
+        count: number of scores per document, L.
     """
 
     kind: str
@@ -51,8 +51,8 @@ class Classification(TrainingObjective):
         """Compute the loss.
 
         Args:
-            output: scores of tokens, fp32 [b, s / cp, L], or [b, s / cp] of one.
-            batch: has labels, fp32 [D, L], or [D, 1] of one class each.
+            output: scores of tokens, fp32 [b, s / cp, L], or [b, s / cp] if L is 1.
+            batch: its labels are fp32 [D, L], or [D, 1] for a single label.
         """
         is_scored, labels = batch.extras[SCORED], batch.extras[LABEL]
         output = output.view(*is_scored.shape, self.count)
@@ -63,7 +63,7 @@ class Classification(TrainingObjective):
         return ObjectiveOutput(torch.where(valid, losses, 0.0).sum(), metrics, replicated=True)
 
     def _compared(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each document, and whether all that it says of its classes is right, [D]."""
+        """Return the loss of each document, and whether all of its classes are predicted correctly, [D]."""
         if self.kind == "single_label_classification":
             classes = labels[:, 0].long()
             return cross_entropy(scores, classes, reduction="none"), scores.argmax(1) == classes
@@ -71,4 +71,4 @@ class Classification(TrainingObjective):
         return loss(scores, labels, reduction="none").mean(1), ((scores > 0) == (labels > 0)).all(1)
 
     def describe(self) -> str:
-        return _WORDS[self.kind].format(counted(self.count, "score"))
+        return _DESCRIPTIONS[self.kind].format(counted(self.count, "score"))

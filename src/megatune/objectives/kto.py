@@ -1,7 +1,7 @@
-"""KTO: losses of answers that are each wanted or not, from the losses of their tokens.
+"""KTO: losses of desirable and undesirable answers, from the losses of their tokens.
 
 Legend: D documents, one answer each; ρ the log-ratio of an answer, log π(y) - log π_ref(y); z the mean log-ratio of
-prompts with answers to other prompts, 0 at least, which is an estimate of the KL divergence.
+companions (prompts with answers to other prompts), at least 0, which is an estimate of the KL divergence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatune.objectives.preference import REFERENCE
 
 
 def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> Tensor:
-    """Return the loss of each answer, [D], before its weight: 1 - σ(β(ρ - z)) of a desirable one, else 1 - σ(β(z - ρ)).
+    """Return the unweighted loss of each answer, [D]: 1 - σ(β(ρ - z)) for desirable ones, else 1 - σ(β(z - ρ)).
 
-    KTO (arXiv:2402.01306, equation 8); with z = 0 APO-zero of unpaired answers (arXiv:2408.06266, equation 7).
+    KTO (arXiv:2402.01306, equation 8); with z = 0 APO-zero for unpaired answers (arXiv:2408.06266, equation 7).
 
     Args:
         ratios: ρ, [D], fp32 or wider.
@@ -35,16 +35,16 @@ def value_losses(ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> T
 
 @dataclass(slots=True)
 class KTO(ComparedObjective):
-    """A sum of losses of answers, divided once by the global number of answers.
+    """The losses of answers, summed and divided by the global number of answers.
 
     Every context-parallel rank computes the whole loss, from the same sums.
 
     Attributes:
         name: "kto", or "apo_zero_unpaired", which has no z.
-        chosen_weight, rejected_weight: of desirable and of undesirable answers.
+        chosen_weight, rejected_weight: weights of desirable and undesirable answers.
         likelihood: weight of a desirable answer's negative log-likelihood, a mean over its tokens.
         kl: z of the step or evaluation, without gradient; see `before_step`.
-        kl_log_prob: mean log-probability of the answers that z is of: rounding is a share of it.
+        kl_log_prob: mean log-probability of companions, to which rounding errors of z are relative.
     """
 
     name: str = "kto"
@@ -61,12 +61,12 @@ class KTO(ComparedObjective):
 
     @property
     def has_companions(self) -> bool:
-        """Whether answers are measured from z, of prompts with answers to other prompts."""
+        """Whether the loss uses z, which is computed from companions."""
         return self.name == "kto"
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What TRL logs of KTO; where the loss has weights or several terms, each by itself, before its weight."""
+        """The metrics of TRL's KTOTrainer; with weights or several terms, also each unweighted term."""
         names = ["rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"]
         names += ["kl"] * self.has_companions
         if self.likelihood or (self.chosen_weight, self.rejected_weight) != (1, 1):
@@ -74,12 +74,12 @@ class KTO(ComparedObjective):
         return *names, *["nll_loss"] * bool(self.likelihood)
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Count the answers that have a trained token."""
+        """Count the answers with a trained token."""
         return (tokens_of_documents(batch.labels >= 0, batch) > 0).sum()
 
     def before_step(self, model: list[Chunk], companions: Iterable[Sequence[MicroBatch]]) -> None:
-        """Find z of all companions of all ranks, which have log-probabilities of the reference; costs a forward pass,
-        without dropout."""
+        """Compute z from the companions of all ranks, which have log-probabilities of the reference, in one forward
+        pass without dropout."""
         if self.has_companions:
             found = evaluate(model, companions, _MeanRatio()).metrics
             self.kl, self.kl_log_prob = max(0.0, found.get("ratio", 0.0)), found.get("log_prob", 0.0)
@@ -100,7 +100,7 @@ class KTO(ComparedObjective):
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
     def reported(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Add the difference of both kinds' mean rewards, where there are answers of both."""
+        """Add the difference of the mean rewards of both kinds of answers, if there are both."""
         chosen, rejected = (metrics.get(f"rewards/{kind}") for kind in ("chosen", "rejected"))
         if chosen is None or rejected is None:
             return metrics
@@ -117,13 +117,13 @@ class KTO(ComparedObjective):
     def reward_scale(self) -> float:
         return self.beta
 
-    def start_losses(self, totals: StepTotals, apart: Sequence[float], bound: float) -> StartLosses:
-        """Compare the loss before weights with a half, which it is at ratios of 0 and z of 0."""
-        value, kl_apart = totals.metrics.get(f"loss/{self.name}", totals.loss), bound * (1 + abs(self.kl_log_prob))
+    def start_losses(self, totals: StepTotals, tolerances: Sequence[float], bound: float) -> StartLosses:
+        """Compare the unweighted loss with 0.5, its value if ratios and z are 0."""
+        value, kl_tolerance = totals.metrics.get(f"loss/{self.name}", totals.loss), bound * (1 + abs(self.kl_log_prob))
         wrong = []
-        if self.kl > kl_apart:
+        if self.kl > kl_tolerance:
             wrong.append(f"log-probabilities of answers to other prompts differ by {self.kl:.6g}")
-        if abs(value - 0.5) > self.beta * (max(apart) + kl_apart) / 4:  # σ is nowhere steeper
+        if abs(value - 0.5) > self.beta * (max(tolerances) + kl_tolerance) / 4:  # 1/4 is the largest slope of σ
             wrong.append(f"{self.name} is {value:.6f}, and 0.500000 where policy and reference are the same")
         return StartLosses([f"{value:.6f}"], wrong)
 
@@ -131,7 +131,7 @@ class KTO(ComparedObjective):
 def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, log-ratios and numbers of trained tokens of documents, all [D].
 
-    Sums are made in fp64, as answers may have thousands of tokens.
+    Sums are computed in fp64, since answers may have thousands of tokens.
 
     Args:
         token_losses: fp32 [b, s / cp], -log p(label).
@@ -142,7 +142,7 @@ def ratios_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Tensor, Tensor, 
 
 
 class _MeanRatio:
-    """Takes the place of an objective, and finds z before it is cut off at 0."""
+    """An objective that computes z before it is clamped at 0."""
 
     metric_names = ("ratio", "log_prob")
 

@@ -1,6 +1,6 @@
-"""Preference training: losses of pairs of answers, from the losses of their tokens; reward models, from their scores.
+"""Losses of preference pairs: preference training, from the losses of tokens, and reward models, from their scores.
 
-Documents of a micro-batch come in pairs, a chosen answer and then a rejected one. Legend: D documents, P pairs.
+Documents of a micro-batch are pairs: chosen, rejected, chosen, rejected ... Legend: D documents, P pairs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, StepTotals
 from megatune.objectives.base import ComparedObjective, StartLosses, TrainingObjective, sums_where, tokens_of_documents
 from megatune.objectives.pair_losses import (
-    SEPARABLE,
+    PAIR_LOSSES,
     WITHOUT_REFERENCE,
+    PairLossOptions,
     Pairs,
-    Shape,
     negative_log_likelihood,
     odds_ratio,
 )
 
-# Extra values of a micro-batch: log-probabilities of the reference, fp32 [D]; weights of tokens, fp32 [b, s].
+# Extras of a micro-batch: log-probabilities of the reference, fp32 [D]; weights of tokens, fp32 [b, s].
 REFERENCE, TOKEN_WEIGHTS = "reference_log_probs", "answer_token_weights"
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 LOG_PROBS = ("logps/chosen", "logps/rejected")
@@ -34,23 +34,23 @@ LOG_PROBS = ("logps/chosen", "logps/rejected")
 
 @dataclass(slots=True)
 class Preference(ComparedObjective):
-    """A weighted sum of losses of pairs, divided once by the global number of pairs.
+    """A weighted sum of losses of pairs, divided by the global number of pairs.
 
-    Every context-parallel rank computes the whole loss, from the same sums. Of BCO and another loss with weight w
-    (LLaMA-Factory's pref_bco_weight) weights are w / (1 + w) and 1 / (1 + w).
+    Every context-parallel rank computes the whole loss, from the same sums. If BCO with weight w (LLaMA-Factory's
+    pref_bco_weight) is combined with another loss, the weights are w / (1 + w) and 1 / (1 + w).
 
-    BCO's δ is the mean reward of all answers of the steps before, so that no micro-batch's place matters, and 0 in the
-    first step, where all rewards are.
+    BCO's δ is the mean reward of all answers of previous steps, so it does not depend on the order of micro-batches. It
+    is 0 in the first step, as all rewards are.
 
     Attributes:
         losses: weights of the losses, by their names in `pair_losses`.
         likelihood: weight of the chosen answer's negative log-likelihood, a mean over its tokens.
-        reward_sum, reward_pairs: with BCO: of the pairs trained so far, the sum of the mean rewards of their answers,
-            and their number.
+        reward_sum, reward_pairs: for BCO, the sum over trained pairs of the mean reward of their answers, and the
+            number of pairs.
     """
 
     losses: Mapping[str, float]
-    shape: Shape = field(default_factory=Shape)
+    options: PairLossOptions = field(default_factory=PairLossOptions)
     likelihood: float = 0.0
     reward_sum: float = 0.0
     reward_pairs: float = 0.0
@@ -62,7 +62,7 @@ class Preference(ComparedObjective):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Rewards and log-probabilities; where the loss has several terms, each by itself, before its weight."""
+        """Rewards and log-probabilities; if the loss has several terms, also each unweighted term."""
         return *REWARDS, *LOG_PROBS, *self._term_names
 
     @property
@@ -95,51 +95,51 @@ class Preference(ComparedObjective):
             self._shift()
 
     def _shift(self) -> None:
-        self.shape = replace(self.shape, reward_shift=self.reward_sum / max(self.reward_pairs, 1))
+        self.options = replace(self.options, reward_shift=self.reward_sum / max(self.reward_pairs, 1))
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         assert not self.has_reference or REFERENCE in batch.extras, "no log-probabilities of the reference"
         pairs, valid = pairs_of(output, batch)
-        losses = {name: SEPARABLE[name](pairs, self.shape) for name in self.losses}
-        likelihood = negative_log_likelihood(pairs, self.shape)
+        losses = {name: PAIR_LOSSES[name](pairs, self.options) for name in self.losses}
+        likelihood = negative_log_likelihood(pairs, self.options)
         loss = torch.stack([weight * losses[name] for name, weight in self.losses.items()]).sum(0)
         if self.likelihood:
             loss = loss + self.likelihood * likelihood
         terms = {f"loss/{name}": found for name, found in losses.items()}
-        terms |= {"nll_loss": likelihood, "odds_ratio_loss": odds_ratio(pairs, self.shape)}
+        terms |= {"nll_loss": likelihood, "odds_ratio_loss": odds_ratio(pairs, self.options)}
         values = {**self._rewards(pairs), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected, **terms}
         metrics = sums_where(valid, {name: values[name] for name in self.metric_names})
         return ObjectiveOutput(torch.where(valid, loss, 0.0).sum(), metrics, replicated=True)
 
     def _rewards(self, pairs: Pairs) -> dict[str, Tensor]:
-        """Return rewards as TRL logs them: of losses without a reference of log-probabilities, or their means."""
+        """Return rewards as TRL logs them; for losses without a reference, log-probabilities or their means."""
         if self.has_reference:
             chosen, rejected = pairs.chosen_ratio, pairs.rejected_ratio
         elif "cpo" in self.losses:
             chosen, rejected = pairs.chosen, pairs.rejected
         else:
             chosen, rejected = pairs.chosen_mean, pairs.rejected_mean
-        chosen, rejected = self.shape.beta * chosen, self.shape.beta * rejected
+        chosen, rejected = self.options.beta * chosen, self.options.beta * rejected
         return dict(zip(REWARDS, (chosen, rejected, (chosen > rejected).float(), chosen - rejected), strict=True))
 
     def describe(self) -> str:
         own = {"the chosen answer's own loss": self.likelihood} if self.likelihood else {}
         terms = {**self.losses, **own}
         names = [name if weight == 1 else f"{weight:.4g} × {name}" for name, weight in terms.items()]
-        return f"{' + '.join(names)} of pairs, beta {self.shape.beta:g}"
+        return f"{' + '.join(names)} of pairs, beta {self.options.beta:g}"
 
     @property
     def reward_scale(self) -> float:
-        return self.shape.beta
+        return self.options.beta
 
-    def start_losses(self, totals: StepTotals, apart: Sequence[float], bound: float) -> StartLosses:
+    def start_losses(self, totals: StepTotals, tolerances: Sequence[float], bound: float) -> StartLosses:
         found = StartLosses([], [])
         for name, weight in self.losses.items():
             if name in WITHOUT_REFERENCE:
                 continue
             value = totals.metrics.get(f"loss/{name}", totals.loss / weight)
             expected = self._loss_of(name, 0.0, 0.0)
-            ends = (self._loss_of(name, side * apart[0], -side * apart[1]) for side in (-1, 1))
+            ends = (self._loss_of(name, side * tolerances[0], -side * tolerances[1]) for side in (-1, 1))
             found.values.append(f"{value:.6f}")
             if abs(value - expected) > max(abs(end - expected) for end in ends):
                 text = f"{name} is {value:.6f}, and {expected:.6f} where policy and reference are the same"
@@ -150,13 +150,13 @@ class Preference(ComparedObjective):
         """Return the loss of a pair with these log-ratios, before the first step."""
         one = torch.ones(1, dtype=torch.float64)
         policy = chosen * one, rejected * one
-        return float(SEPARABLE[name](Pairs(*policy, 0 * one, 0 * one, one, one, policy[0]), self.shape))
+        return float(PAIR_LOSSES[name](Pairs(*policy, 0 * one, 0 * one, one, one, policy[0]), self.options))
 
 
 def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:
-    """Add up the tokens of every answer, over all context-parallel ranks.
+    """Sum the tokens of every answer, over all context-parallel ranks.
 
-    Sums are made in fp64, as answers may have thousands of tokens, and differences of sums are what counts.
+    Sums are computed in fp64, since answers may have thousands of tokens, and the loss depends on differences of sums.
 
     Args:
         token_losses: fp32 [b, s / cp], -log p(label).
@@ -179,28 +179,28 @@ def pairs_of(token_losses: Tensor, batch: LocalBatch) -> tuple[Pairs, Tensor]:
 
 
 def in_pairs(values: Tensor) -> Tensor:
-    """Return values of documents [D, ...] as [P, 2, ...], without padding behind the last pair."""
+    """Return values of documents [D, ...] as [P, 2, ...], without the padding after the last pair."""
     return values[: len(values) // 2 * 2].unflatten(0, (-1, 2))
 
 
 def num_pairs(batch: MicroBatch) -> Tensor:
-    """Count the pairs of a whole micro-batch of which both answers have a trained token: int64 [], on the host."""
+    """Count the pairs of a whole micro-batch with a trained token in both answers: int64 [], on the host."""
     return (in_pairs(tokens_of_documents(batch.labels >= 0, batch)) > 0).all(1).sum()
 
 
-# As TRL's RewardTrainer logs them; what it has no name for is called as in other preference training.
+# As in TRL's RewardTrainer; the others are named as in preference training.
 _METRICS = ("accuracy", "margin", "mean_reward", *REWARDS[:2])
 
 
 @dataclass(frozen=True, slots=True)
 class Reward(TrainingObjective):
-    """-log σ(r_c - r_r - margin) + c (r_c + r_r)², summed over pairs and divided once by their global number.
+    """-log σ(r_c - r_r - margin) + c (r_c + r_r)², summed over pairs and divided by their global number.
 
-    The score r of an answer is that of its token with SCORED; the margin of a pair is that of its chosen answer, 0
-    where there is none. Every context-parallel rank computes the whole loss, from the same scores.
+    The score r of an answer is read at its token with SCORED; the margin of a pair is that of its chosen answer, by
+    default 0. Every context-parallel rank computes the whole loss, from the same scores.
 
     Attributes:
-        centering: c, which holds the mean of a pair's scores at 0 (arXiv:2312.09244).
+        centering: c, which keeps the mean of a pair's scores near 0 (arXiv:2312.09244).
     """
 
     centering: float = 0.0

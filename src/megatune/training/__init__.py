@@ -1,1 +1,1 @@
-"""The training loop, its callbacks, and atomic checkpoints."""
+"""The training room: the loop, its callbacks, and checkpoints that are atomic."""

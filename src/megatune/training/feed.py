@@ -1,6 +1,6 @@
-"""The training and evaluation rows of a run, prepared before it or streamed.
+"""The rows of a run, prepared before it or streamed: what each step trains, and what is evaluated on.
 
-One process of each machine prepares rows or reads ahead; all ranks follow a stream step by step.
+One process of each machine prepares or reads ahead; all ranks follow a stream step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# `load_tokenizer` imports this. Imported here, ranks share it, since they are forks of the process that imports feed.
+# What `load_tokenizer` imports: here ranks, which are forks of the process that imports this, share it.
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from megatune.config.groups.run import PAIR_STAGES
@@ -38,7 +38,7 @@ from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.digests import cache_dir
 from megatune.launch.context import RankContext
-from megatune.objectives.choose import objective_of
+from megatune.objectives.choose import make_objective
 from megatune.plan.rows import RowLengths
 from megatune.progress import say
 from megatune.training.agreement import KEY, check_same, num_machines, on_rank_0, wait_for_machines, wait_for_note
@@ -50,46 +50,50 @@ from megatune.training.train_state import ROWS, read_state
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The rows of a trainer."""
+    """What a trainer takes rows from."""
 
     rows: StepRows
-    evaluation: TokenRows | None  # None without evaluation
+    evaluation: TokenRows | None  # None where nothing is evaluated
     lines: Sequence[str]  # the report
-    summary: str  # the report in one line
+    summary: str  # of it, in a line
     warnings: Sequence[str] = ()
-    follower: StreamFollower | None = None  # of streamed rows; None if all rows are prepared
-    quarantine: Quarantine | None = None  # on rank 0, with on_bad_row: quarantine
-    has_pictures: bool = True  # whether rows may have images or videos
-    # Read by the objective before each step and each evaluation: the same rows, with answers to other prompts.
+    follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
+    quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
+    has_pictures: bool = True  # whether rows may have some
+    # What the objective looks at before each step and each evaluation: the same rows, with answers to other prompts.
     companions: PreparedSteps | None = None
     companions_evaluation: TokenRows | None = None
-    # Evaluation rows of each data set, by its name, with eval_on_each_dataset; else {}.
+    # Those to evaluate, of each data set by itself, by its name; {} where they are evaluated together.
     each: Mapping[str, TokenRows] = field(default_factory=dict)
 
 
 class ModelLimits(NamedTuple):
-    """Limits of a model's input."""
+    """What a model can take."""
 
     vocab_size: int  # rows of its embedding
-    positions: int  # of one sequence
+    positions: int  # of a document
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run before its model is loaded."""
+    """The data of a run, before its model is there."""
 
-    key: str  # digest of everything that determines the rows
-    key_parts: dict[str, str]  # description -> digest; for a stream, only the date that its template states
-    num_rows: int | None  # training rows; this and the following are None for a stream
-    pictures: PictureCounts | None  # of training rows
-    lengths: RowLengths | None  # of training rows
-    # Creates the feed. Collective. Raises MegatuneError if a token id is outside the vocabulary (exit code 66), a
-    # sequence is longer than the model's positions (65), or reading the rows fails.
+    key: str  # of all that determines the rows
+    key_parts: dict[
+        str, str
+    ]  # what that is, in words, each with a digest; of a stream the day that its template states
+    num_rows: int | None  # to train; None where nobody knows
+    pictures: PictureCounts | None  # of rows to train; None where nobody knows
+    lengths: RowLengths | None  # of them; None where nobody knows
+    # Makes what the trainer takes rows from, of the run's steps and the model's limits. Collective. Raises
+    # MegatuneError where a token id is beyond the vocabulary (exit code 66), a document beyond the positions (65), or
+    # the rows do not come.
     feed: Callable[[RunSchedule, ModelLimits], Feed]
 
 
-def with_template_date(settings: Settings, resumed: Path | None) -> Settings:
-    """Set the date that templates state: the checkpoint's if the run resumes, else today's. Collective."""
+def on_its_day(settings: Settings, resumed: Path | None) -> Settings:
+    """Return settings with the day that templates state: the checkpoint's that the run resumes from, or today's.
+    Collective."""
     if not settings.data.swift_version or settings.data.template_date is not None:
         return settings
     state = read_state(resumed) if resumed is not None else None
@@ -100,14 +104,14 @@ def with_template_date(settings: Settings, resumed: Path | None) -> Settings:
 
 @contextmanager
 def opened_data(context: RankContext, settings: Settings, source: Path, resumed: Path | None) -> Iterator[RunData]:
-    """Prepare or stream the data of a run, with one process of each machine. Collective.
+    """Yield the data of a run, which one process of each machine prepares or reads ahead. Collective.
 
     Args:
         source: the model's folder, with the tokenizer.
         resumed: the checkpoint that the run resumes from.
 
     Raises:
-        MegatuneError: the data cannot be read; machines have different rows (exit code 65).
+        MegatuneError: whatever keeps it from being read; the machines have different rows (exit code 65).
     """
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
@@ -156,7 +160,7 @@ def _prepared_feed(
     report = prepared.report
     feed = Feed(rows, prepared.evaluation, lines, report.summary(), report.warnings())
     feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures, each=prepared.each)
-    if not objective_of(settings).has_companions:
+    if not make_objective(settings).has_companions:
         return feed
     steps = replace(rows, rows=CompanionRows(prepared.train.directory), ordered_by=prepared.train)
     evaluation = None if prepared.evaluation is None else CompanionRows(prepared.evaluation.directory)
@@ -179,7 +183,7 @@ def _streamed_feed(
 
 
 def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:
-    """Open the run's file of bad rows on rank 0, with on_bad_row: quarantine. Collective."""
+    """Open the run's file of bad rows, on rank 0 where on_bad_row asks for it. Collective."""
     assert settings.run.output_dir is not None
     if settings.data.on_bad_row != "quarantine":
         return None
@@ -189,14 +193,14 @@ def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:
 
 
 def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
-    """Start to stream the data, from the position in a checkpoint. Collective.
+    """Begin to read ahead, from where a checkpoint left off. Collective.
 
     Args:
-        resumed: the checkpoint, None to start at the beginning of the data.
+        resumed: the checkpoint, None to begin at the start of the data.
 
     Raises:
-        MegatuneError: data sets or tokenizer are missing (exit codes 64 and 66) or differ between machines (65), or the
-            cache cannot be written (73).
+        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or differ between machines
+            (65), or the cache cannot be written (73).
     """
     context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
     if context.local_rank != 0:
@@ -212,7 +216,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     left_off = read_state(resumed) if resumed is not None else None
     state = None
     if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
-        state = StreamState.from_json(left_off.stream)  # a state of other rows is refused later
+        state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
     stream = StartedStream(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
         evaluation = None if stream.held_out is None else str(stream.held_out.folder)
@@ -225,7 +229,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
 
 
 def _machines(context: RankContext) -> Machines | None:
-    """Open the store through which machines share a stream; return None for a single machine."""
+    """Open the store through which machines share a stream, on the first of them; None where there is one alone."""
     if num_machines(context) == 1:
         return None
     if context.rank == 0:
@@ -236,15 +240,15 @@ def _machines(context: RankContext) -> Machines | None:
     return Machines(context.node_rank, num_machines(context), context.master_addr, port)
 
 
-_stores: list[Any] = []  # kept until this process ends: other machines may still read from them
+_stores: list[Any] = []  # they last as long as this process: other machines may still wait for what is in them
 
 
 class StreamFollower:
-    """Follows a stream on one rank, before and after each step.
+    """What a rank does with its stream before and after each step.
 
     Args:
         limits: of the model.
-        quarantine: the run's file of bad rows, if this rank writes it.
+        quarantine: the run's file of bad rows; None where this rank keeps none.
     """
 
     def __init__(
@@ -273,11 +277,11 @@ class StreamFollower:
         return rows
 
     def before(self, step: int) -> None:
-        """Wait for the rows of a step, counted from 0, and check their blocks. Collective."""
+        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in. Collective."""
         first = step * self._size
         beat = partial(self._context.beat, "data", self._context.step)
         for meta, folder in self._stream.before(first, first + self._size, self._last, beat):
-            # Blocks end with the same row on all machines, so that every rank reaches this block at this step.
+            # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
             check_limits(meta.tokens, self._limits)
@@ -286,15 +290,15 @@ class StreamFollower:
                 self._keep_bad_rows(folder)
 
     def after(self, step: int) -> None:
-        """Delete blocks that no later step needs, after all ranks have trained this step, counted from 0."""
+        """Delete what no later step needs: all ranks have trained this one, counted from 0."""
         self._stream.after(step * self._size)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state of the stream after this number of steps, for a checkpoint."""
+        """Return what a checkpoint needs after this number of steps."""
         return self._stream.state(step * self._size).to_json()
 
     def epoch_after(self, step: int) -> float | None:
-        """Return the number of epochs after this number of steps, None if unknown yet."""
+        """Return the passes done after this number of steps, None where that is not known yet."""
         return self._stream.epoch_after(step * self._size)
 
     def _keep_bad_rows(self, folder: Path) -> None:
@@ -303,13 +307,13 @@ class StreamFollower:
 
 
 def _rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict[str, str | int]:
-    """Return counts and digest of rows, for `check_same`."""
+    """Return what machines compare of rows, see `check_same`."""
     counts = {f"{part}rows": len(rows), f"{part}tokens": report.tokens}
     return {**counts, f"the digest of the {part}rows": rows.digest}
 
 
 def check_limits(tokens: TokenReport, limits: ModelLimits) -> None:
-    """Check that the model has an embedding for each token id, and positions for the longest sequence."""
+    """Refuse a token id that the model has no embedding for, and a document of more positions than it was made for."""
     if tokens.largest_id >= limits.vocab_size:
         what = f"token id {tokens.largest_id} is beyond the model's vocabulary of {limits.vocab_size}"
         why = "the tokenizer and the weights belong to different models"

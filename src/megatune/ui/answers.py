@@ -1,4 +1,4 @@
-"""What the page asks for, by name: one table for the server and for reports, which have the answers in them."""
+"""The queries of the page by name, both for the server and for reports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatune.ui.series import SeriesCache
 
 
 class BadQuestionError(ValueError):
-    """A question with a value that is no number, or without one that is needed."""
+    """A query with an invalid or missing parameter."""
 
 
 class Answers:
-    """Answers questions about the runs below a folder.
+    """Answers queries about the runs below a folder.
 
-    Every question is a name and parameters as texts; an answer is a JSON value.
+    A query has a name and string parameters; an answer is a JSON value.
     """
 
     def __init__(self, root: Path) -> None:
@@ -40,12 +40,12 @@ class Answers:
         }
 
     def answer(self, name: str, asked: Mapping[str, str]) -> Any:
-        """Answer one question.
+        """Answer one query.
 
         Raises:
-            KeyError: no such question, run, log or checkpoint.
-            BadQuestionError: a parameter is missing or no number.
-            MegatuneError: files that cannot be read, or settings and data that do not fit.
+            KeyError: there is no such query, run, log or checkpoint.
+            BadQuestionError: a parameter is missing or invalid.
+            MegatuneError: files cannot be read, or settings do not match the data.
         """
         if name == "runs":
             return self.runs.changes(_number(asked, "since", 0) or 0)
@@ -64,7 +64,7 @@ class Answers:
 def _rows(folder: Path, asked: Mapping[str, str]) -> dict[str, Any]:
     from megatune.config.load import load
     from megatune.config.rules import DATA_RULES
-    from megatune.ui.rows import rows_of  # which imports what reads tokenizers and pictures
+    from megatune.ui.rows import rows_of  # slow imports
 
     settings = load(str(folder / RUN_YAML)).require_valid(rules=DATA_RULES)
     first, count = _number(asked, "first", 1) or 1, _number(asked, "count", 3) or 3
@@ -90,7 +90,7 @@ _GPU = ("index", "name", "utilization.gpu", "memory.used", "memory.total", "temp
 
 
 def machine_of(root: Path) -> dict[str, Any]:
-    """Return use of processors (percent), memory and the disk of `root` (bytes), and of GPUs (percent, MiB, °C, W)."""
+    """Return the use of CPUs (percent), memory and the disk of `root` (bytes), and GPUs (percent, MiB, °C, W)."""
     memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(root))
     return {
         "host": os.uname().nodename,
@@ -112,7 +112,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _gpu_number(text: str) -> float | None:
-    """Read a number; None of what a GPU does not report ("[N/A]")."""
+    """Parse a number; None if the GPU does not report it ("[N/A]")."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The page as an ASGI application: its files, questions and answers, and who may ask."""
+"""The web page as an ASGI application: static files, queries, actions and access control."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _HEADERS = {
 
 
 class App:
-    """The page of the runs below one folder.
+    """The application for the runs below one folder.
 
     Args:
-        token: what a browser has to bring; None lets everyone ask who calls this machine by a name of its own.
-        read_only: nothing is started, stopped or verified.
+        token: required from browsers; None accepts all requests to a local host name.
+        read_only: disable starting, stopping and verifying.
     """
 
     def __init__(self, root: Path, token: str | None = None, *, read_only: bool = False) -> None:
@@ -66,7 +66,7 @@ class App:
 
     async def _page(self, request: Request) -> Response:
         if self._token is not None and _same(request.query_params.get("token", ""), self._token):
-            # The token leaves the address, so that it is in no history and no copied link.
+            # Redirect to an address without the token, so that it is not in the history or in copied links.
             response = Response(status_code=HTTPStatus.SEE_OTHER, headers={"Location": "/", **_HEADERS})
             response.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return response
@@ -74,14 +74,14 @@ class App:
         return Response(page(read_only=self._read_only), media_type="text/html", headers=_HEADERS)
 
     def _admit(self, request: Request) -> None:
-        """Refuse who does not know the token; without one, pages of others that call this machine by a name of theirs.
+        """Reject requests without the token; if there is no token, requests to other host names (DNS rebinding).
 
         Raises:
             HTTPException: 401, 403.
         """
         if self._token is None:
             if request.url.hostname not in _LOCAL_NAMES:
-                raise HTTPException(403, "without a token, only this machine's own names are answered: localhost")
+                raise HTTPException(403, "without a token, only requests to localhost are accepted")
             return
         brought = request.headers.get("authorization", "").removeprefix("Bearer ") or request.cookies.get(_COOKIE, "")
         if not _same(brought, self._token):
@@ -95,7 +95,7 @@ class App:
         return await _answered(lambda: self.answers.answer(name, asked))
 
     async def _post(self, request: Request) -> Response:
-        """Do what changes something; web pages of others cannot send this type of content without asking first."""
+        """Handle an action. Other websites cannot send this content type without a CORS preflight."""
         self._admit(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body must be application/json")
@@ -117,7 +117,7 @@ class App:
     def _do(self, name: str, asked: dict[str, Any]) -> Any:
         def text(key: str) -> str:
             if not isinstance(value := asked.get(key), str):
-                raise BadQuestionError(f"{key}: expected a text")
+                raise BadQuestionError(f"{key}: expected a string")
             return value
 
         if name in ("draft", "first_rows"):
@@ -147,7 +147,7 @@ class App:
 
 
 async def _answered(answer: Callable[[], Any]) -> Response:
-    """Compute an answer in a thread of its own; what is not there is 404, what is asked wrongly 400."""
+    """Compute an answer in a worker thread; KeyError becomes 404, BadQuestionError 400."""
     try:
         return JSONResponse(await run_in_threadpool(answer), headers=_HEADERS)
     except KeyError as error:
@@ -172,5 +172,5 @@ async def _found_wrong(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    # Starlette raises it again, for the log.
+    # Starlette re-raises the error, for the log.
     return JSONResponse({"error": f"internal error: {type(error).__name__}"}, 500, headers=_HEADERS)

@@ -1,5 +1,4 @@
-"""Stops runs, drafts new ones from a form, and starts or resumes them as processes of their own, which outlive the
-page."""
+"""Stop runs, draft new ones from a form, and start or resume them as processes that outlive the server."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _SAID_BYTES = 8192
 
 
 def request_stop(folder: Path) -> None:
-    """Ask a run to save a checkpoint and stop after its step, by the file that its ranks look for.
+    """Make a run save a checkpoint and stop after its current step, by a file that its ranks check for.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -51,17 +50,17 @@ def request_stop(folder: Path) -> None:
 
 
 class Starter:
-    """Starts runs from the folder that the server works in, so that relative paths mean what they do there."""
+    """Starts runs in the server's working directory, at which their relative paths start."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        self._started: list[tuple[subprocess.Popen[bytes], str, Path]] = []  # with its command and what it prints to
+        self._started: list[tuple[subprocess.Popen[bytes], str, Path]] = []  # process, command, log
 
     def check(self, file: str, overrides: Sequence[str]) -> list[dict[str, str]]:
-        """Return what is wrong with the settings of a run, as far as is known without starting it.
+        """Return the findings about the settings of a run, without starting it.
 
         Raises:
-            MegatuneError: INPUT, where the file is outside of this folder, missing or unreadable.
+            MegatuneError: INPUT, if the file is outside of this folder, missing or unreadable.
         """
         path = self.path(file)
         from megatune.config.entry import is_rl_file
@@ -78,7 +77,7 @@ class Starter:
         """Start a run and return its number in `list`.
 
         Raises:
-            MegatuneError: INPUT, as of `check`; CANNOT_WRITE, where its output has no place.
+            MegatuneError: INPUT, as in `check`; CANNOT_WRITE, if its output cannot be written.
         """
         from megatune.config.entry import is_rl_file
 
@@ -87,10 +86,10 @@ class Starter:
         return self._run([verb, path, *overrides])
 
     def resume(self, folder: Path) -> int:
-        """Start a run once more with its own settings; it goes on from its newest whole checkpoint.
+        """Restart a run with its own settings; it continues from its newest complete checkpoint.
 
         Raises:
-            MegatuneError: CANNOT_WRITE, where its output has no place.
+            MegatuneError: CANNOT_WRITE, if its output cannot be written.
         """
         from megatune.config.entry import is_rl_file
 
@@ -102,7 +101,7 @@ class Starter:
         return self._run([*words, f"output_dir={folder}"])
 
     def path(self, file: str) -> str:
-        """Return a settings file below this folder, as it was written.
+        """Check that a settings file is below this folder, and return it unchanged.
 
         Raises:
             MegatuneError: INPUT.
@@ -130,7 +129,7 @@ class Starter:
         return len(self._started) - 1
 
     def list(self) -> list[dict[str, Any]]:
-        """Return what was started, the last first: command, exit code (None while it runs), last words."""
+        """Return the started processes, newest first: command, exit code (None if running), and the last output."""
         return [
             {"command": command, "exit_code": process.poll(),
              "said": log.read_bytes()[-_SAID_BYTES:].decode(errors="replace") if log.exists() else ""}
@@ -138,12 +137,12 @@ class Starter:
         ]  # fmt: skip
 
 
-_ROWS = 2  # that are shown
+_ROWS = 2  # rows shown of a draft
 _WRONG = {"gpus": "expected a whole number of GPUs, 1 or more"}
 
 
 class NewRuns:
-    """Drafts and starts runs whose folders are made in `root`, from the folder that the server works in."""
+    """Drafts and starts runs with output folders in `root`, from the server's working directory."""
 
     def __init__(self, root: Path, starter: Starter) -> None:
         here = Path.cwd()
@@ -152,7 +151,7 @@ class NewRuns:
         self._last: tuple[Answers, NewRun] | None = None
 
     def offers(self) -> dict[str, Any]:
-        """Return what the answers may be: models and data of this folder, goals, kinds of GPUs."""
+        """Return the choices of the form: models and data in this folder, goals, kinds of GPUs."""
         here = Path()
         return {
             "models": find_models(here),
@@ -163,7 +162,7 @@ class NewRuns:
         }
 
     def draft(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run that answers make, or by answer what is wrong with them; nothing is written."""
+        """Return the drafted run, or the findings for each answer; write nothing."""
         try:
             found = self._drafted(asked)
         except WrongAnswersError as error:
@@ -174,10 +173,10 @@ class NewRuns:
         return {"wrong": {}, "run": {**run, "here": found.here, "command": "" if found.here else command}}
 
     def rows(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first rows of a draft: as the model sees them, of reinforcement learning as their file has them.
+        """Return the first rows of a draft: as the model sees them, or, for reinforcement learning, as in their file.
 
         Raises:
-            MegatuneError: what is wrong with the answers, the data or the tokenizer.
+            MegatuneError: the answers, the data or the tokenizer are invalid.
         """
         found = self._drafted(asked)
         if found.verb == "rl":
@@ -186,15 +185,15 @@ class NewRuns:
             shown = [{"title": where, "parts": [{"name": "", "texts": [[text, False, False]], "images": []}]}
                      for where, text in rows]  # fmt: skip
             return {"notes": [], "bad": [], "rows": shown}
-        from megatune.ui.rows import rows_of  # which imports what reads tokenizers and pictures
+        from megatune.ui.rows import rows_of  # slow imports
 
         return rows_of(found.settings(), 1, _ROWS)
 
     def begin(self, file: str, text: str, *, start: bool) -> dict[str, Any]:
-        """Write a settings file, and start its run; where something is wrong with it, only say so.
+        """Write a settings file and start its run; if there are findings, return them and write nothing.
 
         Raises:
-            MegatuneError: INPUT, where the file is outside of this folder; CANNOT_WRITE.
+            MegatuneError: INPUT, if the file is outside of this folder; CANNOT_WRITE.
         """
         path = Path(self._starter.path(file))
         write_settings(path, text)
@@ -221,16 +220,16 @@ class NewRuns:
         return self._last[1]
 
     def _run_of(self, output_dir: object) -> str | None:
-        """Return the name that the list will have for a run; None where its folder is not below the root."""
+        """Return the name of a run in the list; None if its folder is not below the root."""
         folder = Path(str(output_dir)).resolve()
         return folder.relative_to(self._root).as_posix() if folder.is_relative_to(self._root) else None
 
 
 def _answers(asked: Mapping[str, Any], runs: str) -> Answers:
-    """Read the answers of a form; a field that is empty is no answer.
+    """Parse the answers of a form; empty fields are ignored.
 
     Raises:
-        WrongAnswersError: by field.
+        WrongAnswersError: the findings by field.
     """
     said = {name: value for name, value in asked.items() if value not in (None, "")}
     try:

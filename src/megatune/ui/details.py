@@ -1,4 +1,4 @@
-"""What one run left behind, as JSON values: settings, plan and measurement, checkpoints, logs, answers."""
+"""The files of one run as JSON values: settings, plan and measurements, checkpoints, logs, generated answers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from megatune.training.storage.manifest import added_files, problem_of, read_man
 from megatune.training.storage.store import list_checkpoints
 from megatune.ui.runs import GENERATIONS, RUN_YAML, read_json
 
-_STEP = re.compile(rb'\{"step": ([0-9]+),')  # what a line of generations.jsonl begins with
-_LOG_BYTES = 1 << 17  # of a log that are sent at once
+_STEP = re.compile(rb'\{"step": ([0-9]+),')  # the start of lines in generations.jsonl
+_LOG_BYTES = 1 << 17  # sent at once of a log
 _MOST_SAMPLES = 200
 _MOST_YAML = 1 << 22
 
 
 def settings_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the settings of a run.yaml in its order: group, key, value as it is written, and where it came from.
+    """Return the settings of a run.yaml in its order: group, key, value as written, and origin.
 
-    A file of reinforcement learning has roles with settings of their own: their keys are dotted there.
+    In reinforcement learning, settings of roles have dotted keys.
 
     Raises:
-        MegatuneError: INPUT, where the file cannot be read.
+        MegatuneError: INPUT, if the file cannot be read.
     """
     path = folder / RUN_YAML
     try:
@@ -55,7 +55,7 @@ def settings_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, str]]:
-    """Yield dotted key, line and value of everything in a mapping that is no mapping."""
+    """Yield dotted key, line and value of all entries of a mapping that are not mappings themselves."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
@@ -69,9 +69,9 @@ def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, st
 
 
 def plan_of(folder: Path) -> dict[str, Any]:
-    """Return what was planned and what was measured: memory by stage and part, and the time of a step by part.
+    """Return planned and measured memory by stage and part, and the time of a step by part.
 
-    The plan is that of the rows as they were, where some were trained, and else of those that the settings allow.
+    The plan is that for the actual rows once some are trained, and before that for the rows that the settings allow.
     """
     runs = read_json(folder / PLAN_NAME).get("runs") or [{}]
     last: dict[str, Any] = runs[-1] if isinstance(runs, list) and isinstance(runs[-1], dict) else {}
@@ -99,7 +99,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the checkpoints of a run, the newest first: as their manifests have them; no file of theirs is read."""
+    """Return the checkpoints of a run, newest first, from their manifests only."""
     return [_checkpoint(path) for path in reversed(list_checkpoints(folder))]
 
 
@@ -120,7 +120,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(folder: Path, name: str) -> list[str]:
-    """Read every file of a checkpoint and return what is not as its manifest has it; nothing where all is whole.
+    """Compare every file of a checkpoint with its manifest, and return the problems.
 
     Raises:
         KeyError: the run has no such checkpoint.
@@ -137,7 +137,7 @@ def verify_checkpoint(folder: Path, name: str) -> list[str]:
 
 
 def logs_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the logs of a run: their names, which `log_text` takes, and bytes."""
+    """Return the logs of a run: their names, for `log_text`, and sizes in bytes."""
     paths = [*sorted((folder / "launch" / "logs").glob("*.log"), key=_by_number), *sorted(folder.glob("*.log"))]
     return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size} for path in paths]
 
@@ -148,7 +148,7 @@ def _by_number(path: Path) -> tuple[str, int]:
 
 
 def log_text(folder: Path, name: str, start: int | None = None) -> dict[str, Any]:
-    """Return a part of a log: its end, or what was written from byte `start` on.
+    """Return a part of a log: its end, or the content from byte `start` on.
 
     Raises:
         KeyError: the run has no such log.
@@ -165,8 +165,8 @@ def log_text(folder: Path, name: str, start: int | None = None) -> dict[str, Any
 
 
 def samples_of(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Return what was written at one step, by default the last one, and all steps there are: answers of a run that
-    writes some (generations.jsonl), samples of reinforcement learning where rollout_dump_dir was set, or none."""
+    """Return the samples of one step, by default the last one, and all steps with samples: generated answers
+    (generations.jsonl), or samples of reinforcement learning (rollout_dump_dir)."""
     lines = _answers(folder / GENERATIONS) or _dumped(folder)
     chosen = max(lines, default=None) if step not in lines else step
     samples = [] if chosen is None else [json.loads(line) for line in islice(lines[chosen](), _MOST_SAMPLES)]
@@ -177,7 +177,7 @@ _Lines = Callable[[], Iterable[bytes]]
 
 
 def _answers(path: Path) -> dict[int, _Lines]:
-    """Return what reads the answers of each step. A line begins with its step, so that few are read as JSON."""
+    """Return functions that read the answers of each step. Lines begin with their step, so few need a JSON parser."""
     found: dict[int, list[bytes]] = {}
     with suppress(OSError), path.open("rb") as file:
         for line in file:
@@ -187,7 +187,7 @@ def _answers(path: Path) -> dict[int, _Lines]:
 
 
 def _dumped(folder: Path) -> dict[int, _Lines]:
-    """Return what reads the samples of each step of reinforcement learning."""
+    """Return functions that read the samples of each step of reinforcement learning."""
     settings = {each["key"]: each["value"] for each in settings_of(folder)}
     dumps = _dump_dir(folder, settings.get("rollout_dump_dir", ""))
     files = sorted(dumps.glob("step-*.jsonl")) if dumps else []
@@ -200,7 +200,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _dump_dir(folder: Path, written: str) -> Path | None:
-    """Find the folder of rollout_dump_dir, which is relative to where the run was started, or has moved with it."""
+    """Find the folder of rollout_dump_dir, which is relative to where the run was started, or was moved with it."""
     if written in ("", "null", "~"):
         return None
     path = Path(written)

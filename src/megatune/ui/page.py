@@ -1,4 +1,4 @@
-"""The page: its files as a server sends them, and a report of some runs: one file with these and with all answers."""
+"""Render the web page: for the server, and as a report of runs, a single file with all of the page's files and data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from megatune.ui.details import logs_of
 from megatune.ui.runs import RUN_YAML, entry_of, is_alive, locked_inodes
 
 STATIC = Path(__file__).parent / "static"
-# The modules of the page import each other, and these libraries, by names that an import map leads to files.
+# Modules of the page import each other and these libraries by name; an import map resolves the names to files.
 _LIBRARIES = {"preact": "vendor/preact.mjs", "preact/hooks": "vendor/hooks.mjs", "htm": "vendor/htm.mjs"}
-_INDEX, _STYLES, _CURVES, _ENTRY = (
-    "index.html",
-    ("vendor/uPlot.min.css", "style.css"),
-    "vendor/uPlot.iife.min.js",
-    "app",
-)
+_STYLES, _CURVES = ("vendor/uPlot.min.css", "style.css"), "vendor/uPlot.iife.min.js"
 
 
 def _modules() -> dict[str, str]:
@@ -33,7 +28,7 @@ def _modules() -> dict[str, str]:
 
 
 def page(*, read_only: bool = False) -> str:
-    """Return the page that a server sends; its files are below /static."""
+    """Return the page for a server, with its files below /static."""
     imports = {name: f"/static/{file}" for name, file in _modules().items()}
     links = "".join(f'<link rel="stylesheet" href="/static/{file}">' for file in _STYLES)
     preload = "".join(f'<link rel="modulepreload" href="{file}">' for file in imports.values())
@@ -42,7 +37,7 @@ def page(*, read_only: bool = False) -> str:
 
 
 def report_page(answers: dict[str, Any], title: str) -> str:
-    """Return a page with everything in it: its files, and the answers to all that it asks, by question."""
+    """Return a self-contained page, with its files and the answers to its queries."""
     imports = {
         name: f"data:text/javascript;base64,{base64.b64encode(_text(file).encode()).decode()}"
         for name, file in _modules().items()
@@ -56,18 +51,19 @@ def report_page(answers: dict[str, Any], title: str) -> str:
 
 
 def _filled(imports: dict[str, str], head: str, curves: str, given: dict[str, Any]) -> str:
-    """Fill index.html. JSON inside of a script must not end it."""
+    """Fill the template index.html."""
     values = {
         "head": head,
         "curves": curves,
         "imports": _script(json.dumps({"imports": imports})),
         "given": _script(json.dumps(given, ensure_ascii=False)),
-        "entry": f"page/{_ENTRY}",
+        "entry": "page/app",
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _text(_INDEX))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _text("index.html"))
 
 
 def _script(text: str) -> str:
+    """Escape JSON inside of a script element, so that it cannot close the element."""
     return text.replace("<", "\\u003c")
 
 
@@ -75,15 +71,15 @@ def _text(file: str) -> str:
     return (STATIC / file).read_text(encoding="utf-8")
 
 
-_LOG_CHARACTERS = 20_000  # of a log's end
+_LOG_CHARACTERS = 20_000  # at the end of a log
 _MOST_LOGS = 4
 
 
 def write_report(folders: Sequence[str], path: Path) -> None:
-    """Write the report of runs, side by side.
+    """Write a report that compares runs.
 
     Raises:
-        MegatuneError: INPUT, where a folder is not a run's; CANNOT_WRITE.
+        MegatuneError: INPUT, if a folder is not the folder of a run; CANNOT_WRITE.
     """
     wrong = [folder for folder in folders if not (Path(folder) / RUN_YAML).is_file()]
     if wrong:
@@ -92,9 +88,8 @@ def write_report(folders: Sequence[str], path: Path) -> None:
         raise MegatuneError(found, ExitCode.INPUT)
     names, runs, answers = _names(folders), [], dict[str, Any]()
     for folder, name in zip(folders, names, strict=True):
-        runs.append(
-            {**entry_of(Path(folder), is_alive(Path(folder), locked_inodes())), "id": name, "name": name, "version": 1}
-        )
+        entry = entry_of(Path(folder), is_alive(Path(folder), locked_inodes()))
+        runs.append({**entry, "id": name, "name": name, "version": 1})
         answers |= _answers_of(Path(folder), name)
     answers["runs"] = {"version": 1, "root": "", "runs": runs, "gone": [], "more": False}
     content = report_page(answers, ", ".join(names))
@@ -104,14 +99,14 @@ def write_report(folders: Sequence[str], path: Path) -> None:
 
 
 def _names(folders: Sequence[str]) -> list[str]:
-    """Return a name for each run: that of its folder, or its path where two have the same."""
+    """Return a name for each run: that of its folder, or its path if the name is not unique."""
     own = [Path(folder).resolve() for folder in folders]
     names = [path.name for path in own]
     return [path.name if names.count(path.name) == 1 else folder for path, folder in zip(own, folders, strict=True)]
 
 
 def _answers_of(folder: Path, name: str) -> dict[str, Any]:
-    """Return the answers about one run by question, as the page writes them: "settings?run=NAME"."""
+    """Return the answers about one run by query, such as "settings?run=NAME"."""
     root = Answers(folder)
 
     def ask(question: str, **asked: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of a run as the model sees them, as JSON values: runs of text that are trained on or not, and pictures."""
+"""Rows of a run as the model sees them, as JSON values: trained and masked texts, images and videos."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MOST_ROWS = 20
 
 
 def rows_of(settings: Settings, first: int, count: int, *, evaluation: bool = False) -> dict[str, Any]:
-    """Return rows of a run of training, numbered from 1 in each of its data sets.
+    """Return rows of a training run, numbered from 1 in each of its data sets.
 
     Raises:
-        MegatuneError: data or a model that cannot be read, from the folder that the server works in.
+        MegatuneError: the data or the model cannot be read; relative paths start at the server's working directory.
     """
     tokenizer, vision = load_model_input(settings)
     wanted = range(first, first + min(count, MOST_ROWS))
@@ -42,7 +42,7 @@ def rows_of(settings: Settings, first: int, count: int, *, evaluation: bool = Fa
 
 
 def _row(row: PreviewRow, preview: Preview, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the title of a row and its parts: documents, and of a pair the prompt that both answers share first."""
+    """Return the title of a row and its parts: documents; for a pair the shared prompt, then both answers."""
     parts: list[dict[str, Any]] = []
     if "pairs" in preview.arrangement:
         for chosen, rejected in row.pairs:
@@ -59,7 +59,7 @@ def _part(
     name: str, row: RowDocument, tokenizer: PreTrainedTokenizerBase, start: int = 0, stop: int | None = None,
     *, pictures: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the tokens of a document from `start` to `stop`: lists of text, whether it is trained, whether special."""
+    """Return the tokens of a document from `start` to `stop`, as texts with whether they are trained and special."""
     stop = len(row.document.input_ids) if stop is None else stop
     texts = [each for each in token_texts(row.document, tokenizer) if start <= each.start < stop]
     alike = groupby(collapse_repeats(texts), key=lambda each: (each.trained, each.special))

@@ -1,4 +1,4 @@
-"""The runs below a folder: where they are, and how each is doing, from a few small reads of its files."""
+"""Find the runs below a folder, and determine their states with a few small reads of their files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from typing import Any
 RUN_YAML, METRICS, GENERATIONS, LOCK = "run.yaml", "metrics.jsonl", "generations.jsonl", ".megatune.lock"
 _MOST_RUNS = 2000
 _DEPTH = 5
-_SCAN_SECONDS = 5.0  # between two walks of the folders
-_READ_SECONDS = 0.1  # of one look at the list, after which a page gets what there is
-_TAIL = 8192  # bytes of metrics.jsonl, which hold a few records
-_SPARKS = 32  # records that the small curve of the list has
-_SPARK_BYTES = 1536  # which hold a whole record, of reinforcement learning a part of one
-# Read without JSON: there are as many places as runs times points.
+_SCAN_SECONDS = 5.0  # interval of scans of the folders
+_READ_SECONDS = 0.1  # time limit of one update, after which a page gets a partial list
+_TAIL = 8192  # bytes at the end of metrics.jsonl, which contain a few records
+_SPARKS = 32  # points of the small curve in the list
+_SPARK_BYTES = 1536  # contain a whole record, or a part of one in reinforcement learning
+# Parsed without JSON for speed: there are runs times points of them.
 _LOSS, _REWARD = (re.compile(rb'"%s": (-?[0-9.]+(?:e[+-]?[0-9]+)?)[,}]' % name) for name in (b"loss", b"reward"))
-_BEAT_SECONDS = 180.0  # a run of another machine whose heartbeat is older counts as ended
-_OUTCOMES = {"done": "finished", "hung": "failed"}  # of the launcher's report, where the name differs
+_BEAT_SECONDS = 180.0  # a run on another machine counts as ended if its heartbeat is older
+_SHOWN = ("step", "total_steps", "epoch", "loss", "reward", "tokens_per_second", "eta_seconds")
+_OUTCOMES = {"done": "finished", "hung": "failed"}  # outcomes in the launcher's report with other names here
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the list has of a run, the state of its files when they were read, and the version that this is of."""
+    """A run's entry in the list, the stamps of its files when it was read, and the version of the entry."""
 
     entry: dict[str, Any] = field(default_factory=dict)
     signature: tuple[Any, ...] = ()
@@ -61,13 +62,13 @@ class Runs:
         return self.root / run
 
     def is_alive(self, run: str) -> bool:
-        """Return whether a process of this run is running; KeyError where there is no such run."""
+        """Return whether a process of this run is running; raise KeyError if there is no such run."""
         return is_alive(self.folder(run), locked_inodes())
 
     def changes(self, since: int = 0) -> dict[str, Any]:
-        """Return the entries of runs that are new or have changed after a version, and the version of now.
+        """Return the entries of runs that are new or changed since a version, and the current version.
 
-        What takes longer than a moment to read is left to the next call: `more` is true then.
+        If reading takes too long, the remaining entries are left to the next call, and `more` is true.
         """
         with self._lock:
             return self._changes(max(0, since))
@@ -103,10 +104,10 @@ class Runs:
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs at `root` and below it; nothing is looked for inside of a run below it."""
-    left, count = [(root, 0)], 0
-    while left and count < _MOST_RUNS:
-        folder, depth = left.pop()
+    """Yield the folders of runs at `root` and below it, but not inside of runs below it."""
+    remaining, count = [(root, 0)], 0
+    while remaining and count < _MOST_RUNS:
+        folder, depth = remaining.pop()
         try:
             entries = list(os.scandir(folder))
         except OSError:
@@ -117,11 +118,11 @@ def find_runs(root: Path) -> Iterator[Path]:
             yield folder
         if depth < _DEPTH and (not is_run or depth == 0):
             below = (each for each in entries if not each.name.startswith((".", "checkpoint-", "launch")))
-            left += [(Path(each.path), depth + 1) for each in below if each.is_dir(follow_symlinks=False)]
+            remaining += [(Path(each.path), depth + 1) for each in below if each.is_dir(follow_symlinks=False)]
 
 
 def entry_of(folder: Path, alive: bool) -> dict[str, Any]:
-    """Return what the list has of a run: its state, its progress, its last numbers and a small curve of its loss."""
+    """Return a run's entry in the list: its state, progress, last metrics and a small curve of its loss."""
     stage, model = _head_of(folder / RUN_YAML)
     records = list(_records(_read(folder / METRICS, -_TAIL)))
     log: dict[str, Any] = next((each for each in reversed(records) if "num_steps" in each), {})
@@ -142,25 +143,19 @@ def entry_of(folder: Path, alive: bool) -> dict[str, Any]:
         "state": state,
         "problem": "" if alive else findings[0].get("what", ""),
         "fix": "" if alive else findings[0].get("fix", ""),
-        "step": log.get("step"),
-        "total_steps": log.get("total_steps"),
-        "epoch": log.get("epoch"),
-        "loss": log.get("loss"),
-        "reward": log.get("reward"),
+        **{name: log.get(name) for name in _SHOWN},
         "eval_loss": evaluation.get("eval_loss"),
-        "tokens_per_second": log.get("tokens_per_second"),
-        "eta_seconds": log.get("eta_seconds"),
         "changed": max(_stamp(folder / name)[1] for name in (METRICS, RUN_YAML, "launch/report.json")),
         "spark": _spark(folder / METRICS),
     }
 
 
 def is_alive(folder: Path, locked: set[int] | None) -> bool:
-    """Return whether a process holds the lock of an output folder; the lock itself is not touched, as a run that
-    starts at this moment would be refused.
+    """Return whether a process holds the lock of an output folder. The lock itself is not acquired, since a run that
+    starts at this moment would fail.
 
     Args:
-        locked: inodes of the files that this machine has locked; None where the kernel does not list them.
+        locked: inodes of the files locked on this machine; None if the kernel does not list them.
     """
     try:
         holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
@@ -174,7 +169,7 @@ def is_alive(folder: Path, locked: set[int] | None) -> bool:
 
 
 def locked_inodes() -> set[int] | None:
-    """Return the inodes of the files that processes of this machine have locked; None where the kernel does not say."""
+    """Return the inodes of the files locked by processes of this machine; None if the kernel does not list them."""
     try:
         lines = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
         return {int(line.split()[5].rpartition(":")[2]) for line in lines if "FLOCK" in line and "->" not in line}
@@ -183,7 +178,7 @@ def locked_inodes() -> set[int] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; {} where there is none, or it is being written."""
+    """Return the object of a JSON file; {} if it is missing or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -192,8 +187,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _head_of(path: Path) -> tuple[str, str]:
-    """Return stage and model of a run.yaml, without reading it as YAML: there may be hundreds. One of reinforcement
-    learning has roles instead of a stage."""
+    """Return stage and model of a run.yaml, without a YAML parser for speed. In reinforcement learning it has roles
+    instead of a stage."""
     values = {}
     for line in _read(path, 1 << 16).decode(errors="replace").splitlines():
         key, colon, text = line.partition(":")
@@ -205,7 +200,7 @@ def _head_of(path: Path) -> tuple[str, str]:
 
 
 def _spark(path: Path) -> list[float]:
-    """Return the loss, or the reward, at places that are spread over the file; a file of any size costs the same."""
+    """Return the loss or the reward at evenly spaced positions of the file, in constant time."""
     size = _stamp(path)[0]
     if size <= _SPARKS * _SPARK_BYTES:
         pieces = [line + b"\n" for line in _read(path, size or 1).split(b"\n")]
@@ -222,7 +217,7 @@ def _spark(path: Path) -> list[float]:
 
 
 def _records(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines among bytes of a file of JSON lines."""
+    """Yield the records of complete lines among bytes of a JSON lines file."""
     for line in data.split(b"\n"):
         if line.startswith(b"{") and line.endswith(b"}"):
             try:
@@ -232,7 +227,7 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file, or with a negative count the last ones; none of a file that is not there."""
+    """Return the first bytes of a file, or the last ones if count is negative; b"" if the file is missing."""
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -242,7 +237,7 @@ def _read(path: Path, count: int) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, float]:
-    """Return size and time of change of a file; zeros where there is none."""
+    """Return size and modification time of a file; zeros if it is missing."""
     try:
         found = path.stat()
     except OSError:

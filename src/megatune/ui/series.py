@@ -1,4 +1,4 @@
-"""Curves of a run: metrics.jsonl read once and then where it grows, thinned out to what a screen can show."""
+"""Curves of a run: read metrics.jsonl incrementally, and downsample it for a screen."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-MOST_POINTS = 1500  # of one curve; a part holds at most two points
+MOST_POINTS = 1500  # points of a curve; each bucket has at most two
 _MOST_NOTICES = 100
-_MOST_OPEN = 12  # runs whose numbers are kept in memory
+_MOST_OPEN = 12  # runs whose metrics are kept in memory
 _BOOKKEEPING = {"step", "total_steps", "epoch", "num_steps", "elapsed_seconds", "eta_seconds"}
 _NUMBERS = (int, float)
 _CHUNK = 1 << 22
 
 
 class Series:
-    """The numbers of one run, by name, with the record that each is of.
+    """The metrics of one run by name, with the indices of their records.
 
     Attributes:
-        generation: counts how often the file was replaced, as a resumed run does: what was sent before is void.
-        steps, times: of every record: the step, and the seconds of training until then over all processes of the run.
+        generation: counts how often the file was replaced, which a resumed run does, and which makes sent data invalid.
+        steps, times: for every record the step, and the seconds of training so far, over all restarts of the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Series:
         self.notices: list[dict[str, Any]] = []
 
     def read(self) -> None:
-        """Read what was added since the last call."""
+        """Read the records added since the last call."""
         with self._lock:
             try:
                 with self._path.open("rb", buffering=0) as file:
@@ -75,7 +75,7 @@ class Series:
     def _take(self, record: dict[str, Any]) -> None:
         elapsed = record.get("elapsed_seconds")
         if isinstance(elapsed, (int, float)):
-            if elapsed < self._elapsed:  # another process of the run, whose clock begins at zero
+            if elapsed < self._elapsed:  # the run was restarted, and its clock begins at zero
                 self._before += self._elapsed
             self._elapsed = elapsed
         if "notice" in record:
@@ -92,18 +92,18 @@ class Series:
                 self.values[key].append(value)
 
     def answer(self, keys: Iterable[str], first: int = 0, level: int = -1, generation: int = -1) -> dict[str, Any]:
-        """Return curves, or what was added to them.
+        """Return curves, or the points added to them.
 
-        A part is 2^level records; of each part a curve has its lowest and its highest value. The level grows with the
-        run, so that no curve has more than MOST_POINTS points, and only then are all sent again.
+        A bucket has 2^level records, and contributes its lowest and highest value to a curve. The level grows with the
+        run, so that curves have at most MOST_POINTS points; all points are sent again only if it changes.
 
         Args:
-            first: records that were there at the last answer.
-            level, generation: of the last answer; -1 for the first one.
+            first: the number of records in the last answer.
+            level, generation: those of the last answer; -1 for the first one.
 
         Returns:
-            `from`: the record from which on points replace those of earlier answers; by key columns of records, steps,
-            seconds and values.
+            `from`: the record from which points replace those of earlier answers; `curves`: for each key columns of
+            records, steps, seconds and values.
         """
         with self._lock:
             return self._answer(keys, first, level, generation)
@@ -133,10 +133,10 @@ class Series:
 
 
 def _extremes(values: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """Return where each part has its lowest and its highest value first: int64, in order.
+    """Return the indices of the first lowest and the first highest value of each bucket: int64, ascending.
 
     Args:
-        parts: int64, like `values`: the part that each is of, in order.
+        parts: int64, the bucket of each value, ascending.
     """
     if not len(values):
         return np.zeros(0, np.int64)
@@ -150,14 +150,14 @@ def _extremes(values: np.ndarray, parts: np.ndarray) -> np.ndarray:
 
 
 class SeriesCache:
-    """The series of the runs that were looked at last."""
+    """An LRU cache of the series of runs."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, Series] = OrderedDict()
         self._lock = Lock()
 
     def get(self, path: Path) -> Series:
-        """Return the series of a metrics.jsonl, as it is now."""
+        """Return the up-to-date series of a metrics.jsonl."""
         with self._lock:
             series = self._open.pop(path, None) or Series(path)
             self._open[path] = series

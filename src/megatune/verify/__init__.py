@@ -1,1 +1,1 @@
-"""The proof: what the engine computes in a layout, against what plain Transformers computes."""
+"""Compare the results of the engine in a parallel layout with those of plain Transformers."""

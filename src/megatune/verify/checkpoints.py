@@ -1,7 +1,7 @@
-"""Checkpoints that last as long as a comparison: a model's first layers, what Transformers loads of weights in
-Megatron-Core's format, and new adapters, whose A and B are both random.
+"""Temporary checkpoints of a comparison: the first layers of a model, conversions from Megatron-Core's format for
+Transformers, and new adapters with random A and B.
 
-The B of a new adapter is zero in training, and so are the gradients of its A: what is wrong with them would not show.
+(In training the B of a new adapter is zero, and so are the gradients of its A, which would hide errors.)
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from megatune.families.weights import Segment
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, INDEX, WEIGHTS
 
-_LINKED = "model-00001-of-00001.safetensors"  # the one file of weights, which Transformers would read without an index
-# Behind the name of a matrix, what a file has of it where it is quantized.
+_LINKED = "model-00001-of-00001.safetensors"  # for a single file of weights, which Transformers reads without an index
+# Suffixes of the names of quantized matrices in files.
 _PARTS = ("", FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES)
 
 
 @contextmanager
 def first_layers(model_dir: Path, count: int | None) -> Iterator[Path]:
-    """Yield a folder with a model of the first layers of a decoder, by links to its files; without a count its own.
+    """Yield a folder with a model of the first layers of a decoder, with links to its files; without a count the
+    model's own folder.
 
-    Embeddings, final norm, output layer and encoder are the model's.
+    Embeddings, final norm, output layer and encoder are kept.
 
     Raises:
-        MegatuneError: SETTINGS, where the model has no more layers, or cannot be cut.
+        MegatuneError: SETTINGS; the model does not have more layers, or cannot be shortened.
     """
     if count is None:
         yield model_dir
@@ -67,13 +68,13 @@ def first_layers(model_dir: Path, count: int | None) -> Iterator[Path]:
 
 
 def _check(model_dir: Path, config: Mapping[str, Any], count: int) -> int:
-    """Return the number of layers of a model, of which so many are to be taken."""
+    """Check that a model can be shortened to this number of layers; return the number of its layers."""
     architecture = load_architecture(model_dir)
     num_layers, vision = architecture.num_layers, architecture.vision
     least = 1 if vision is None else max(1, vision.num_deepstack_mergers)
     what, why = f"--layers {count}", f"the model has {num_layers} layers"
     if is_torch_dist(model_dir):
-        why, fix = "weights in Megatron-Core's format are not cut", "convert them first: megatune export --to_hf"
+        why, fix = "weights in Megatron-Core's format cannot be cut", "convert them first: megatune export --to_hf"
     elif count >= num_layers:
         fix = f"--layers {num_layers - 1} or less; without it all layers are compared"
     elif count < least:
@@ -81,7 +82,7 @@ def _check(model_dir: Path, config: Mapping[str, Any], count: int) -> int:
     elif count not in (
         fitting := [each for each in range(least, num_layers) if _keeps_layers(config, architecture, each)]
     ):
-        why = "a model that ended there would compute its last layer otherwise, such as without its window"
+        why = "a model with this number of layers would compute its last layer differently, such as without a window"
         nearest = min(fitting, key=lambda each: abs(each - count), default=None)
         fix = "leave --layers out" if nearest is None else f"--layers {nearest}"
     else:
@@ -90,13 +91,13 @@ def _check(model_dir: Path, config: Mapping[str, Any], count: int) -> int:
 
 
 def _keeps_layers(config: Mapping[str, Any], whole: Architecture, count: int) -> bool:
-    """Return whether a model of the first layers computes each of them as the whole model does."""
+    """Return whether a model of the first layers computes each of them like the whole model."""
     short = FAMILIES[whole.model_type].architecture(_shortened(config, whole.num_layers, count))
     return all(short.layer_kind(layer) == whole.layer_kind(layer) for layer in range(count))
 
 
 def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[str, Any]:
-    """Return a config.json of fewer layers, with what it says of each of them."""
+    """Return the config.json for fewer layers, with its per-layer entries shortened."""
     found = dict(config)
     for key, value in config.items():
         if key == "num_hidden_layers":
@@ -111,7 +112,7 @@ def _shortened(config: Mapping[str, Any], num_layers: int, count: int) -> dict[s
 
 
 def _files_of_weights(model_dir: Path, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor that a model of fewer layers has, by its name."""
+    """Return the file of each tensor of a model with fewer layers, by name."""
     if (model_dir / INDEX).is_file():
         file_of = read_weight_index(model_dir / INDEX)
     else:
@@ -125,10 +126,10 @@ def _files_of_weights(model_dir: Path, architecture: Architecture, config: Mappi
 
 @contextmanager
 def as_hugging_face(model_dir: Path, reference: Path | None = None) -> Iterator[Path]:
-    """Yield the folder of a model's Hugging Face checkpoint: its own, or one that is written meanwhile.
+    """Yield the folder of a model's Hugging Face checkpoint: its own, or a temporary conversion.
 
     Args:
-        reference: where it is known to be.
+        reference: the folder, if known.
     """
     if reference is not None or not is_torch_dist(model_dir):
         yield reference or model_dir
@@ -146,8 +147,8 @@ _LARGEST_B = 0.05
 
 @contextmanager
 def with_adapters(settings: Settings, model_dir: Path, architecture: Architecture) -> Iterator[Settings]:
-    """Give settings that train an adapter one to begin with, whose gradients say something: unless it is there, a
-    random one, in a folder that is gone in the end."""
+    """Yield the settings with an adapter with nonzero gradients: if they train a new adapter, a random one in a
+    temporary folder."""
     finetuning = settings.finetuning
     if finetuning.finetuning_type != "lora":
         yield settings
@@ -167,8 +168,8 @@ def with_adapters(settings: Settings, model_dir: Path, architecture: Architectur
 def write_random_adapter(
     folder: Path, model_dir: Path, architecture: Architecture, selection: Selection, seed: int
 ) -> None:
-    """Write an adapter as peft has it: A and B random, lengths of rows near the base's, modules trained whole as the
-    base has them; all fp32."""
+    """Write an adapter in peft's format, in fp32: A and B are random, magnitudes close to the base's, and fully trained
+    modules equal to the base's."""
     base, _ = open_checkpoint(model_dir, architecture)
     source = _RandomAdapter(adapter_weights(architecture, selection), architecture, base, seed)
     write_adapter(folder / WEIGHTS_FILE, source, architecture, selection)
@@ -176,7 +177,7 @@ def write_random_adapter(
 
 
 class _RandomAdapter(InitialAdapters):
-    """New adapters, none of which is zero."""
+    """New adapters without zero matrices."""
 
     def read(self, segment: Segment, prefix: str = "") -> Tensor:
         if not self.has(segment.name):

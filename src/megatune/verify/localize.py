@@ -1,6 +1,6 @@
-"""Where a difference arises: the first place whose output differs, or the last one whose gradient does.
+"""Locate a difference: the first place of the model whose output differs, or the last one whose gradient does.
 
-Places of a decoder have one name on both sides. Layers count from 0, as in the names of weights.
+Places have the same names on both sides. Layers are numbered from 0, as in the names of weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatune.verify.numbers import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, Trace, relative
+from megatune.verify.results import SIXTEEN_BIT_PARAMETER_ROOM, WHOLE_GRADIENT, Difference, Trace, relative
 
 VISION = "vision encoder"
 EMBEDDING = "embedding"
@@ -24,7 +24,7 @@ LOGITS = "logits"
 LOSS = "loss"
 HEAD = "head"
 
-# A name, a module, and what to take of its arguments and output: hidden states, or what a router says of each token.
+# A name, a module, and a function that returns hidden states or routing weights from its arguments and output.
 Place = tuple[str, nn.Module, Callable[[Any, Any], Tensor]]
 
 _IN_LAYER = ("attention", "router", "experts", "MLP")
@@ -33,17 +33,18 @@ _LAYER_WEIGHT = r"model\.(?:language_model\.)?layers\.(\d+)\."
 _BEGINNINGS = (VISION, EMBEDDING)
 _ENDS = (FINAL_NORM, HEAD, LOGITS, LOSS)
 
-# fp32, relative L2 of all tokens: another order of the same sums. One wrong token in a thousand makes 3e-2.
+# fp32, relative L2 over all tokens, for another order of summation. One wrong token in a thousand gives 3e-2.
 PLACE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where computing goes wrong.
+    """The location of a difference.
 
     Attributes:
-        places: in the order in which they are computed: forward, or, where all outputs agree, backward.
-        in_gradients: the errors are those of gradients.
+        places: errors in the order of computation: of outputs in the forward pass, or, if all of them agree, of
+            gradients in the backward pass.
+        in_gradients: whether the errors are those of gradients.
     """
 
     places: tuple[Difference, ...]
@@ -51,19 +52,19 @@ class Location:
 
     @property
     def first(self) -> Difference | None:
-        """The first place that differs; None where all agree as far as they can be looked at."""
+        """The first place that differs; None if all of them are within their tolerances."""
         return next((place for place in self.places if not place.passes), None)
 
 
 def locate(
     differences: Sequence[Difference], computed: Trace, truth: Trace, stock: Trace | None = None, *, alike: bool = False
 ) -> Location:
-    """Find the place from which on two computations differ.
+    """Find the first place at which two computations differ.
 
     Args:
-        differences: what was compared before.
-        stock: a computation in the same 16 bits as `computed`, None for fp32: a place's error may be twice its error.
-        alike: the error of either of the two may be at most twice that of the other one.
+        differences: the compared quantities.
+        stock: a computation in the same 16-bit dtype as `computed`, whose errors may be half as large; None for fp32.
+        alike: compare `computed` and `stock` symmetrically: the error of either may be twice that of the other.
     """
     places = []
     for place in sorted(computed.places | truth.places, key=forward_order):
@@ -89,7 +90,7 @@ def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
         if of_tokens.max().item() > most:
             most, worst = of_tokens.max().item(), (sample, int(of_tokens.argmax()))
         if place.endswith("router"):
-            # [s, experts]: the weight of each expert, 0 where it is not chosen.
+            # [s, experts]: the weight of each expert, 0 if it is not selected.
             moved += int(torch.any((output != 0) != (expected != 0), -1).sum())
     return Difference(place, relative(math.sqrt(gap), math.sqrt(size)), PLACE_TOLERANCE, worst, moved)
 
@@ -97,21 +98,21 @@ def _compare(computed: Trace, truth: Trace, place: str) -> Difference:
 def _gradients(differences: Sequence[Difference]) -> tuple[Difference, ...]:
     """Return the worst weight of each place, in the order of the backward pass."""
     weights = [one for one in differences if one.name not in (LOGITS, LOSS, WHOLE_GRADIENT)]
-    # Adapters are beside experts' weights, and beside no router's.
+    # There are adapters of experts, but not of routers.
     of_experts = (re.match(_LAYER_WEIGHT + r"\w+\.(?:gate|experts)\.", one.name) for one in weights)
     sparse = {int(match[1]) for match in of_experts if match}
     worst: dict[str, Difference] = {}
     for one in weights:
         place = place_of_weight(one.name, sparse)
         found = Difference(place, one.error, one.tolerance)
-        # What differs comes first: tolerances of weights are their own in 16 bits.
+        # Weights that fail come first: in 16 bits each weight has its own tolerance.
         if place not in worst or (found.passes, -found.error) < (worst[place].passes, -worst[place].error):
             worst[place] = found
     return tuple(sorted(worst.values(), key=lambda found: forward_order(found.name), reverse=True))
 
 
 def forward_order(place: str) -> tuple[int, int, int]:
-    """Sort places in the order in which they compute."""
+    """Return a sort key for the order of places in the forward pass."""
     if match := _LAYER.fullmatch(place):
         return 1, int(match[1]), _IN_LAYER.index(match[2])
     return (0, _BEGINNINGS.index(place), 0) if place in _BEGINNINGS else (2, _ENDS.index(place), 0)
@@ -132,7 +133,7 @@ def engine_places(decoder: Any) -> Iterator[Place]:
 def reference_places(model: Any) -> Iterator[Place]:
     """Yield the places of a Transformers model."""
     decoder = getattr(model.model, "language_model", model.model)
-    # With the features of pictures in their places.
+    # Including the features of images and videos.
     yield EMBEDDING, decoder.layers[0], _argument
     for number, layer in enumerate(decoder.layers):
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
@@ -159,20 +160,21 @@ def _argument(arguments: tuple[Tensor, ...], output: Any) -> Tensor:
 
 
 def _weights_of_experts(num_experts: int, arguments: Any, output: tuple[Tensor, ...]) -> Tensor:
-    """Return what a router says of each token, in one form: [tokens, experts], 0 for an expert that is not chosen.
+    """Return the routing weights of each token: [tokens, experts], 0 for experts that are not selected.
 
     Args:
-        output: ends with the weights [tokens, k] of the chosen experts, and their numbers; `num_experts` is nobody's.
+        output: ends with the weights [tokens, k] of the selected experts and their indices; the index `num_experts`
+            means none.
     """
     *_, weights, chosen = output
     return weights.new_zeros(len(weights), num_experts + 1).scatter_(1, chosen, weights)[:, :num_experts]
 
 
 def place_of_weight(name: str, sparse_layers: Collection[int] = ()) -> str:
-    """Where a weight takes part, from its Hugging Face name. Norms belong to what they feed.
+    """Return the place of a weight, from its Hugging Face name. A norm belongs to the module after it.
 
     Args:
-        sparse_layers: layers whose feed-forward is experts.
+        sparse_layers: layers with experts.
     """
     if match := re.match(_LAYER_WEIGHT + r"(\w+)\.?(\w*)", name):
         layer, block, part = int(match[1]), match[2], match[3]

@@ -1,4 +1,4 @@
-"""What the engine computes in a layout: logits, loss and gradients under Hugging Face's names. Runs on every rank."""
+"""Compute logits, loss and gradients by Hugging Face name with the engine, in a layout. Runs on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatune.families.weights import Role
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import CrossEntropy
 from megatune.verify.localize import engine_places
-from megatune.verify.numbers import write_logits, write_loss, write_trace
+from megatune.verify.results import write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
 
 
@@ -48,14 +48,13 @@ def shard_samples(
     packed: bool = False,
     vision: Vision | None = None,
 ) -> list[Batch]:
-    """Return this data-parallel rank's micro-batches, all of one length.
+    """Return this data-parallel rank's micro-batches, all of the same length.
 
-    Row j takes slot j = (m · dp + rank) · b + i, for micro-batch m and its row i; slots beyond the rows hold padding,
-    which trains nothing.
+    Row j has slot j = (m · dp + rank) · b + i, in micro-batch m at index i; empty slots become untrained padding.
 
     Args:
-        packed: rows hold several samples.
-        vision: of a vision-language model.
+        packed: pack several samples into a row.
+        vision: for vision-language models.
     """
     rows = sample_rows(samples, packed=packed)
     batches = _batches(samples, rows, coords, parallel, vision, packed, micro_batch_size, coords.dp_size)
@@ -77,7 +76,7 @@ def _batches(
     multiples = parallel.sequence_multiple, parallel.document_multiple
     collator = Collator(micro_batch_size, packed, *multiples, 0, inputs)
     shard = MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
-    # With virtual stages micro-batches come in rounds of one a pipeline stage.
+    # With virtual stages the number of micro-batches is a multiple of the pipeline stages.
     round_size = dp_size * (parallel.pipeline_model_parallel_size if parallel.virtual_stages else 1)
     num_batches = math.ceil(len(rows) / (micro_batch_size * round_size)) * round_size
     documents = [
@@ -94,21 +93,15 @@ def _document(sample: Sample) -> Document:
 
 
 def _document_picture(picture: SamplePicture) -> DocumentPicture:
-    # Its bytes are the seed of its pixels.
+    # The data is the seed of its pixels.
     source = MediaSource(picture.kind, data=str(picture.seed).encode())
     measured = MediaShape(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
-    return DocumentPicture(
-        start=0,
-        num_tokens=0,
-        grid=picture.grid,
-        seconds_per_grid=picture.seconds_per_grid,
-        is_video=picture.kind == "video",
-        packed=packed_picture(source, measured),
-    )
+    content = packed_picture(source, measured)
+    return DocumentPicture(0, 0, picture.grid, picture.seconds_per_grid, picture.kind == "video", content)
 
 
 class _RandomPixels:
-    """Takes the place of a PictureProcessor: pixels of a SamplePicture, from its seed."""
+    """A PictureProcessor that returns the random pixels of a SamplePicture."""
 
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
@@ -127,12 +120,12 @@ def measure(
     micro_batch_size: int = 1,
     packed: bool = False,
 ) -> None:
-    """Compute all numbers and traces, and write them into a folder that exists, as `numbers` says; collective.
+    """Compute all results and traces, and write them into an existing folder in the format of `results`; collective.
 
     In fp16 the loss is multiplied by FP16_LOSS_SCALE, and gradients are divided by it before they are written.
 
     Args:
-        packed: rows hold several samples.
+        packed: pack several samples into a row.
     """
     state = scalars(assembly.optimizer)
     if "loss_scale" in state:
@@ -158,13 +151,13 @@ def measure(
 
 
 def measure_loss(assembly: Assembly, batches: Sequence[Batch]) -> float:
-    """Mean loss over all trained tokens of all ranks; its gradient is left in the parameters."""
+    """Return the mean loss over all trained tokens of all ranks; gradients are in the parameters afterwards."""
     objective = _SquaredScores() if assembly.architecture.num_labels else CrossEntropy()
     return step.forward_backward(assembly.model, batches, objective).loss
 
 
 class _SquaredScores(CrossEntropy):
-    """The mean over trained tokens of their squared scores: samples have no labels, nor are they pairs."""
+    """The mean of squared scores over trained tokens, for samples that have no labels and are not pairs."""
 
     def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
         squares = scores.square()
@@ -174,8 +167,8 @@ class _SquaredScores(CrossEntropy):
 def _measure_outputs(
     assembly: Assembly, samples: Sequence[Sample], parallel: ParallelSettings, folder: Path, *, packed: bool
 ) -> None:
-    """Write the logits of each sample, and what every place of the model computes of it. Every replica computes all
-    samples; the stages of the first write what is theirs, the last one the logits."""
+    """Write the logits of each sample, and the outputs of every place of the model. Every replica computes all samples;
+    the stages of the first one write their own outputs, and its last stage the logits."""
     coords = assembly.coords
     rows = sample_rows(samples, packed=packed)
     batches = _batches(samples, rows, assembly.coords, parallel, assembly.architecture.vision, packed)
@@ -198,8 +191,8 @@ def _measure_outputs(
 
 
 def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
-    """Put the tensor-parallel ranks' parts [T, padded vocabulary / tp] together, without padding, on the CPU; scores
-    [T], or [T, labels], are whole: [T, labels]."""
+    """Gather the tensor-parallel ranks' parts [T, padded vocabulary / tp], without padding, on the CPU. Scores, [T] or
+    [T, labels], are not split, and returned as [T, labels]."""
     if assembly.architecture.num_labels:
         return mine.view(len(mine), -1).cpu()
     parts = [torch.empty_like(mine) for _ in range(assembly.coords.tp_size)]
@@ -208,7 +201,7 @@ def _whole_vocabulary(assembly: Assembly, mine: Tensor) -> Tensor:
 
 
 def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iterator[tuple[int, int, slice]]:
-    """Yield each sample's number, its micro-batch, and where its tokens lie in that one's row."""
+    """Yield each sample's index, the index of its micro-batch, and the slice of its tokens in the micro-batch's row."""
     for index, (row, batch) in enumerate(zip(rows, batches, strict=False)):
         starts = [0] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         for number, start, length in zip(row, starts, batch.lengths, strict=False):
@@ -216,8 +209,8 @@ def _samples_in(rows: Sequence[Sequence[int]], batches: Sequence[Batch]) -> Iter
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Do what every rank of a layout does: load the checkpoint, compute, write into `payload["folder"]`. Weights, but
-    for adapters, are rounded to `payload["weights_dtype"]` first."""
+    """Entry point of a layout's ranks: load the checkpoint, compute, and write into `payload["folder"]`. Weights except
+    adapters are first rounded to `payload["weights_dtype"]`."""
     settings, samples = payload["settings"], payload["samples"]
     groups.join(
         context.rank,
@@ -231,7 +224,7 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     assembly = assemble(payload["model_dir"], settings)
     with torch.no_grad():
         for local in assembly.parameters:
-            # Buffers and adapters are in fp32, whatever is computed in.
+            # Buffers and adapters are always in fp32.
             if isinstance(local.parameter, torch.nn.Parameter) and local.weight.role is not Role.ADAPTER:
                 local.parameter.copy_(local.parameter.to(getattr(torch, payload["weights_dtype"])))
     context.beat("measure", 0)
@@ -239,21 +232,21 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     groups.leave()
 
 
-# A name, a module, and what to take of its arguments and output: [s / cp (/ tp), b, ...], or [s / cp (/ tp) · b, ...].
+# A name, a module, and a function from its arguments and output to a tensor, [s / cp (/ tp), b, ...] or
+# [s / cp (/ tp) · b, ...].
 TracePoint = tuple[str, torch.nn.Module, Callable[[Any, Any], Tensor]]
 
 
 @contextmanager
 def tracing(model: Sequence[Chunk], points: Callable[[Any], Iterable[TracePoint]]) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect what modules put out in the forward passes that run meanwhile; collective where the tokens of a row are
-    spread over ranks.
+    """Collect the outputs of modules during forward passes; collective if the tokens of a row are split over ranks.
 
     Args:
-        points: of a chunk's DecoderModel.
+        points: returns the trace points of a chunk's DecoderModel.
 
     Yields:
         Name -> a tensor [b, s, ...] for each micro-batch, on the CPU, in the order of the micro-batches. It is filled
-        on the first tensor-parallel rank of the first replica of each stage, and empty on all others.
+        on the first tensor-parallel rank of the first replica of each stage, and empty on all other ranks.
     """
     found: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
@@ -266,7 +259,7 @@ def tracing(model: Sequence[Chunk], points: Callable[[Any], Iterable[TracePoint]
 def _watch(
     decoder: Any, points: Callable[[Any], Iterable[TracePoint]], found: dict[str, list[Tensor]]
 ) -> Iterator[RemovableHandle]:
-    """Hook a chunk. It computes one micro-batch after the other, and so the hooks remember which one it is at."""
+    """Register the hooks of a chunk; they store the sequences of the current micro-batch, as there is one at a time."""
     sequences: list[Sequences] = []
     tp_group, replicas = tensor_parallel_group(), replica_group()
 

@@ -1,5 +1,5 @@
-"""What `megatune verify` computes: the layouts, checked together with the checkpoint, its rows of random tokens, and of
-which weights the gradients are compared: of all, or of adapters, in a folder or as settings say."""
+"""Inputs of `megatune verify`: layouts, checked together with the checkpoint, rows of random tokens, and the weights
+whose gradients are compared: all, or those of adapters, from a folder or defined by settings."""
 
 from __future__ import annotations
 
@@ -21,42 +21,32 @@ from megatune.launch.devices import count_gpus
 from megatune.launch.world import World, decide_world
 
 if TYPE_CHECKING:
-    from megatune.architecture import Architecture
-    from megatune.config.load import Loaded
-    from megatune.config.settings import FinetuningSettings
     from megatune.verify.samples import Sample
 
 
-# What a comparison depends on; any other setting would be without effect, and is refused.
+# Settings that affect a comparison; others would have no effect, and are refused.
 _GROUPS = ("parallel", "precision", "experts", "recompute", "performance")
 _OF_MODEL = (
-    "model.model_name_or_path",
-    "model.model_revision",
-    "model.cache_dir",
-    "model.rope_scaling",
-    "model.add_tokens",
-    "model.add_special_tokens",
-    "model.new_special_tokens_config",
-    "model.init_special_tokens",
-    "model.resize_vocab",
-)
+    "model.model_name_or_path", "model.model_revision", "model.cache_dir", "model.rope_scaling", "model.add_tokens",
+    "model.add_special_tokens", "model.new_special_tokens_config", "model.init_special_tokens", "model.resize_vocab",
+)  # fmt: skip
 _SETTINGS = ("data.packing", "run.seed", "run.num_processes", "run.ddp_timeout", *_OF_MODEL)
 _NO_PART = ("experts.moe_router_bias_update_rate", "performance.manual_gc", "performance.manual_gc_interval")
-# What two layouts have in common, and so the first one says.
+# Settings that both layouts share, and that are set in the first one.
 _SHARED = ("run.seed", "run.ddp_timeout")
 _SHARED_GROUPS = ("precision.", "model.", "finetuning.")
-# What only a training run has; rules about it have nothing to say here.
+# Settings of training runs only, whose rules do not apply here.
 _NOT_HERE = ("model.model_name_or_path", "model.rope_scaling", "data.dataset", "data.cutoff_len", "run.output_dir")
 
 
-def of_classifier(loaded: Loaded, num_labels: int) -> Loaded:
-    """Return settings of a model with so many scores."""
+def with_num_labels(loaded: Loaded, num_labels: int) -> Loaded:
+    """Return the settings with this number of labels, for a model with a score head."""
     changes = {"run.stage": CLASSES, "run.num_labels": num_labels}
     return replace(loaded, settings=with_settings(loaded.settings, changes))
 
 
 def samples_of(architecture: Architecture, count: int, longest: int, seed: int) -> list[Sample]:
-    """Return rows of random tokens, for a vision-language model with pictures in some of them."""
+    """Return rows of random tokens; for vision-language models some have images or videos."""
     from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
 
     vision = architecture.vision
@@ -70,18 +60,16 @@ def samples_of(architecture: Architecture, count: int, longest: int, seed: int) 
 
 
 def describe_samples(samples: list[Sample]) -> str:
-    """Return how many rows there are, how long, and with which images and videos."""
-    lengths, pictures = (
-        [len(sample.input_ids) for sample in samples],
-        [each for one in samples for each in one.pictures],
-    )
+    """Return the number and lengths of rows, and the numbers of images and videos, for users."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    pictures = [each for one in samples for each in one.pictures]
     kinds = {kind: sum(picture.kind == kind for picture in pictures) for kind in ("image", "video")}
     counted = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
     return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
 
 
 def read_against(text: str, first: Settings) -> Loaded:
-    """Return the other layout; it shares the precision and the tokens of the first one."""
+    """Return the other layout; it has the precision and the tokens of the first one."""
     try:
         words = split_arguments(shlex.split(text))
     except ValueError as error:
@@ -102,20 +90,20 @@ def read_against(text: str, first: Settings) -> Loaded:
 
 
 def without_part(loaded: Loaded) -> Iterator[Finding]:
-    """Yield settings that would change nothing here."""
-    settings = *_SETTINGS, *of_adapters(loaded.settings.finetuning)
+    """Yield findings for settings without an effect on a comparison."""
+    settings = *_SETTINGS, *adapter_settings(loaded.settings.finetuning)
     for path, where in loaded.places.items():
         has_part = path.partition(".")[0] in _GROUPS or path in settings
         if not has_part or path in _NO_PART:
-            why = "a comparison computes one step's gradients, from settings that say where and how"
-            yield Finding(f"{path.partition('.')[2]} has no part in verify", where, why)
+            why = "a comparison computes the gradients of one step; only settings of the layout and computation apply"
+            yield Finding(f"{path.partition('.')[2]} has no effect in verify", where, why)
     if isinstance(kind := loaded.settings.model.rope_scaling, str):
         fix = f"write rope_scaling='{{rope_type: {kind}, factor: 2.0}}'"
-        yield Finding(f"rope_scaling {kind} without a factor", "", "it follows from the rows of a run", fix)
+        yield Finding(f"rope_scaling {kind} without a factor", "", "a run computes it from its rows", fix)
 
 
 def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
-    """Yield settings that ask for other numbers than those of Transformers."""
+    """Yield findings for settings that make results differ from those of Transformers."""
     experts = loaded.settings.experts
     asked = {
         "moe_aux_loss_coeff": bool(experts.moe_aux_loss_coeff),
@@ -123,17 +111,17 @@ def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
         "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
         "moe_router_load_balancing_type": experts.moe_router_load_balancing_type == "sinkhorn",
     }
-    why = "Transformers computes the language-model loss alone, and every expert takes all tokens sent to it"
+    why = "Transformers computes only the language-model loss, and every expert processes all tokens routed to it"
     for name in (name for name, differs in asked.items() if differs):
-        what, where = f"{name} {getattr(experts, name)} changes the numbers", loaded.places.get(f"experts.{name}", "")
-        yield Finding(what, where, why, f"remove {name}, or compare with another layout that has it, too: --against")
+        what, where = f"{name} {getattr(experts, name)} changes the results", loaded.places.get(f"experts.{name}", "")
+        yield Finding(what, where, why, f"remove {name}, or compare with another layout that also has it: --against")
 
 
 def _world(settings: Settings) -> World:
     asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
     world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
     if world.nnodes > 1:
-        finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "leave NNODES out")
+        finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "unset NNODES")
         raise MegatuneError(finding, ExitCode.SETTINGS)
     return world
 
@@ -141,15 +129,14 @@ def _world(settings: Settings) -> World:
 def checked(
     loaded: Loaded, finetuning: FinetuningSettings, architecture: Architecture, samples: list[Sample], length: int
 ) -> tuple[Settings, World]:
-    """Return the settings, after the rules of the layout have been checked for the model, and the processes they
-    take.
+    """Check the rules of the layout for the model; return the settings and the world.
 
     Args:
-        finetuning: what is trained, whose gradients are compared.
-        length: tokens of the longest row, images and videos aside.
+        finetuning: settings of the trained weights, whose gradients are compared.
+        length: tokens of the longest row, without images and videos.
     """
     parallel, world = loaded.settings.parallel, _world(loaded.settings)
-    # With virtual stages micro-batches come in rounds of one a stage; what the samples do not fill is padding.
+    # With virtual stages the number of micro-batches is a multiple of the stages; the remaining ones are padding.
     accumulation = -(-len(samples) * parallel.model_parallel_size // world.world_size)
     if parallel.virtual_stages:
         accumulation = -(-accumulation // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
@@ -159,7 +146,7 @@ def checked(
     longest, limit = max(len(sample.input_ids) for sample in samples), architecture.max_position_embeddings
     of_pictures = longest - length
     if longest > limit:
-        with_pictures = f", with {of_pictures} tokens of pictures," if of_pictures else ""
+        with_pictures = f", with {of_pictures} tokens of images and videos," if of_pictures else ""
         what = f"--length {length}{with_pictures} is more than the model's {limit} positions"
         findings.append(Finding(what, fix=f"--length {limit - of_pictures} or less"))
     if findings:
@@ -168,7 +155,7 @@ def checked(
 
 
 def describe(settings: Settings, world: World) -> str:
-    """Return a layout in words."""
+    """Return a description of a layout for users."""
     parallel, recompute = settings.parallel, settings.recompute
     split = [f"{name} {size}" for name, size in parallel.sizes(world.world_size).items() if size > 1]
     split += ["sequence parallel"] if parallel.sequence_parallel else []
@@ -180,30 +167,30 @@ def describe(settings: Settings, world: World) -> str:
 
 
 _WHICH = ("finetuning_type", "adapter_name_or_path", "create_new_adapter")
-# What adapters are; an adapter in a folder has its own.
-_SHAPE = (
+# Settings that define an adapter; an adapter in a folder has its own.
+_DEFINES_ADAPTER = (
     "lora_rank", "lora_alpha", "lora_target", "additional_target", "use_rslora", "use_dora",
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_deepstack_mergers", "freeze_language_model",
 )  # fmt: skip
 
 
-def of_adapters(finetuning: FinetuningSettings) -> Iterator[str]:
-    """Yield the settings that say which gradients are compared, as "group.name"."""
+def adapter_settings(finetuning: FinetuningSettings) -> Iterator[str]:
+    """Yield the settings that determine which gradients are compared, as "group.name"."""
     names: tuple[str, ...] = _WHICH[1:] if finetuning.finetuning_type == "freeze" else _WHICH
     if finetuning.finetuning_type == "lora" or finetuning.adapter_name_or_path:
-        names += _SHAPE
+        names += _DEFINES_ADAPTER
     yield from (f"finetuning.{name}" for name in names)
 
 
-def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architecture) -> FinetuningSettings:
-    """Return settings of what is trained, and of nothing that is frozen, unless adapters are.
+def trained_settings(loaded: Loaded, adapters: Sequence[Path], architecture: Architecture) -> FinetuningSettings:
+    """Return the settings of the trained weights: of adapters, or of all weights without any frozen ones.
 
     Args:
         adapters: folders.
 
     Raises:
-        MegatuneError: SETTINGS, where something is written that the last adapter says itself; INPUT, when that one,
-            whose gradients are to be compared, cannot be trained here.
+        MegatuneError: SETTINGS; a setting is written that the last adapter defines itself. INPUT; the last adapter,
+            whose gradients are compared, is not supported.
     """
     finetuning = loaded.settings.finetuning
     if not adapters and finetuning.finetuning_type != "lora":
@@ -221,7 +208,7 @@ def trained_in(loaded: Loaded, adapters: Sequence[Path], architecture: Architect
 
 
 def _own_of(adapter: Path, loaded: Loaded) -> Iterator[Finding]:
-    for name in _SHAPE:
+    for name in _DEFINES_ADAPTER:
         if (where := loaded.places.get(f"finetuning.{name}")) is not None:
-            what, why = f"{name} has no part in verify", f"{adapter} says it itself"
+            what, why = f"{name} has no effect in verify", f"{adapter} defines it"
             yield Finding(what, where, why, f"remove {name}, or add create_new_adapter=true")

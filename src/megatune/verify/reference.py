@@ -1,4 +1,4 @@
-"""What plain Transformers computes for the same tokens. Knows nothing of the engine."""
+"""Compute the reference with plain Transformers for the same tokens, independently of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatune.families.scores import CLASSES, num_labels
 from megatune.half_precision import multiply_in_fp32
 from megatune.launch.context import RankContext
 from megatune.verify.localize import reference_places
-from megatune.verify.numbers import write_gradients, write_logits, write_loss, write_trace
+from megatune.verify.results import write_gradients, write_logits, write_loss, write_trace
 from megatune.verify.samples import FP16_LOSS_SCALE, Sample
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Reference(NamedTuple):
-    """Transformers' logits [s, vocabulary] of each sample, on the CPU, mean loss over all trained tokens of all
-    samples, and gradients by Hugging Face name, if any were asked for. Of a reward model the logits are scores of
-    tokens [s, 1], and the loss is the mean of their squares: rewards are trained in pairs, which these are not."""
+    """Transformers' logits [s, vocabulary] of each sample, on the CPU, the mean loss over all trained tokens of all
+    samples, and gradients by Hugging Face name, if requested. For reward models the logits are scores of tokens [s, 1],
+    and the loss is the mean of their squares, since the samples are not pairs."""
 
     logits: list[Tensor]
     loss: float
@@ -46,7 +46,7 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype, *, scores: i
     """Return the checkpoint as Transformers loads it, on the CPU.
 
     Args:
-        scores: of a classifier, whatever it says itself; those of a language model then are random.
+        scores: number of scores of a classifier, which overrides its config; a language model gets a random head.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -54,7 +54,7 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype, *, scores: i
     logging.disable_progress_bar()
     register_types()
     config = read_config(model_dir)
-    # Transformers has no other attention with sinks that runs on a CPU.
+    # The only attention of Transformers with sinks that runs on a CPU.
     attention = "eager" if load_architecture(model_dir).attention_sinks else "sdpa"
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
     options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
@@ -65,7 +65,7 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype, *, scores: i
         kind = AutoModelForImageTextToText
     model = kind.from_pretrained(model_dir, **options).eval()
     if config.get("quantization_config"):
-        # What it dequantizes is in bf16, whatever is asked for, and would be named as in these files.
+        # It dequantizes to bf16 regardless of dtype, and would save with the names of the quantized files.
         model._weight_conversions = None
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -75,9 +75,9 @@ def load_reference_model(model_dir: str | Path, dtype: torch.dtype, *, scores: i
 def _load_rounded(
     model_dir: str | Path, weights_dtype: torch.dtype, dtype: torch.dtype, adapters: Sequence[str]
 ) -> tuple[torch.nn.Module, AppliedAdapter | None]:
-    """Return the checkpoint with weights rounded to one dtype, computing in another, and the last adapter on it.
+    """Return the checkpoint with weights rounded to one dtype and computing in another, and the last adapter.
 
-    Adapters before that are merged in fp32, before weights are rounded.
+    Other adapters are merged in fp32 before weights are rounded.
     """
     multiply_in_fp32(dtype)
     scores = max((num_scores(Path(each)) for each in adapters), default=0)
@@ -89,7 +89,7 @@ def _load_rounded(
             load_reference_model(model_dir, torch.float32, scores=scores), [Path(each) for each in adapters[:-1]]
         )
         model.load_state_dict(merged.state_dict())
-    # `to` rounds buffers, too, and Transformers keeps some in fp32: rotary frequencies, the bias of a router.
+    # `to` also rounds buffers, some of which Transformers keeps in fp32: rotary frequencies, the bias of a router.
     model = model if dtype is weights_dtype else model.to(dtype)
     if not adapters:
         return model, None
@@ -100,11 +100,11 @@ def _load_rounded(
 
 
 def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name and cut tensors of a model's parameters as its checkpoint does: Transformers 5 holds all experts of a layer
-    in one parameter, checkpoints have them one by one.
+    """Convert tensors of a model's parameters to the names and shapes of its checkpoint: Transformers 5 fuses all
+    experts of a layer into one parameter, while checkpoints store them separately.
 
     Args:
-        tensors: by name in `model.named_parameters()`, shaped like the parameters: themselves, or their gradients.
+        tensors: parameters or gradients, by name in `model.named_parameters()`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -112,14 +112,14 @@ def checkpoint_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
 
 
 def _canonical_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Name and cut tensors of a checkpoint as the family's weight map does."""
+    """Convert tensors of a checkpoint to the names and shapes of the family's weight map."""
     family = FAMILIES[architecture.model_type]
     weights = family.weight_map(architecture)
 
     def shape_of(name: str) -> tuple[int, ...]:
         return tuple(tensors[name].shape)
 
-    # What Transformers 5 saves; where shapes leave it open, that is not transposed.
+    # The form that Transformers 5 saves, which decides ("not transposed") if shapes are ambiguous.
     form = find_form(family.forms, weights, architecture, tensors.keys(), shape_of, "5")
     places = form.locate_all(weights, architecture)
     return {name: _cut(tensors[place.name], place) for name, place in places.items() if place.name in tensors}
@@ -134,7 +134,7 @@ def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
 
 def _architecture(model: Any) -> Architecture:
     architecture, where = read_architecture(model.config.to_dict(), str(model.name_or_path)), str(model.name_or_path)
-    # Its config has defaults that its files may disagree with: what differs in them is not tied.
+    # The config's default may contradict the files: weights that differ in them are not tied.
     tied = architecture.tie_word_embeddings and bool(model.all_tied_weights_keys)
     architecture = replace(architecture, tie_word_embeddings=tied)
     return as_trained(architecture, where, CLASSES, model.num_labels) if hasattr(model, "score") else architecture
@@ -158,12 +158,12 @@ def compute_reference(
     gradients: bool = True,
     loss_scale: float = 1.0,
 ) -> Reference:
-    """Forward and backward one sample at a time, so that no padding or mask takes part.
+    """Run forward and backward one sample at a time, so that no padding or masks are involved.
 
-    The gradient is left in the parameters, too, for an optimizer to step with.
+    Gradients also remain in the parameters, for an optimizer.
 
     Args:
-        adapter: on the model, whose gradients are asked for in place of the model's.
+        adapter: return the gradients of this adapter instead of the model's.
         loss_scale: multiplies the loss before the backward pass, and so the gradients.
     """
     device = next(model.parameters()).device
@@ -173,7 +173,7 @@ def compute_reference(
     for sample in samples:
         with torch.set_grad_enabled(gradients):
             output, loss = _output_and_loss(model, sample, architecture, device)
-        if loss.requires_grad:  # a row without pictures trains nothing of a frozen decoder
+        if loss.requires_grad:  # False for a row without images and videos if the decoder is frozen
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
@@ -186,8 +186,8 @@ def compute_reference(
 def _output_and_loss(
     model: Any, sample: Sample, architecture: Architecture, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; of a model with scores those of
-    tokens [s, labels], and the sum of their squares."""
+    """Return logits [s, vocabulary] and the sum of the loss over trained tokens; for models with a score head, scores
+    of tokens [s, labels] and the sum of their squares."""
     arguments, labels = _arguments(sample, architecture, device), torch.tensor(sample.labels[1:], device=device)
     if architecture.num_labels:
         scores = model.score(model.model(**arguments).last_hidden_state)[0]
@@ -207,12 +207,12 @@ def write_reference(
     loss_scale: float = 1.0,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Compute the reference and what every place puts out, and write them as `numbers` says.
+    """Compute the reference and the output of every place of the model, and write them in the format of `results`.
 
     Args:
-        adapters: folders; all but the last are merged into the model, and of that one are the gradients.
-        weights_dtype: the weights are rounded to this first.
-        dtype: what is computed in.
+        adapters: folders; all but the last are merged into the model, and gradients are those of the last.
+        weights_dtype: weights are rounded to this dtype first.
+        dtype: the dtype of computation.
         loss_scale: multiplies the loss; gradients are divided by it before they are written.
     """
     model, adapter = _load_rounded(model_dir, weights_dtype, dtype, adapters)
@@ -230,7 +230,7 @@ def write_reference(
 
 @contextmanager
 def _tracing(model: torch.nn.Module) -> Iterator[dict[tuple[int, str], Tensor]]:
-    """Collect what every place of a model puts out of one sample after the other: [s, ...] by sample and place."""
+    """Collect the outputs of every place of a model for consecutive samples: [s, ...] by sample and place."""
     found: dict[tuple[int, str], Tensor] = {}
     number: Counter[str] = Counter()
 
@@ -247,11 +247,11 @@ def _tracing(model: torch.nn.Module) -> Iterator[dict[tuple[int, str], Tensor]]:
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Do what the one process of the reference does: compute in `payload["dtype"]`, with weights rounded to
+    """Entry point of the reference's process: compute in `payload["dtype"]`, with weights rounded to
     `payload["weights_dtype"]`, and write into `payload["folder"]`."""
     context.beat("reference", 0)
     weights_dtype, dtype = (getattr(torch, payload[key]) for key in ("weights_dtype", "dtype"))
-    # Both sides of a comparison in fp16 scale their loss.
+    # Both sides of an fp16 comparison scale their loss.
     scale = FP16_LOSS_SCALE if weights_dtype is torch.float16 else 1.0
     write_reference(
         payload["model_dir"],

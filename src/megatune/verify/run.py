@@ -1,5 +1,5 @@
-"""Compares a layout with Transformers, or with another layout, on one checkpoint: starts the ranks of each, compares
-what they wrote and, where it differs, finds where that begins."""
+"""Compare a layout with Transformers, or with another layout, on one checkpoint: start the ranks of each, compare their
+results, and locate the first difference."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.table import Table
 
 from megatune.config.settings import PrecisionSettings, Settings
 from megatune.errors import ExitCode
-from megatune.launch.supervisor import OnPoll, run_ranks
+from megatune.launch.supervisor import Look, run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.localize import LOGITS, LOSS, Location, locate
-from megatune.verify.numbers import WHOLE_GRADIENT, Difference, Numbers, Trace, compare, judge, judge_alike
+from megatune.verify.results import WHOLE_GRADIENT, Difference, Results, Trace, check_errors, check_layouts, compare
 from megatune.verify.samples import Sample
 
 _NUM_WORST = 10  # parameters
@@ -27,38 +27,39 @@ _NUM_BEFORE = 3  # places
 
 
 class Verdict(NamedTuple):
-    """The errors of logits, loss, then each parameter, and where a difference arises, if any is above its tolerance."""
+    """The errors of logits, loss and each parameter, and the location of the difference if any is above its
+    tolerance."""
 
     differences: list[Difference]
     location: Location | None = None
 
 
 class RanksFailed(Exception):  # noqa: N818  (the ranks have reported their error)
-    """Processes could not compute the numbers. Its argument is their exit code."""
+    """The processes of a computation have failed; the argument is their exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Something that computes, in processes of its own: its memory is given back, and nothing of it stays here."""
+    """One side of a comparison, computed in separate processes, which release its memory."""
 
     name: str
     target: str
     payload: dict[str, Any]
     world: World
 
-    def numbers(self, folder: Path, look: OnPoll | None = None) -> Numbers:
-        """Compute logits, loss, gradients and what every place puts out, in a folder of that one."""
+    def compute(self, folder: Path, look: Look | None = None) -> Results:
+        """Compute logits, loss, gradients and the outputs of every place, in a subfolder."""
         folder = folder / self.name
         folder.mkdir()
         world = replace(self.world, master_port=find_free_port())
-        # Not inside the folder, which goes in the end: what is said of a failure names the ranks' logs.
+        # Not inside the temporary folder, since error messages refer to the ranks' logs.
         run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
-        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir, on_poll=look)
-        if code in (ExitCode.DONE, ExitCode.INPUT):  # a finding says all there is to say
+        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir, look=look)
+        if code in (ExitCode.DONE, ExitCode.INPUT):  # the finding is complete without the logs
             shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
             raise RanksFailed(code)
-        return Numbers(folder)
+        return Results(folder)
 
 
 def verify_layout(
@@ -68,19 +69,19 @@ def verify_layout(
     world: World,
     *,
     reference_dir: str | Path | None = None,
-    look: OnPoll | None = None,
+    look: Look | None = None,
 ) -> Verdict:
-    """Compute logits, loss and gradients in the layout of `settings` and with Transformers, and compare.
+    """Compute logits, loss and gradients in the layout of `settings` and with Transformers, and compare them.
 
-    The numbers lie in a temporary folder meanwhile: about 8 bytes a parameter in fp32, 12 in 16 bits.
+    Results are stored in a temporary folder: about 8 bytes per parameter in fp32, 12 in 16 bits.
 
     Args:
-        world: of this machine only.
-        reference_dir: what Transformers loads; `model_dir` by default.
-        look: watches the processes, see `run_ranks`.
+        world: a world on this machine.
+        reference_dir: the checkpoint for Transformers; `model_dir` by default.
+        look: monitors the processes, see `run_ranks`.
 
     Raises:
-        RanksFailed: the numbers could not be computed.
+        RanksFailed: the computation has failed.
     """
     dtype = settings.precision.params_dtype
     layout = _layout("layout", model_dir, settings, samples, world)
@@ -89,13 +90,13 @@ def verify_layout(
     stock = None if dtype == "float32" else reference("stock", dtype, dtype)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
-        # The layout first: it names what is wrong with a checkpoint better than Transformers does.
-        computed, expected = layout.numbers(folder, look), truth.numbers(folder, look)
+        # The layout first: its errors about checkpoints are clearer than those of Transformers.
+        computed, expected = layout.compute(folder, look), truth.compute(folder, look)
         if stock is None:
-            return _verdict(judge(compare(computed, expected)), computed, expected)
-        rounded = stock.numbers(folder, look)
+            return _verdict(check_errors(compare(computed, expected)), computed, expected)
+        rounded = stock.compute(folder, look)
         errors, stock_errors = (compare(side, expected, experts_together=True) for side in (computed, rounded))
-        return _verdict(judge(errors, stock_errors), computed, expected, rounded)
+        return _verdict(check_errors(errors, stock_errors), computed, expected, rounded)
 
 
 def verify_layouts(
@@ -110,43 +111,43 @@ def verify_layouts(
 ) -> Verdict:
     """Compute logits, loss and gradients in two layouts and compare them with each other, without Transformers.
 
-    In 16 bits two ways of rounding cannot be judged by their distance, only by whether one is further from the truth
-    than the other. So, unless they are equal, both are measured against the second layout in fp32 with the same,
-    rounded, weights.
+    In 16 bits the difference between two layouts has no tolerance of its own; one of them must not be further from
+    the truth than the other. So, unless they are equal, both are compared with the second layout in fp32 with the same
+    rounded weights.
 
     Args:
-        world, against_world: of this machine only.
-        against: the other layout, of the same precision.
-        against_dir: the checkpoint that it loads; `model_dir` by default.
+        world, against_world: worlds on this machine.
+        against: the other layout, with the same precision.
+        against_dir: its checkpoint; `model_dir` by default.
 
     Raises:
-        RanksFailed: the numbers could not be computed.
+        RanksFailed: the computation has failed.
     """
     other_dir, dtype = against_dir or model_dir, settings.precision.params_dtype
     layout = _layout("layout", model_dir, settings, samples, world)
     other = _layout("other", other_dir, against, samples, against_world)
     with tempfile.TemporaryDirectory(prefix="megatune-verify-") as name:
         folder = Path(name)
-        sides = (layout.numbers(folder), other.numbers(folder))
-        differences = judge(compare(*sides))
+        sides = (layout.compute(folder), other.compute(folder))
+        differences = check_errors(compare(*sides))
         if dtype == "float32" or all(one.error == 0 for one in differences):
             return _verdict(differences, *sides)
         wide = against.model_copy(update={"precision": PrecisionSettings()})
         truth = _layout("truth", other_dir, wide, samples, against_world, dtype)
-        fp32 = truth.numbers(folder)
-        differences = judge_alike(*(compare(side, fp32, experts_together=True) for side in sides))
+        fp32 = truth.compute(folder)
+        differences = check_layouts(*(compare(side, fp32, experts_together=True) for side in sides))
         return _verdict(differences, sides[0], fp32, sides[1], alike=True)
 
 
 def _verdict(
     differences: list[Difference],
-    computed: Numbers,
-    truth: Numbers,
-    stock: Numbers | None = None,
+    computed: Results,
+    truth: Results,
+    stock: Results | None = None,
     *,
     alike: bool = False,
 ) -> Verdict:
-    """Say where the difference arises, if there is one."""
+    """Return the verdict, with the location of the difference if there is one."""
     if all(one.passes for one in differences):
         return Verdict(differences)
     rounded = None if stock is None else Trace(stock.folder)
@@ -173,10 +174,10 @@ def show(verdict: Verdict, *, verbose: bool = False) -> int:
     """Print the comparison.
 
     Args:
-        verbose: show every parameter and every place, not only the worst and those around the first difference.
+        verbose: show every parameter and place, not only the worst parameters and the places near the first difference.
 
     Returns:
-        DONE, or DIFFERENT.
+        The exit code: DONE or DIFFERENT.
     """
     differences = verdict.differences
     totals = [one for one in differences if one.name in (LOGITS, LOSS, WHOLE_GRADIENT)]
@@ -185,7 +186,7 @@ def show(verdict: Verdict, *, verbose: bool = False) -> int:
     console = Console()
     console.print(_table(totals, shown))
     if len(shown) < len(parameters):
-        console.print(f"{len(parameters) - len(shown)} more parameters are closer than these; --verbose shows all")
+        console.print(f"{len(parameters) - len(shown)} more parameters have smaller errors; --verbose shows all")
     if verdict.location is not None:
         console.print(*_location(verdict.location, verbose), sep="\n", highlight=False, soft_wrap=True)
     failed = [one for one in differences if not one.passes]
@@ -223,7 +224,7 @@ def _number(value: float) -> str:
 
 
 def _location(location: Location, verbose: bool) -> list[str]:
-    """Return the first place that differs, between what comes before it and what comes next."""
+    """Return lines with the first place that differs, and with the places before and after it."""
     first = location.first
     if first is None:
         return ["no single place differs by more than its tolerance: the difference is spread over all of them"]
@@ -242,7 +243,7 @@ def _location(location: Location, verbose: bool) -> list[str]:
 
 
 def _detail(place: Difference) -> str:
-    """Return tokens that it concerns, where that is known."""
+    """Return the affected tokens, if known."""
     parts = [f"most of it in row {place.worst[0]}, token {place.worst[1]}"] if place.worst else []
     if place.moved:
         parts.append(f"{place.moved} tokens go to other experts")

@@ -1,4 +1,4 @@
-"""Token rows to compare on."""
+"""Random token rows for comparisons."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatune.data.build import pack
 from megatune.data.rows import IGNORE_INDEX
 from megatune.encoders import Vision
 
-# fp16's smallest numbers are 6e-8: gradients of a mean loss need some room below, and none above. All sides multiply
-# their loss by this where they compute in fp16; relative errors are the same.
+# The smallest fp16 number is 6e-8, and gradients of a mean loss would underflow. All sides multiply their loss by this
+# in fp16; relative errors are the same.
 FP16_LOSS_SCALE = 1024.0
 
 
@@ -26,8 +26,8 @@ class SamplePicture:
 
     Attributes:
         grid: patches (t, h, w).
-        seconds_per_grid: between patches of a video in time.
-        seed: of its pixels.
+        seconds_per_grid: seconds between temporal patches of a video.
+        seed: seed of the pixels.
     """
 
     kind: Literal["image", "video"]
@@ -36,7 +36,7 @@ class SamplePicture:
     seconds_per_grid: float | None = None
 
     def pixel_values(self, vision: Vision) -> np.ndarray:
-        """Return fp32 [patches, channels of a patch], about as large as normalized pixels."""
+        """Return fp32 [patches, channels of a patch], with the scale of normalized pixels."""
         channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         generator = np.random.default_rng(self.seed)
         return generator.standard_normal((math.prod(self.grid), channels), dtype=np.float32)
@@ -44,8 +44,8 @@ class SamplePicture:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row of tokens: labels[t] belongs to input_ids[t] as in Transformers, -100 where it is not trained. Pictures
-    are in the order of their tokens."""
+    """One row of tokens. Labels are not shifted, as in Transformers, and -100 for tokens that are not trained. Images
+    and videos are in the order of their tokens."""
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
@@ -60,16 +60,19 @@ def random_samples(
     pictures: Sequence[Sequence[SamplePicture]] = (),
     vision: Vision | None = None,
 ) -> list[Sample]:
-    """Return rows of random tokens; up to a half of each row's text, its first part, is not trained.
+    """Return rows of random tokens; a random prefix of up to half of each row's text is not trained.
 
     Args:
-        lengths: of the text of each row.
-        pictures: of the first rows. Text is before, between and behind them; their own tokens come beside it.
-        vision: of a vision-language model; text holds none of its tokens.
+        lengths: length of the text of each row.
+        pictures: images and videos of the first rows, with text before, between and after them; their tokens are
+            additional to the text.
+        vision: for vision-language models, whose special tokens are excluded from the text.
     """
     generator = random.Random(seed)
-    special = _tokens_of_pictures(vision) if vision else ()
-    tokens_of_text = [token for token in range(vocab_size) if token not in special]
+    tokens_of_text = list(range(vocab_size))
+    if vision is not None:
+        special = vision.image_token_id, vision.video_token_id, vision.vision_start_token_id, vision.vision_end_token_id
+        tokens_of_text = [token for token in tokens_of_text if token not in special]
     samples = []
     for row, length in enumerate(lengths):
         tokens = tuple(generator.choice(tokens_of_text) for _ in range(length))
@@ -79,12 +82,8 @@ def random_samples(
     return samples
 
 
-def _tokens_of_pictures(vision: Vision) -> tuple[int, ...]:
-    return vision.image_token_id, vision.video_token_id, vision.vision_start_token_id, vision.vision_end_token_id
-
-
 def _with_pictures(text: Sample, pictures: Sequence[SamplePicture], vision: Vision) -> Sample:
-    """Put pictures between equal parts of a row of text; their tokens are not trained."""
+    """Put images and videos between equal parts of a row of text; their tokens are not trained."""
     ends = [number * len(text.input_ids) // (len(pictures) + 1) for number in range(len(pictures) + 2)]
     input_ids, labels = [], []
     for number, (start, stop) in enumerate(pairwise(ends)):
@@ -95,10 +94,10 @@ def _with_pictures(text: Sample, pictures: Sequence[SamplePicture], vision: Visi
 
 
 def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[int]:
-    """Return the tokens of a picture, those around it included.
+    """Return the tokens of an image or video, including its start and end tokens.
 
     Args:
-        time: the text before each frame of a video, where it has such.
+        time: the text before each frame of a video, for models with timestamps.
     """
     apart = picture.kind == "video" and vision.timestamps
     frames, size = picture.grid[0] if apart else 1, math.prod(picture.grid) // vision.spatial_merge_size**2
@@ -109,10 +108,10 @@ def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[
 
 
 def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePicture, ...]]:
-    """Return pictures of rows, in turn: an image, none, two images of different size, a video where the model
-    takes any."""
+    """Return the images and videos of rows, cycling through: an image, none, two images of different size, and a video
+    if the model supports videos."""
     m, side = vision.spatial_merge_size, vision.square and vision.square // vision.patch_size
-    # Seconds between patches that make no whole number of positions.
+    # The seconds between patches are not a whole number of positions.
     kinds: tuple[tuple[SamplePicture, ...], ...] = (
         (SamplePicture("image", (1, 4 * m, 6 * m), 0),),
         (),
@@ -122,7 +121,7 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
     if not vision.has_videos:
         kinds = kinds[:3]
     if side is not None:
-        # The second image of a row is two tiles and the whole of it, where an image may have some.
+        # The second image of a row has two tiles and the whole image, if the model splits images into tiles.
         kinds = tuple(
             tuple(replace(each, grid=(1 + 2 * vision.tiles * each.seed, side, side)) for each in pictures)
             for pictures in kinds
@@ -134,12 +133,13 @@ def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePictur
 
 
 def uneven_lengths(num_samples: int, longest: int) -> list[int]:
-    """Lengths from `longest` down to half of it, so that micro-batches hold different numbers of trained tokens."""
+    """Return lengths from `longest` down to half of it, so that micro-batches have different numbers of trained
+    tokens."""
     return [longest - index * (longest // 2) // num_samples for index in range(num_samples)]
 
 
 def sample_rows(samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
-    """Numbers of the samples of each row: one, or, packed, as many as fit into twice the longest."""
+    """Return the indices of the samples of each row: one, or, packed, as many as fit into twice the longest."""
     if not packed:
         return [[number] for number in range(len(samples))]
     lengths = [len(sample.input_ids) for sample in samples]

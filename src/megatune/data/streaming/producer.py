@@ -115,13 +115,13 @@ class StreamFolder:
                 return
             shutil.rmtree(block.folder, ignore_errors=True)
 
-    def say(self, doing: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Record the producer's current activity."""
         draft = self.path / f".{_DOING_FILE}"
-        draft.write_text(json.dumps(doing), encoding="utf-8")
+        draft.write_text(json.dumps(activity), encoding="utf-8")
         draft.replace(self.path / _DOING_FILE)
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Return the producer's last recorded activity."""
         try:
             return str(json.loads((self.path / _DOING_FILE).read_text(encoding="utf-8")))
@@ -140,7 +140,7 @@ class StreamFolder:
         look_at = time.monotonic()
         deadline = look_at + limit
         failure: MegatuneError | None = None
-        while (found := self._holding(row)) is None:
+        while (found := next((b for b in self.blocks() if b.first_row <= row < b.stop_row), None)) is None:
             if failure is not None:
                 raise failure
             now = time.monotonic()
@@ -148,15 +148,12 @@ class StreamFolder:
                 look_at = now + _LOOK_SECONDS
                 failure = look()  # raised only if the block has still not arrived
             if now > deadline:
-                why = f"{self.doing()}; ddp_timeout is {limit:g} seconds"
+                why = f"{self.activity()}; ddp_timeout is {limit:g} seconds"
                 fix = "raise ddp_timeout, lower buffer_size, or give it more processes with preprocessing_num_workers"
                 what = "the next block of rows has not arrived from the process that reads the data"
                 raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
         return found
-
-    def _holding(self, row: int) -> BlockPlace | None:
-        return next((block for block in self.blocks() if block.first_row <= row < block.stop_row), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +227,7 @@ class StreamRequest:
     def write(self, stream: MixedStream) -> BlockMeta:
         """Write the next block and publish it."""
         state = stream.state
-        self.folder.say(f"it was filling block {state.block} of rows, in epoch {state.epoch} of the data")
+        self.folder.set_activity(f"it was filling block {state.block} of rows, in epoch {state.epoch} of the data")
         with tempfile.TemporaryDirectory(prefix="draft-", dir=self.folder.path, ignore_cleanup_errors=True) as draft:
             meta = stream.write_block(Path(draft))
             self.folder.publish(Path(draft), meta.number, meta.start.first_row, meta.tokens.rows)

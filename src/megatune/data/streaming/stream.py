@@ -160,7 +160,10 @@ class StartedStream(Stream):
     def _died(self) -> MegatuneError:
         code = self._process.exitcode or 0
         what = f"the process that reads the data {f'was killed by signal {-code}' if code < 0 else 'ended'}"
-        why, resume = f"its last report: {self.folder.doing()}", "the same command continues from the last checkpoint"
+        why, resume = (
+            f"its last report: {self.folder.activity()}",
+            "the same command continues from the last checkpoint",
+        )
         fix = f"if it was killed for its memory, lower preprocessing_num_workers; {resume}"
         return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.PROCESS_DIED)
 

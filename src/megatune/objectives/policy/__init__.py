@@ -1,1 +1,1 @@
-"""Policy gradients as pure functions, and as objectives of the engine."""
+"""Policy gradient losses as pure functions and as objectives of the engine."""

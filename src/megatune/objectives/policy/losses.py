@@ -1,8 +1,8 @@
-"""What a policy's loss is made of, as pure functions: losses of single tokens, by ROLL's names; their weights, by which
-they are means over tokens or responses; and the correction of differences between the trainer and the rollout engine.
+"""Terms of the policy loss as pure functions: token losses by ROLL's names, weights for means over tokens or responses,
+and the correction of the train–rollout mismatch.
 
-Legend: A advantages, constants; r the ratio π / π_old with gradient; all fp32 and of one shape; b rows, s tokens of a
-row.
+Legend: A advantages, without gradient; r the ratio π / π_old, with gradient; all fp32 of the same shape; b rows, s
+tokens per row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatune.engine.sequences import MicroBatch, Sequences, sequence_totals
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.base import tokens_of_documents
 
-# What ROLL's ActorPGWorker has.
+# Constants of ROLL's ActorPGWorker.
 _CISPO_RANGE = (0.9, 1.1)
 _TRUNCATION = (0.0, 1.0)
 KL = Literal["k1", "k2", "k3", "abs"]
@@ -33,13 +33,13 @@ _KL_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What token losses are made of.
+    """Inputs of token losses.
 
     Attributes:
-        log_probs: of the policy, with gradient.
-        log_ratio: log r, with gradient; 0 where a token does not count.
+        log_probs: log-probabilities of the policy, with gradient.
+        log_ratio: log r, with gradient; 0 at masked tokens.
         advantages: A.
-        is_positive: of the response's score, for topr; None elsewhere.
+        is_positive: whether the response's score is positive, for topr; otherwise None.
     """
 
     log_probs: Tensor
@@ -49,8 +49,8 @@ class Terms:
 
 
 def clipped(terms: Terms, settings: AlgorithmSettings) -> Tensor:
-    """PPO (arXiv:1707.06347): -min(r A, clip(r) A), with a bound of its own on either side (DAPO, arXiv:2503.14476).
-    dual_clip_loss keeps it below dual_clip · |A| where A < 0 (arXiv:1912.09729)."""
+    """PPO (arXiv:1707.06347): -min(r A, clip(r) A), with separate lower and upper bounds (DAPO, arXiv:2503.14476).
+    dual_clip_loss limits it to dual_clip · |A| if A < 0 (arXiv:1912.09729)."""
     ratio, advantages = terms.log_ratio.exp(), terms.advantages
     bounded = ratio.clamp(1 - settings.pg_clip_low, 1 + settings.pg_clip_high)
     loss = -torch.minimum(ratio * advantages, bounded * advantages)
@@ -66,8 +66,8 @@ def truncated(terms: Terms, low: float, high: float) -> Tensor:
 
 
 def topr(terms: Terms, positive_weight: float, negative_weight: float, low: float, high: float) -> Tensor:
-    """TOPR (arXiv:2503.14286, equation 8): responses with a score above 0 as in supervised training, others with
-    truncated ratios."""
+    """TOPR (arXiv:2503.14286, equation 8): the supervised loss for responses with a score above 0, truncated ratios for
+    others."""
     assert terms.is_positive is not None
     plain = -terms.advantages * terms.log_probs
     return torch.where(terms.is_positive, positive_weight * plain, negative_weight * truncated(terms, low, high))
@@ -81,10 +81,10 @@ def token_losses(
     negative_weight: float,
     ratio: Range = (None, None),
 ) -> Tensor:
-    """Return the loss of each token by its name; None is that of loss_function, else `clipped`, as "ppo" is.
+    """Return the loss of each token. The variants None and "ppo" use loss_function if it is set, otherwise `clipped`.
 
     Args:
-        ratio: the bounds of r in "tis", "topr" and "cispo"; None is ROLL's.
+        ratio: the bounds of r in "tis", "topr" and "cispo"; None for ROLL's defaults.
     """
     usual = _CISPO_RANGE if variant == "cispo" else _TRUNCATION
     low, high = (theirs if own is None else own for own, theirs in zip(ratio, usual, strict=True))
@@ -101,7 +101,7 @@ def token_losses(
 
 
 def _given(terms: Terms, path: str) -> Tensor:
-    """Return what a user's function says of each token."""
+    """Return the token losses of a user's function."""
     found = import_object(path, "loss_function")(terms)
     if not isinstance(found, Tensor) or found.shape != terms.log_probs.shape:
         what = f"loss_function {path} returns {tuple(found.shape) if isinstance(found, Tensor) else type(found)}"
@@ -113,8 +113,8 @@ def _given(terms: Terms, path: str) -> Tensor:
 def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:
     """Estimate KL(π, π_ref) of each token (joschu.net/blog/kl-approx.html), with gradient.
 
-    k3 is never below 0, and cut off at 10 as in ROLL, where its gradient ends, too. Its exponent is bounded first:
-    beyond 88 it overflows, and the gradient of the cut-off times infinity is NaN.
+    k3 is at least 0, and clamped to 10 as in ROLL, with a gradient of 0 there. Its exponent is clamped first: beyond 88
+    it overflows, and the gradient of 0 times infinity would be NaN.
     """
     difference = reference - log_probs
     match kind:
@@ -129,16 +129,16 @@ def kl_terms(log_probs: Tensor, reference: Tensor, kind: KL) -> Tensor:
 
 
 def shares(mask: Tensor, sequences: Sequences) -> Tensor:
-    """Return what each of this rank's tokens is of its response's tokens that count, fp32 [b, s / cp]; 0 where the mask
-    is. They add up to the number of responses with a token that counts."""
+    """Return 1 / (number of unmasked tokens of the response) for each of this rank's tokens, fp32 [b, s / cp]; 0 for
+    masked tokens. They add up to the number of responses with an unmasked token."""
     return mask / sequence_totals(mask, sequences).clamp(min=1).to(mask.dtype)
 
 
 def token_weights(mode: Aggregation, mask: Tensor, sequences: Sequences, norm: float) -> Tensor:
-    """Return weights of token losses, fp32 [b, s / cp], whose sum the step divides by the mode's normalizer.
+    """Return the weights of token losses, fp32 [b, s / cp]; the step divides the weighted sum by the normalizer.
 
     Args:
-        norm: of seq-mean-token-sum-norm: the weight of a token.
+        norm: the weight of a token in seq-mean-token-sum-norm.
     """
     if mode == "seq-mean-token-mean":
         return shares(mask, sequences)
@@ -146,8 +146,8 @@ def token_weights(mode: Aggregation, mask: Tensor, sequences: Sequences, norm: f
 
 
 def normalizer(mode: Aggregation, mask: Tensor, batch: MicroBatch) -> Tensor:
-    """Count what a whole micro-batch adds to the divisor, int64 []: tokens that count, responses with such a token, or,
-    of seq-mean-token-sum-norm, responses.
+    """Return what a whole micro-batch adds to the divisor, int64 []: the number of unmasked tokens, of responses with
+    an unmasked token, or, for seq-mean-token-sum-norm, of responses.
 
     Args:
         mask: [b, s], on the host.
@@ -161,7 +161,7 @@ def normalizer(mode: Aggregation, mask: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def num_responses(mask: Tensor, batch: MicroBatch) -> Tensor:
-    """Count the documents of a whole micro-batch with a token that counts: int64 []."""
+    """Count the documents of a whole micro-batch with an unmasked token: int64 []."""
     return (tokens_of_documents(mask > 0, batch) > 0).sum()
 
 
@@ -171,11 +171,11 @@ _NAMES = tuple(f"actor/train_infer_{what}_{level}_mean" for what in ("ratio", "d
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Of every token.
+    """The correction of the train–rollout mismatch, for every token.
 
     Attributes:
-        weights: of the policy loss, fp, without gradient; 1 where is_weight is off.
-        keep: bool, what all filters let pass.
+        weights: importance weights of the policy loss, without gradient; 1 if is_weight is off.
+        keep: bool, whether all filters accept the token.
         metrics: name -> (sum, count).
     """
 
@@ -185,7 +185,7 @@ class Correction:
 
 
 def correction_metrics(settings: AlgorithmSettings) -> tuple[str, ...]:
-    """Name what `correct` measures."""
+    """Return the names of the metrics of `correct`."""
     clip = ("actor/is_weight_clipfrac",) * settings.train_infer_correction.is_weight.enabled
     final = ("actor/train_infer_final_mask_mean",) * bool(settings.train_infer_correction.active)
     return ("actor/train_infer_log_prob_gap", *_NAMES, *clip, *final)
@@ -200,17 +200,17 @@ def correct(
     segment_totals: Callable[[Tensor], Tensor],
     settings: AlgorithmSettings,
 ) -> Correction:
-    """Compare log-probabilities of the trainer with those of the rollout engine.
+    """Compare the log-probabilities of the trainer with those of the rollout engine.
 
     Ratios are π_old / π_rollout of tokens, their geometric mean over a response ("geometric") or over a turn of the
-    model ("segment"), or their product; differences are of probabilities, likewise. Weights are ratios cut off at
-    upper_bound (truncated importance sampling).
+    model ("segment"), or their product over a response ("sequence"). Differences of probabilities have the same levels,
+    with means and sums. Weights are ratios clamped to upper_bound (truncated importance sampling).
 
     Args:
-        old, rollout: of tokens, of one shape; any number where the mask is 0.
+        old, rollout: log-probabilities of tokens, of the same shape; any value where the mask is 0.
         mask: 1 at tokens of responses.
-        totals: from values of tokens to the sum over its response at each token.
-        segment_totals: the same, over the token's turn.
+        totals: sums values over each token's response.
+        segment_totals: sums values over each token's turn.
     """
     counted = mask > 0
     sizes = totals(counted.to(old.dtype)).clamp(min=1)
@@ -224,7 +224,7 @@ def correct(
     log_ratio = torch.where(counted, old - rollout, 0.0)
     ratios = {level: values.exp() for level, values in levels(log_ratio).items()}
     differences = levels(torch.where(counted, old.exp() - rollout.exp(), 0.0))
-    shares = counted / sizes  # add up to 1 in each response
+    shares = counted / sizes  # sums to 1 over each response
     count, num_tokens = shares.sum(), counted.sum()
     metrics = {"actor/train_infer_log_prob_gap": (log_ratio.abs().sum(), num_tokens)}
     for name, values in zip(_NAMES, (*ratios.values(), *differences.values()), strict=True):

@@ -1,6 +1,7 @@
-"""The losses of the policy and of the critic: what `engine.step` computes of losses, entropies or scores of tokens.
+"""Objectives of the policy and the critic for `engine.step`, computed from losses, entropies or scores of tokens.
 
-Values of tokens lie where their response's tokens are predicted, as labels do. Legend: b rows, s tokens of a row.
+Values of tokens are aligned with labels: each is at the position that predicts its token. Legend: b rows, s tokens per
+row.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from megatune.objectives.policy.losses import (
     token_weights,
 )
 
-# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at all other tokens. Every
-# token of a response has a label, also where its mask is 0.
-MASK, ADVANTAGES, WEIGHTS = "mask", "advantages", "weights"  # always
-# With enable_old_logprobs_recompute the trainer's before its updates; elsewhere of the first pass over a sample, which
-# has none itself: its ratio is 1.
+# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], named as in Rollouts.per_token; 0 at tokens of prompts. All
+# tokens of a response have labels, including masked ones.
+MASK, ADVANTAGES, WEIGHTS = "mask", "advantages", "weights"
+# With enable_old_logprobs_recompute, of the trainer before its updates; otherwise of the first pass over a sample, in
+# which this extra is missing and the ratio is 1.
 OLD = "old_log_probs"
-ROLLOUT = "rollout_log_probs"  # without enable_old_logprobs_recompute: the train-infer correction is made here
-REFERENCE = "reference_log_probs"  # where use_kl_loss
-# An extra of documents, `DocumentValues` fp32 [D]: scores, where the variant is topr.
+ROLLOUT = "rollout_log_probs"  # without enable_old_logprobs_recompute: the train-infer correction is applied here
+REFERENCE = "reference_log_probs"  # with use_kl_loss
+# An extra of documents, `DocumentValues` fp32 [D]: scores, for the variant topr.
 SCORES = "scores"
 
 _METRICS = (
@@ -49,23 +50,24 @@ _METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """rl_loss_coef · (policy loss + kl_loss_coef · KL) - entropy_loss_coef · entropy, aggregated as loss_agg_mode says
-    over all micro-batches and ranks of one update.
+    """rl_loss_coef · (policy loss + kl_loss_coef · KL) - entropy_loss_coef · entropy, aggregated by loss_agg_mode over
+    all micro-batches and ranks of one update.
 
-    Any layout, and any distribution of samples to micro-batches, gives the same gradient. Tokens whose mask is 0 are in
-    no sum; those that filters of the correction drop here still count in divisors, which are known before.
+    The gradient does not depend on the parallel layout or the distribution of samples to micro-batches. Masked tokens
+    are excluded from all sums. Tokens dropped by the correction's filters here still count in divisors, which are
+    computed before.
 
     Attributes:
         settings: ratio clip, importance_sampling, loss_agg_mode, coefficients, train-infer correction.
-        temperature: of sampling; log-probabilities are those at it.
-        variant: pg_variant of ROLL's ActorPGWorker, which takes ratios of tokens; None is its ActorWorker's clipped
-            loss, where importance_sampling decides.
-        topr_positive_weight, topr_negative_weight: of responses with a score above 0, and of others.
-        norm_length: what seq-mean-token-sum-norm divides by; ROLL's is sequence_length - 1.
-        samples: in the mini-batch, of all ranks; used by seq-mean-token-sum-norm alone.
+        temperature: sampling temperature, at which log-probabilities are computed.
+        variant: pg_variant of ROLL's ActorPGWorker, with token-level ratios; None for the clipped loss of its
+            ActorWorker, with ratios by importance_sampling.
+        topr_positive_weight, topr_negative_weight: weights of responses with a score above 0, and of others.
+        norm_length: the divisor of seq-mean-token-sum-norm; ROLL's is sequence_length - 1.
+        samples: number of samples in the mini-batch over all ranks; used only by seq-mean-token-sum-norm.
         ratio: see `token_losses`.
-        first: gets log-probabilities, fp32 [b, s / cp], and `Sequences.boundaries` of micro-batches that have no old
-            ones, for later passes over their samples; None keeps none.
+        first: a list to which log-probabilities, fp32 [b, s / cp], and `Sequences.boundaries` of micro-batches without
+            old ones are appended, for later passes over their samples; or None.
     """
 
     settings: AlgorithmSettings
@@ -80,33 +82,33 @@ class PolicyObjective:
 
     @property
     def head(self) -> Head:
-        """What the output layer computes."""
+        """The outputs required of the output layer."""
         return Head(self.temperature, entropy=True)
 
     @property
     def token_extras(self) -> tuple[str, ...]:
-        """Extras of tokens that micro-batches must have."""
+        """Names of the required extras of tokens."""
         old = OLD if self.settings.enable_old_logprobs_recompute else ROLLOUT
         return MASK, ADVANTAGES, WEIGHTS, old, *(REFERENCE,) * self.settings.use_kl_loss
 
     @property
     def document_extras(self) -> tuple[str, ...]:
-        """Extras of documents that micro-batches must have."""
+        """Names of the required extras of documents."""
         return (SCORES,) if self.variant == "topr" else ()
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """By ROLL's names."""
+        """Metrics by ROLL's names."""
         own = () if self.settings.enable_old_logprobs_recompute else correction_metrics(self.settings)
         return *_METRICS, *("actor/kl_loss",) * self.settings.use_kl_loss, *own
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Count tokens, or responses: int64 []."""
+        """Count tokens or responses: int64 []."""
         mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
         return normalizer(self.settings.loss_agg_mode, mask, batch)
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        """Compute the loss of losses and entropies of tokens, fp32 [b, s / cp, 2]."""
+        """Compute the loss from losses and entropies of tokens, fp32 [b, s / cp, 2]."""
         settings, extras = self.settings, batch.extras
         losses, entropies = output.unbind(-1)
         log_probs, mask, weights = -losses, extras[MASK], extras[WEIGHTS]
@@ -139,8 +141,8 @@ class PolicyObjective:
         return ObjectiveOutput(loss, found)
 
     def _terms(self, log_probs: Tensor, log_ratio: Tensor, batch: LocalBatch) -> Terms:
-        """Gather what token losses are made of; the ratio of a response (GSPO, arXiv:2507.18071) is the geometric mean
-        of those of its tokens."""
+        """Return the inputs of token losses; the ratio of a response (GSPO, arXiv:2507.18071) is the geometric mean of
+        those of its tokens."""
         mask = batch.extras[MASK]
         if self.variant is None and self.settings.importance_sampling == "seq":
             sizes = sequence_totals(mask, batch.sequences).clamp(min=1)
@@ -154,8 +156,8 @@ class PolicyObjective:
     def _corrected(
         self, old: Tensor, weights: Tensor, of_tokens: Tensor, batch: LocalBatch
     ) -> tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]:
-        """Apply the train-infer correction to weights of the policy loss, and of all losses."""
-        is_response = batch.labels >= 0  # not at what an environment wrote, which lies between turns
+        """Apply the train-infer correction to the weights of the policy loss, and to those of all losses."""
+        is_response = batch.labels >= 0  # excludes outputs of the environment between turns
         totals = partial(sequence_totals, sequences=batch.sequences)
         of_turns = partial(run_totals, mask=is_response, sequences=batch.sequences)
         found = correct(old, batch.extras[ROLLOUT], is_response, totals, of_turns, self.settings)
@@ -165,10 +167,10 @@ class PolicyObjective:
     def _means(
         self, log_ratio: Tensor, of_tokens: Tensor, entropies: Tensor, mask: Tensor
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return means over tokens that count.
+        """Return means over unmasked tokens.
 
         Args:
-            log_ratio: what the loss takes: of tokens, or of responses.
+            log_ratio: log-ratios used by the loss, of tokens or of responses.
             of_tokens: log-ratios of tokens.
         """
         ratio = log_ratio.exp()
@@ -187,11 +189,11 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceObjective:
-    """The divergence from a teacher's distributions, a mean over the tokens that count, of all micro-batches and ranks
-    of an update; see `engine.layers.divergence`. Micro-batches have the extra TEACHER_OUTPUTS.
+    """Divergence from a teacher's distributions, averaged over the unmasked tokens of all micro-batches and ranks of an
+    update; see `engine.layers.divergence`. Micro-batches have the extra TEACHER_OUTPUTS.
 
     Attributes:
-        temperature: of sampling, by which logits of both are divided.
+        temperature: sampling temperature, by which the logits of both models are divided.
         likelihood: weight of the cross-entropy of the same tokens, at temperature 1.
     """
 
@@ -203,21 +205,22 @@ class DivergenceObjective:
 
     @property
     def head(self) -> Head:
-        """What the output layer computes."""
+        """The outputs required of the output layer."""
         return Head(self.temperature, losses=self.likelihood > 0)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What is logged beside the loss."""
+        """Metrics in addition to the loss."""
         return "teacher_divergence", *("answer_loss",) * (self.likelihood > 0)
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Count tokens: int64 []."""
+        """Count unmasked tokens: int64 []."""
         mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
         return normalizer("token-mean", mask, batch)
 
     def __call__(self, output: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        """Compute the loss of divergences of tokens, fp32 [b, s / cp], or with their losses [b, s / cp, 2]."""
+        """Compute the loss from divergences of tokens, fp32 [b, s / cp], or from divergences and cross-entropy losses,
+        [b, s / cp, 2]."""
         mask = batch.extras[MASK]
         if not self.likelihood:
             loss = (output * mask).sum()
@@ -227,17 +230,17 @@ class DivergenceObjective:
         return ObjectiveOutput(divergence + self.likelihood * loss, metrics)
 
 
-# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at all other tokens, each where its token is predicted:
-# the value there is that of the state before the token.
+# Extras of tokens, `data.batches.TokenValues` fp32 [b, s], 0 at tokens of prompts, at the positions that predict their
+# tokens: the value there is that of the state before the token.
 RETURNS, VALUES = "returns", "values"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """Half the squared error of values, a mean over responses of means over their tokens.
+    """Half the squared error of values, averaged over the tokens of each response, and over responses.
 
     Attributes:
-        clip: how far values may move from those of the rollout before the error stops to fall (value_clip).
+        clip: value_clip, the range around the old values in which the error can decrease.
     """
 
     clip: float | None = None
@@ -246,14 +249,14 @@ class ValueObjective:
     token_extras = (MASK, RETURNS, VALUES)
 
     def normalizer(self, batch: MicroBatch) -> Tensor:
-        """Count responses with a token that counts: int64 []."""
+        """Count responses with an unmasked token: int64 []."""
         mask: Tensor = batch.extras[MASK].on_rank(None, torch.device("cpu"))
         return num_responses(mask, batch)
 
     def __call__(self, scores: Tensor, batch: LocalBatch) -> ObjectiveOutput:
-        """Compute the loss of scores of tokens, fp32 [b, s / cp]."""
+        """Compute the loss from scores of tokens, fp32 [b, s / cp]."""
         mask, returns, old = (batch.extras[name] for name in self.token_extras)
-        # What padding is worth may not be finite.
+        # Scores at padding may not be finite.
         values = torch.where(mask > 0, scores, 0.0)
         error = losses = (values - returns).square()
         if self.clip is not None:

@@ -1,8 +1,8 @@
-"""From scores to advantages: what the driver computes between log-probabilities and training.
+"""Compute advantages from scores, in the driver, after log-probabilities and before training.
 
-The order is ROLL's: masks of samples, normalization and clip of rewards, rewards of tokens, returns, whitening, clip,
-train-infer correction. Rewards and advantages are of one domain; the KL coefficient, weights of samples and the
-correction are of the whole step.
+The order is ROLL's: sample masks, normalization and clipping of rewards, token rewards, returns, whitening, clipping,
+train-infer correction. Rewards and advantages are computed per domain; the KL coefficient, sample weights and the
+correction per step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.objectives.policy.losses import correct
 from megatune.objectives.policy.rewards import (
     RunningMoments,
+    clip_fraction,
     discounted,
     generalized_advantages,
     kl_estimates,
     sample_masks,
     sample_weights,
     shaped,
-    share_beyond,
     token_rewards,
     whitened,
 )
@@ -35,7 +35,7 @@ from megatune.objectives.policy.samples import Prepared, StepSamples, Tokens
 
 
 class AlgorithmState:
-    """What is carried from step to step: the coefficient of the KL penalty, and running moments of rewards.
+    """State across steps: the coefficient of the KL penalty, and running moments of rewards.
 
     Args:
         settings: init_kl_coef is the coefficient of the first step.
@@ -46,18 +46,18 @@ class AlgorithmState:
         self.running: dict[str, RunningMoments] = {}  # by domain
 
     def control_kl(self, current: float, num_samples: int, settings: AlgorithmSettings) -> None:
-        """Move the coefficient towards target_kl (arXiv:1909.08593, section 2.2); constant without one."""
+        """Adapt the coefficient to target_kl (arXiv:1909.08593, section 2.2); constant if that is not set."""
         if settings.target_kl is not None:
             error = np.clip(current / settings.target_kl - 1, -0.2, 0.2)
             self.kl_coef *= float(1 + error * num_samples / settings.kl_horizon)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, for a checkpoint (JSON can hold them)."""
+        """Return the state for a checkpoint, as JSON values."""
         running = {domain: moments.state_dict() for domain, moments in self.running.items()}
         return {"kl_coef": self.kl_coef, "running": running}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the state of a checkpoint."""
         self.kl_coef = state["kl_coef"]
         self.running = {domain: RunningMoments(**moments) for domain, moments in state["running"].items()}
 
@@ -68,16 +68,16 @@ def prepare(
     state: AlgorithmState,
     opd_coefs: Mapping[str, float] | None = None,
 ) -> Prepared:
-    """Compute advantages, returns, masks and weights of a step's samples. Changes `state`, and nothing else.
+    """Compute advantages, returns, masks and weights of a step's samples, and update `state`.
 
-    Without old log-probabilities those of the rollout engine take their place in KL and teachers' penalties, and the
-    train-infer correction is left to `PolicyObjective`.
+    Without old log-probabilities, KL and teacher penalties use those of the rollout engine, and `PolicyObjective`
+    applies the train-infer correction.
 
     Args:
-        opd_coefs: weights of the teachers by name (opd_kl_coef); 1 where none is given.
+        opd_coefs: weights of the teachers by name (opd_kl_coef); the default is 1.
 
     Raises:
-        ValueError: what the settings need is not there: values, a reference, log-probabilities.
+        ValueError: inputs required by the settings are missing: values, a reference, log-probabilities.
     """
     tokens = Tokens(samples.lengths)
     rewards, used, metrics = _rewards(samples, settings, state)
@@ -96,7 +96,7 @@ def prepare(
         found = _advantages(of_tokens[here], known, own, penalty[here], mask[here], inside, settings)
         advantages[here], returns[here] = found
     if settings.advantage_clip is not None:
-        metrics["critic/advantage_clip_frac"] = share_beyond(advantages, settings.advantage_clip)
+        metrics["critic/advantage_clip_frac"] = clip_fraction(advantages, settings.advantage_clip)
         advantages = np.clip(advantages, -settings.advantage_clip, settings.advantage_clip)
     weights = sample_weights(tokens.lengths, samples.difficulty, used, settings)[tokens.sample]
     weights, mask, of_correction = _corrected(samples, tokens, weights, mask, settings)
@@ -115,7 +115,7 @@ def prepare(
 def _rewards(
     samples: StepSamples, settings: AlgorithmSettings, state: AlgorithmState
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Return what estimators take as rewards, [n], which samples train, bool [n], and metrics."""
+    """Return the rewards for advantage estimators, [n], which samples are trained, bool [n], and metrics."""
     scores, lengths = np.asarray(samples.scores, np.float64), np.asarray(samples.lengths)
     groups, at_limit = np.asarray(samples.groups), np.asarray(samples.at_limit, bool)
     scored = np.ones(len(scores), bool) if samples.failed is None else ~np.asarray(samples.failed, bool)
@@ -135,13 +135,13 @@ def _rewards(
         rewards[here] = shaped(scores[here], groups[here], settings, running)
     metrics |= {"actor/samples_used": float(used.sum()), "actor/samples_total": float(len(used))}
     if settings.reward_clip:
-        metrics["critic/reward_clip_frac"] = share_beyond(rewards, settings.reward_clip)
+        metrics["critic/reward_clip_frac"] = clip_fraction(rewards, settings.reward_clip)
         rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
     return rewards, used, metrics | _statistics("critic/rewards", rewards[scored])
 
 
 def _by_domain(samples: StepSamples) -> list[tuple[str, np.ndarray]]:
-    """Return each domain and which samples are of it, bool [n]."""
+    """Return each domain and the mask of its samples, bool [n]."""
     domains = np.asarray(samples.domains)
     return [(domain, domains == domain) for domain in dict.fromkeys(samples.domains)]
 
@@ -155,7 +155,7 @@ def _statistics(name: str, values: np.ndarray) -> dict[str, float]:
 def _penalized(
     samples: StepSamples, tokens: Tokens, rewards: np.ndarray, settings: AlgorithmSettings, state: AlgorithmState
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return rewards of tokens less the KL penalty, clipped, and metrics; moves the coefficient for the next step."""
+    """Return token rewards minus the KL penalty, clipped, and metrics; adapt the coefficient for the next step."""
     metrics: dict[str, float] = {}
     if samples.reference_log_probs is None:
         if settings.add_token_level_kl:
@@ -169,7 +169,7 @@ def _penalized(
         rewards = rewards - used * estimates
         state.control_kl(current, len(tokens.lengths), settings)
     if settings.reward_clip:
-        metrics["critic/token_reward_clip_frac"] = share_beyond(rewards, settings.reward_clip)
+        metrics["critic/token_reward_clip_frac"] = clip_fraction(rewards, settings.reward_clip)
         rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
     return rewards, metrics
 
@@ -186,7 +186,7 @@ def _advantages(
     """Return advantages and returns of the tokens of one domain.
 
     Args:
-        given: advantages of advantage_function.
+        given: the advantages returned by advantage_function.
     """
     if settings.is_pure_opd:
         advantages = returns = -penalty
@@ -207,7 +207,7 @@ def _advantages(
 
 
 def _given(samples: StepSamples, tokens: Tokens, path: str) -> np.ndarray:
-    """Return what a user's function says of each token, fp64 [tokens]."""
+    """Return the advantages of a user's function, fp64 [tokens]."""
     found = import_object(path, "advantage_function")(samples)
     try:
         of_samples = [np.asarray(each, np.float64) for each in found]
@@ -216,7 +216,7 @@ def _given(samples: StepSamples, tokens: Tokens, path: str) -> np.ndarray:
         if not np.isfinite(joined).all():
             raise ValueError("an advantage is not a finite number")
     except (TypeError, ValueError) as error:
-        why = f"it returns a number or an array of its tokens for each of the {len(tokens.lengths)} samples"
+        why = f"expected a number, or an array with a value per token, for each of the {len(tokens.lengths)} samples"
         raise MegatuneError(Finding(f"advantage_function {path}: {error}", why=why), ExitCode.SETTINGS) from error
     return joined
 
@@ -224,8 +224,8 @@ def _given(samples: StepSamples, tokens: Tokens, path: str) -> np.ndarray:
 def _teachers_penalty(
     samples: StepSamples, tokens: Tokens, settings: AlgorithmSettings, coefs: Mapping[str, float]
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return Σ coefficient · KL(policy, teacher) of each token: on-policy distillation; 0 where it is off. And the mean
-    distance to the teachers, without coefficients, over the tokens that have one."""
+    """Return Σ coefficient · KL(policy, teacher) of each token for on-policy distillation (0 if it is off), and the
+    metric of the mean KL without coefficients, over the tokens with a teacher."""
     total, distance, taught = np.zeros(len(tokens)), 0.0, 0
     if settings.distils or not (settings.is_pure_opd or settings.use_opd):
         return total, {}
@@ -234,18 +234,18 @@ def _teachers_penalty(
     policy = _policy(samples, "on-policy distillation")
     for name, of_teacher in samples.teachers.items():
         pairs = zip(policy, of_teacher, strict=True)
-        # Of a sample that it does not teach the teacher says nothing: no penalty.
-        found = [kl_estimates(mine, his if len(his) else mine, settings.kl_penalty) for mine, his in pairs]
-        own = tokens.join(found)
-        total += coefs.get(name, 1.0) * own
-        distance, taught = distance + float(own.sum()), taught + sum(map(len, of_teacher))
+        # An empty array means that the teacher does not teach this sample: no penalty.
+        found = [kl_estimates(own, other if len(other) else own, settings.kl_penalty) for own, other in pairs]
+        penalty = tokens.join(found)
+        total += coefs.get(name, 1.0) * penalty
+        distance, taught = distance + float(penalty.sum()), taught + sum(map(len, of_teacher))
     return total, {"teacher_kl": distance / max(taught, 1)}
 
 
 def _corrected(
     samples: StepSamples, tokens: Tokens, weights: np.ndarray, mask: np.ndarray, settings: AlgorithmSettings
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Apply the train-infer correction to weights and mask of tokens, where both log-probabilities are known."""
+    """Apply the train-infer correction to weights and mask of tokens, if both log-probabilities are available."""
     if samples.old_log_probs is None or samples.rollout_log_probs is None:
         return weights, mask, {}
     old, rollout = (torch.from_numpy(tokens.join(each)) for each in (samples.old_log_probs, samples.rollout_log_probs))
@@ -262,7 +262,7 @@ def _corrected(
 
 
 def _policy(samples: StepSamples, purpose: str) -> Sequence[np.ndarray]:
-    """Return the policy's log-probabilities: the trainer's, or those of the rollout engine."""
+    """Return the policy's log-probabilities: the trainer's, or else those of the rollout engine."""
     return _needed(samples.old_log_probs or samples.rollout_log_probs, "log-probabilities of the policy", purpose)
 
 

@@ -1,5 +1,4 @@
-"""What becomes of scores before they are spread over tokens, how much each sample counts, and the returns and
-advantages of its tokens.
+"""Normalize rewards, mask and weight samples, and compute returns and advantages of tokens.
 
 Legend: n samples of one domain.
 """
@@ -26,7 +25,7 @@ class RunningMoments:
     squares: float = 0.0  # Σ (x - mean)²
 
     def add(self, rewards: np.ndarray) -> None:
-        """Take in the rewards of a step."""
+        """Add the rewards of a step."""
         if not len(rewards):
             return
         total, shift = self.count + len(rewards), rewards.mean() - self.mean
@@ -36,7 +35,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """0 of fewer than two rewards."""
+        """Unbiased standard deviation; 0 for fewer than two rewards."""
         return float(np.sqrt(self.squares / max(self.count - 1, 1)))
 
     def state_dict(self) -> dict[str, float]:
@@ -44,30 +43,26 @@ class RunningMoments:
 
 
 def group_means(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at each sample the mean over its group and the group's size, [n] each."""
+    """Return for each sample the mean over its group and the group's size, [n] each."""
     _, place = np.unique(groups, return_inverse=True)
     sizes = np.bincount(place)
     return (np.bincount(place, values) / sizes)[place], sizes[place]
 
 
 def group_stds(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return at each sample the unbiased standard deviation of its group, [n]; 0 of a sample alone."""
+    """Return for each sample the unbiased standard deviation of its group, [n]; 0 for groups of one."""
     means, sizes = group_means(values, groups)
     variances, _ = group_means((values - means) ** 2, groups)
     return np.sqrt(variances * sizes / np.maximum(sizes - 1, 1))
 
 
 def normalized(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    mean: Norm | None,
-    std: Norm | None,
-    running: RunningMoments,
+    rewards: np.ndarray, groups: np.ndarray, mean: Norm | None, std: Norm | None, running: RunningMoments
 ) -> np.ndarray:
-    """Return (reward - mean) / (std + 1e-6), each over a group, the batch or all steps so far; None leaves it out.
+    """Return (reward - mean) / (std + 1e-6), each over the group, the batch or all steps so far, or omitted if None.
 
     Args:
-        running: has these rewards in it.
+        running: running moments, which include these rewards.
     """
     centers = {"batch": rewards.mean(), "group": group_means(rewards, groups)[0], "running": running.mean, None: 0.0}
     found = rewards - centers[mean]
@@ -79,18 +74,18 @@ def normalized(
 
 
 def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return rewards less the mean of the others in the group (RLOO, arXiv:2402.14740), and of a sample alone the
-    reward."""
+    """Return rewards minus the mean of the others in the group (RLOO, arXiv:2402.14740); unchanged for groups of
+    one."""
     means, sizes = group_means(rewards, groups)
     return np.where(sizes > 1, (rewards - means) * sizes / np.maximum(sizes - 1, 1), rewards)
 
 
 def shaped(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmSettings, running: RunningMoments) -> np.ndarray:
-    """Return what an estimator makes of the rewards of one domain.
+    """Normalize the rewards of one domain as the advantage estimator requires.
 
-    GRPO (arXiv:2402.03300) normalizes by group, whatever norm_mean_type and norm_std_type say; RLOO leaves one out;
-    REINFORCE++ (arXiv:2501.03262) takes the group's mean where there are groups, and whitens advantages later. Of the
-    others the two settings decide: Dr.GRPO (arXiv:2503.20783) is reinforce with the group's mean and no std.
+    GRPO (arXiv:2402.03300) normalizes by group, regardless of norm_mean_type and norm_std_type; RLOO uses leave-one-out
+    means; REINFORCE++ (arXiv:2501.03262) subtracts the group's mean if there are groups, and whitens advantages later.
+    Other estimators use the two settings: Dr.GRPO (arXiv:2503.20783) is reinforce with the group's mean and no std.
     """
     match settings.adv_estimator:
         case "grpo":
@@ -106,11 +101,11 @@ def shaped(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmSettings,
 def sample_masks(
     scores: np.ndarray, lengths: np.ndarray, groups: np.ndarray, at_limit: np.ndarray, settings: AlgorithmSettings
 ) -> dict[str, np.ndarray]:
-    """Return which samples train, bool [n] of each rule in use, by the rule's name.
+    """Return the masks of samples to train, bool [n], by the names of the enabled rules.
 
-    max_len_mask leaves out responses that have no end. difficulty_mask leaves out groups that are solved too seldom or
-    too often, by their mean score; samples alone are kept. error_max_len_clip leaves out long wrong answers, and scores
-    that are neither 0 nor 1.
+    max_len_mask excludes responses without an end. difficulty_mask excludes groups that are too hard or too easy by
+    their mean score; groups of one are kept. error_max_len_clip excludes long wrong answers, and scores other than 0
+    and 1.
     """
     masks: dict[str, np.ndarray] = {}
     if settings.max_len_mask:
@@ -128,13 +123,13 @@ def sample_masks(
 def sample_weights(
     lengths: np.ndarray, difficulty: np.ndarray | None, used: np.ndarray, settings: AlgorithmSettings
 ) -> np.ndarray:
-    """Return the weight of each sample in the policy loss, [n]; their mean over the samples that train is 1.
+    """Return the weight of each sample in the policy loss, [n]; their mean over trained samples is 1.
 
-    difficulty_loss_weight gives 0.5 to the easiest and 2 to the hardest; length_loss_weight 1.5 to the shortest of the
-    step, 0.5 to the longest. ROLL does this for each micro-batch, so that its size matters; here it is of the step.
+    difficulty_loss_weight assigns 0.5 to the easiest and 2 to the hardest; length_loss_weight 1.5 to the shortest of
+    the step, 0.5 to the longest. ROLL does this per micro-batch, so that its results depend on the micro-batch size.
 
     Args:
-        used: bool [n], which samples train.
+        used: bool [n], which samples are trained.
     """
     weights = np.ones(len(lengths))
     if settings.difficulty_loss_weight and difficulty is not None:
@@ -150,11 +145,11 @@ KL = Literal["kl", "abs", "mse", "full", "k3"]
 
 
 def kl_estimates(log_probs: np.ndarray, base: np.ndarray, kind: KL) -> np.ndarray:
-    """Return estimates of KL(policy, base) of sampled tokens (joschu.net/blog/kl-approx.html): k1 "kl", its absolute
-    value "abs", k2 "mse", or k3, which is cut off at 10 as in ROLL.
+    """Return estimates of KL(policy, base) for sampled tokens (joschu.net/blog/kl-approx.html): k1 "kl", its absolute
+    value "abs", k2 "mse", or k3, which is clamped to 10 as in ROLL.
 
     Raises:
-        ValueError: "full", which needs the distributions of both models.
+        ValueError: "full", which would need the distributions of both models.
     """
     difference = log_probs - base
     match kind:
@@ -170,7 +165,7 @@ def kl_estimates(log_probs: np.ndarray, base: np.ndarray, kind: KL) -> np.ndarra
 
 
 def token_rewards(rewards: np.ndarray, tokens: Tokens) -> np.ndarray:
-    """Put each sample's reward, [n], at its last token; 0 elsewhere. One without tokens has nowhere to put it."""
+    """Put each sample's reward, [n], at its last token, with 0 elsewhere; samples without tokens are ignored."""
     found = np.zeros(len(tokens))
     some = tokens.lengths > 0
     found[tokens.stops[some] - 1] = rewards[some]
@@ -183,7 +178,7 @@ def discounted(values: np.ndarray, tokens: Tokens, factor: float) -> np.ndarray:
     starts, lengths = tokens.starts[order], tokens.lengths[order]
     found, later = np.empty(len(tokens)), np.zeros(len(order))
     for t in range(int(lengths.max(initial=0)) - 1, -1, -1):
-        # Those that have a token t come first.
+        # Samples are sorted by length, so those with a token t come first.
         count = int(np.searchsorted(-lengths, -t))
         places = starts[:count] + t
         found[places] = later[:count] = values[places] + factor * later[:count]
@@ -193,8 +188,8 @@ def discounted(values: np.ndarray, tokens: Tokens, factor: float) -> np.ndarray:
 def generalized_advantages(
     rewards: np.ndarray, values: np.ndarray, tokens: Tokens, gamma: float, lambd: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return advantages (GAE, arXiv:1506.02438) and returns, which are advantages + values; nothing follows the last
-    token."""
+    """Return advantages (GAE, arXiv:1506.02438) and returns, which are advantages + values; the value after the last
+    token is 0."""
     following = np.append(values[1:], 0.0)
     following[tokens.stops[tokens.lengths > 0] - 1] = 0.0
     advantages = discounted(rewards + gamma * following - values, tokens, gamma * lambd)
@@ -202,14 +197,14 @@ def generalized_advantages(
 
 
 def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return values with mean 0 and unbiased variance 1 over the tokens that count; as they are where fewer than two
-    do."""
+    """Normalize values to mean 0 and unbiased variance 1 over unmasked tokens; unchanged if there are fewer than
+    two."""
     counted = values[mask > 0]
     if len(counted) < 2:
         return values
     return (values - counted.mean()) / np.sqrt(counted.var(ddof=1) + 1e-8)
 
 
-def share_beyond(values: np.ndarray, limit: float) -> float:
-    """Return how many of the values a clip to ± limit changes, 0 of none."""
+def clip_fraction(values: np.ndarray, limit: float) -> float:
+    """Return the share of values that clipping to ± limit changes; 0 if there are none."""
     return float((np.abs(values) > limit).mean()) if len(values) else 0.0

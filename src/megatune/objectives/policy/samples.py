@@ -1,6 +1,6 @@
-"""What the driver knows of a step's samples, as numbers, and what it makes of them for training.
+"""The driver's data of a step's samples, before and after advantages are computed.
 
-Values of tokens are lists of one array [r] a sample, of the tokens of its response.
+Values of tokens are lists with one array [r] per sample, for the tokens of its response.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-Ragged = Sequence[np.ndarray]  # of each sample [r]
+Ragged = Sequence[np.ndarray]  # [r] for each sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """All samples of a step, n of them, in any order. Log-probabilities are those at the sampling temperature.
+    """All n samples of a step, in any order. Log-probabilities are at the sampling temperature.
 
     Attributes:
-        scores: [n], what the rewards say.
-        lengths: int [n], tokens of the responses.
-        turns: int of each sample, tokens of each turn of the model, which add up to its length; None: all have one.
-        groups: int [n], equal for samples of one prompt.
-        domains: of each sample; rewards are normalized and advantages whitened within a domain.
-        at_limit: bool [n], whether a response has as many tokens as it may have.
-        failed: bool [n], whether there is no score, as the reward raised or took too long: such a sample trains
-            nothing, and is in no mean of its group, its batch or the run. None: all have one.
-        difficulty: [n], from the data's column, in 0 ... 1; None where there is none.
-        rollout_log_probs: what the rollout engine gave.
-        old_log_probs: of the trainer before the first update of the step; None where they were not computed.
+        scores: [n], the rewards.
+        lengths: int [n], number of tokens of the responses.
+        turns: int, for each sample the number of tokens of each turn of the model; None if all have one turn.
+        groups: int [n], the prompt of each sample.
+        domains: the domain of each sample; rewards are normalized and advantages whitened per domain.
+        at_limit: bool [n], whether a response has the maximum length.
+        failed: bool [n], whether the reward raised an error or timed out: such a sample is not trained, and excluded
+            from means of its group, its batch and the run. None if none failed.
+        difficulty: [n], from the data's column, in 0 ... 1; None without it.
+        rollout_log_probs: log-probabilities of the rollout engine.
+        old_log_probs: of the trainer before the first update of the step; None if not computed.
         reference_log_probs: None without a reference.
-        values: of the critic, for adv_estimator gae.
+        values: values of the critic, for adv_estimator gae.
         teachers: log-probabilities of each teacher; an empty array for a sample that it does not teach.
     """
 
@@ -51,13 +51,13 @@ class StepSamples:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What training takes of a step beside its tokens and log-probabilities.
+    """Inputs of training in addition to tokens and log-probabilities.
 
     Attributes:
-        advantages: fp32 [r] of each sample, 0 where the mask is.
-        returns: fp32 [r], what the critic is to say; of other estimators rewards to come.
-        mask: fp32 [r], 1 where a token counts.
-        weights: fp32 [r], of the policy's token losses: of the sample, times that of the train-infer correction.
+        advantages: fp32 [r] for each sample, 0 where masked.
+        returns: fp32 [r], targets of the critic; for estimators without one, discounted future rewards.
+        mask: fp32 [r], 1 for tokens that contribute to the loss.
+        weights: fp32 [r], weights of policy token losses: of the sample, times that of the train-infer correction.
         metrics: by ROLL's names; those of one domain begin with its name.
     """
 
@@ -69,25 +69,20 @@ class Prepared:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count; a step without any is skipped."""
+        """Number of unmasked tokens; a step without any is skipped."""
         return int(sum(mask.sum() for mask in self.mask))
 
     @property
     def per_token(self) -> dict[str, list[np.ndarray]]:
-        """By the names of the extras of `PolicyObjective` and `ValueObjective`."""
-        return {
-            "advantages": self.advantages,
-            "returns": self.returns,
-            "mask": self.mask,
-            "weights": self.weights,
-        }
+        """The arrays by the names of the extras of `PolicyObjective` and `ValueObjective`."""
+        return {name: getattr(self, name) for name in ("advantages", "returns", "mask", "weights")}
 
 
 class Tokens:
-    """Tokens of samples one after the other, and sums over samples.
+    """The concatenated tokens of samples, with sums over samples.
 
     Args:
-        lengths: int [n], 0 allowed.
+        lengths: int [n], length of each sample; may be 0.
     """
 
     def __init__(self, lengths: np.ndarray) -> None:
@@ -100,23 +95,23 @@ class Tokens:
         return len(self.sample)
 
     def join(self, ragged: Ragged) -> np.ndarray:
-        """Return values of all tokens, fp64 [tokens].
+        """Concatenate values of tokens: fp64 [tokens].
 
         Raises:
-            ValueError: a sample has another number of values than tokens.
+            ValueError: a sample's number of values differs from its length.
         """
         if [len(each) for each in ragged] != self.lengths.tolist():
             raise ValueError("values of tokens do not fit the responses")
         return np.concatenate([np.zeros(0), *ragged]).astype(np.float64)
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return fp32 [r] of each sample."""
+        """Split values of all tokens by sample: fp32 [r] each."""
         return np.split(values.astype(np.float32), self.stops[:-1]) if len(self.lengths) else []
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Add up tokens to samples: fp64 [tokens] to [n]."""
+        """Sum values of tokens, fp64 [tokens], by sample, [n]."""
         return np.bincount(self.sample, values, len(self.lengths))
 
     def means(self, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return means over the tokens of samples that count, [n], 0 where there is none."""
+        """Average values over the unmasked tokens of each sample, [n]; 0 if there are none."""
         return self.sums(values * mask) / np.maximum(self.sums(mask), 1)

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: sizes and digests of its files, and their verification.
+"""The manifest of a checkpoint: every file's size and digest, and whether they still hold.
 
-Digests detect damage (safetensors and torch_dist load a flipped bit without an error), but they are not signatures.
+Digests find damage (a flipped bit loads from safetensors and torch_dist without a word); they do not prove who wrote
+a file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """A file of a checkpoint: relative path (with forward slashes), size in bytes, digest (32 hexadecimal digits)."""
+    """A file of a checkpoint: its path inside (with forward slashes), its bytes, its digest (32 hexadecimal digits)."""
 
     name: str
     size: int
@@ -36,12 +37,12 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a manifest.
+    """What a committed checkpoint says about itself.
 
     Attributes:
         step: optimizer steps done.
-        files: all files of the checkpoint except the manifest itself.
-        metadata: from the training loop (layout, consumed rows, versions).
+        files: every file of the checkpoint but the manifest itself.
+        metadata: what the training loop wrote along (layout, consumed samples, versions).
     """
 
     step: int
@@ -50,14 +51,14 @@ class Manifest:
 
     @property
     def resumable(self) -> bool:
-        """Whether the checkpoint has training state."""
+        """It holds training state, not the model only."""
         return any(file.name.startswith(TRAINING_FOLDER) for file in self.files)
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
-    """Digest files under `root` in parallel threads, in the order of their names, and flush them to the disk.
+    """Digest files under `root` in parallel threads, in the order of their names, and force them to the disk.
 
-    On a shared file system, only the machine that wrote a file can flush it.
+    Only the machine that wrote a file can do the latter, on a shared file system.
     """
     files = sorted(set(paths))
     with ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1, 8))) as threads:
@@ -67,14 +68,14 @@ def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder with all its files."""
+    """Write the manifest of a folder whose files are all in place."""
     content = {
         "format_version": FORMAT_VERSION,
         "step": manifest.step,
         "metadata": dict(manifest.metadata),
         "files": [asdict(file) for file in manifest.files],
     }
-    content = json.loads(json.dumps(content))  # as a reader gets it: tuples are lists, all keys are strings
+    content = json.loads(json.dumps(content))  # what a reader will get: tuples are lists, all keys are strings
     content["xxh3_128"] = _digest_of_json(content)
     path = checkpoint / MANIFEST_NAME
     path.parent.mkdir(exist_ok=True)
@@ -82,10 +83,10 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's manifest and verify its digest, but not the files.
+    """Read a checkpoint's manifest and check it against its own digest (the files are not looked at).
 
     Raises:
-        MegatuneError: INPUT, if it is missing, damaged or of an unsupported format version.
+        MegatuneError: INPUT, where it is absent, damaged or of a format that this version does not read.
     """
     try:
         content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
@@ -107,9 +108,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None] | None = None) -> str:
-    """Read a file of a checkpoint and return its problem, "" if it matches the manifest.
+    """Read a file of a checkpoint and say what is wrong with it, "" where it is as the manifest has it.
 
-    `on_read` is called with the number of bytes of each chunk.
+    `on_read` is called with the bytes of every piece that was read.
     """
 
     def digest() -> bool:
@@ -119,7 +120,7 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
 
 
 def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]) -> str:
-    """Return the problem of a file's size, or of its content, which `matches` reads; "" for none."""
+    """Say what is wrong with a file: with its size, or with its content, which `matches` reads."""
     try:
         size = (checkpoint / file.name).stat().st_size
         if size != file.size:
@@ -132,7 +133,8 @@ def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]
 
 
 def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Return problems of files that would be read but are not in the manifest, as when two folders were merged."""
+    """Say which files of a checkpoint would be read and are not in its manifest, as where two folders were merged: an
+    index beside weights in one file leads to others."""
     known = {MANIFEST_NAME, *(file.name for file in manifest.files)}
     found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     return [
@@ -143,7 +145,7 @@ def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def digest_file(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Return size and digest of a file. Reading and hashing release the GIL."""
+    """Return bytes and digest of a file; reading and hashing both release the interpreter lock."""
     state = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-// Questions to the server, or to the answers that a report has in it.
+// Queries to the server, or to the answers embedded in a report.
 import { useEffect, useState } from "preact/hooks";
 
 export const given = JSON.parse(document.getElementById("given").textContent);
@@ -24,7 +24,7 @@ async function answered(response) {
   return content;
 }
 
-// Calls `poll` now and every `seconds` while the page is seen, one call at a time; a report is read once.
+// Calls `poll` now and every `seconds` while the page is visible, one call at a time; only once in a report.
 export function usePoll(poll, seconds, depends) {
   useEffect(() => {
     let timer, ended = false;
@@ -37,7 +37,7 @@ export function usePoll(poll, seconds, depends) {
   }, depends);
 }
 
-// The answer to a question: [answer, error], asked again every `seconds`, where that is not 0.
+// Returns [answer, error] of a query, which is repeated every `seconds` unless that is 0.
 export function useAnswer(name, asked, seconds = 0) {
   const [state, setState] = useState([null, null]);
   const key = name + JSON.stringify(asked);

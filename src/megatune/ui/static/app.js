@@ -1,4 +1,4 @@
-// The page: the list of runs, the runs that are chosen, and what is shown of them; the address says which.
+// The page: the list of runs, and tabs for the selected runs. The selection is in the URL fragment.
 import { h, render } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";

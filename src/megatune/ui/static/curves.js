@@ -1,4 +1,4 @@
-// Curves of one run or several over each other. Points are thinned out by the server; polls bring what was added.
+// Curves of one or several runs. The server downsamples points; polls return the new ones.
 import { h } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";
@@ -7,7 +7,7 @@ import { duration, number, remember, remembered, t } from "page/words";
 
 const html = htm.bind(h);
 export const COLORS = ["#4f6ef7", "#e8743b", "#19a979", "#c24fd6", "#d9a514", "#13a4b4", "#e0465e", "#7a6ff0"];
-// A chart: its title, and the metrics that it shows, in the order of their names there.
+// Charts: title, and a filter of the metrics that it shows.
 const CHARTS = [
   ["rewards", (key) => /^(reward|critic\/rewards\/mean|eval_reward|rewards\/(chosen|rejected|margins))$/.test(key)],
   ["loss", (key) => key === "loss"],
@@ -24,7 +24,7 @@ const CHARTS = [
 const ALWAYS = ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_gib"];
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
-// What is known of the curves of a run: by metric columns of records, steps, seconds and values.
+// Merges an answer into the known curves of a run: for each metric, columns of records, steps, seconds and values.
 function merged(known, answer, keys) {
   const start = answer.from;
   const curves = {};
@@ -63,7 +63,7 @@ function useCurves(runs, isLive) {
   return [known, (keys) => { wanted.current = keys; setAsked(asked + 1); }];
 }
 
-// A moving mean without the bias of the first values. Its width is a part of the curve, however many points that has.
+// A bias-corrected moving average. Its width is relative to the length of the curve, regardless of the number of points.
 function smoothed(values, smoothing) {
   const weight = smoothing ** (200 / Math.max(1, values.length));
   let mean = 0, norm = 0;

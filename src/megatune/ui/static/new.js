@@ -1,4 +1,4 @@
-// A new run: a form with errors at its fields, the plan and the settings file that its answers make, and the first rows.
+// The form for a new run, with errors next to its fields, the resulting plan and settings file, and the first rows.
 import { h } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
@@ -7,10 +7,10 @@ import { RowCards, Wrong } from "page/tabs";
 import { t } from "page/words";
 
 const html = htm.bind(h);
-const PAUSE = 400;  // milliseconds without a key, after which answers are planned
+const PAUSE = 400;  // debounce of key strokes, in milliseconds
 const EMPTY = { model: "", data: "", goal: "", gpus: "", gpu: "", output: "" };
 
-// What answers make: asked once nobody types, and an answer that came too late is dropped.
+// The draft for the answers, debounced; outdated responses are dropped.
 function useDraft(answers) {
   const [state, setState] = useState({});
   const latest = useRef(0);
@@ -101,7 +101,7 @@ export function Start() {
       <${Wrong} error=${error} /></section><${Started} />`;
 }
 
-// What this page has started: all of it, or the last, while its run is not in the list yet.
+// The processes started from this page: all, or only the last one, until its run is in the list.
 export function Started({ last }) {
   const [started] = useAnswer("started", {}, 2);
   if (!started?.length) return null;

@@ -1,4 +1,4 @@
-// What a run left behind, a tab each: settings, rows, plan, checkpoints, logs, samples; and the machine.
+// The tabs of a run: settings, rows, plan, checkpoints, logs, samples; and the page of the machine.
 import { h } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import htm from "htm";
@@ -117,7 +117,7 @@ export function Checkpoints({ run }) {
       <td>${state(each)}</td><td>${!given.read_only && html`<button class="verify" disabled=${verified[each.name] === "…"} onClick=${() => verify(each.name)}>${t("verify")}</button>`}</td></tr>`)}</tbody></table>`;
 }
 
-const MOST_LOG = 400000;  // characters of a log that a page keeps
+const MOST_LOG = 400000;  // characters of a log in memory
 
 export function Logs({ run }) {
   const [logs, error] = useAnswer("logs", { run: run.id }, run.state === "running" ? 10 : 0);

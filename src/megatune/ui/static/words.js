@@ -12,34 +12,34 @@ const WORDS = {
   loss: ["Loss", "损失"], evaluation: ["Evaluation", "评估"], learning_rate: ["Learning rate", "学习率"], grad_norm: ["Gradient norm", "梯度范数"],
   throughput: ["Tokens per second", "每秒词元数"], memory: ["Memory, GiB", "内存 (GiB)"], rewards: ["Rewards", "奖励"], experts: ["Experts", "专家负载"],
   accuracy: ["Accuracy", "准确率"], response: ["Response length", "回复长度"], policy: ["Policy", "策略"], more: ["All other metrics", "其余指标"],
-  notices: ["Notices", "提示"], eta: ["left", "剩余"], tokens_s: ["tokens/s", "词元/秒"], eval_loss: ["eval loss", "评估损失"], reward: ["reward", "奖励"],
-  key: ["Setting", "设置项"], value: ["Value", "值"], origin: ["From", "来源"], only_set: ["Only what was written", "只看写出的设置"],
+  notices: ["Notices", "提示"], eta: ["remaining", "剩余"], tokens_s: ["tokens/s", "词元/秒"], eval_loss: ["eval loss", "评估损失"], reward: ["reward", "奖励"],
+  key: ["Setting", "设置项"], value: ["Value", "值"], origin: ["From", "来源"], only_set: ["Only explicitly set", "只看写出的设置"],
   only_different: ["Only differences", "只看差异"], find: ["Find a setting", "查找设置"], default: ["default", "默认"],
   trained: ["trained", "参与训练"], context: ["context", "上下文"], special: ["special token", "特殊标记"], training_rows: ["Training", "训练集"],
   eval_rows: ["Evaluation", "评估集"], previous: ["Previous", "上一页"], next: ["Next", "下一页"], prompt: ["prompt of both", "共同的提示"], chosen: ["chosen", "优选回答"],
   rejected: ["rejected", "拒绝回答"], loading: ["Loading…", "加载中…"], bad: ["Rows that cannot be trained on", "无法训练的数据"],
   planned: ["planned", "规划"], measured: ["measured", "实测"], per_step: ["Time of a step", "每步耗时"], by_stage: ["Memory by pipeline stage", "各流水线阶段的内存"],
-  stage: ["Stage", "阶段"], rank: ["Rank", "进程"], peak: ["peak", "峰值"], said: ["In words", "文字说明"], no_plan: ["Nothing was planned for this run", "该训练没有规划"],
+  stage: ["Stage", "阶段"], rank: ["Rank", "进程"], peak: ["peak", "峰值"], said: ["Summary", "文字说明"], no_plan: ["There is no plan for this run", "该训练没有规划"],
   by_rank: ["Peak by rank", "各进程峰值"], name: ["Name", "名称"], size: ["Size", "大小"], files: ["Files", "文件数"], saved: ["Saved", "保存时间"],
-  resumable: ["Resumable", "可继续"], verify: ["Verify", "校验"], verifying: ["Reading…", "读取中…"], whole: ["whole: every digest matches", "完整：所有摘要一致"],
-  manifest_ok: ["manifest is whole", "清单完整"], yes: ["yes", "是"], no: ["no", "否"], no_checkpoints: ["No checkpoints yet", "还没有检查点"], no_logs: ["No logs", "没有日志"],
-  no_samples: ["No answers: set eval_generate_steps, or rollout_dump_dir in a run of reinforcement learning", "没有回答：请设置 eval_generate_steps，强化学习训练则设置 rollout_dump_dir"], wanted: ["Wanted", "期望的答案"],
+  resumable: ["Resumable", "可继续"], verify: ["Verify", "校验"], verifying: ["Reading…", "读取中…"], whole: ["complete: every digest matches", "完整：所有摘要一致"],
+  manifest_ok: ["manifest is complete", "清单完整"], yes: ["yes", "是"], no: ["no", "否"], no_checkpoints: ["No checkpoints yet", "还没有检查点"], no_logs: ["No logs", "没有日志"],
+  no_samples: ["No answers: set eval_generate_steps, or rollout_dump_dir in a run of reinforcement learning", "没有回答：请设置 eval_generate_steps，强化学习训练则设置 rollout_dump_dir"], wanted: ["Reference answer", "期望的答案"],
   score: ["score", "得分"], tokens: ["tokens", "词元"], response_of: ["Response", "回复"], prompt_of: ["Prompt", "提示"], sort_score: ["Sort by score", "按得分排序"],
   cpu: ["Processors", "处理器"], ram: ["Memory", "内存"], disk: ["Disk", "磁盘"], gpu: ["GPUs", "显卡"], no_gpu: ["No GPU, or no nvidia-smi: runs compute on the CPU", "没有 GPU 或 nvidia-smi：训练在 CPU 上计算"],
-  file: ["Settings file", "设置文件"], overrides: ["Changes, one key=value a line", "修改，每行一个 key=value"], check: ["Check", "检查"], start_now: ["Start", "启动"],
-  all_right: ["Nothing is wrong with these settings", "设置没有问题"], started: ["Started from this page", "从此页面启动"], exit_code: ["exit code", "退出码"],
+  file: ["Settings file", "设置文件"], overrides: ["Overrides, one key=value per line", "修改，每行一个 key=value"], check: ["Check", "检查"], start_now: ["Start", "启动"],
+  all_right: ["These settings are valid", "设置没有问题"], started: ["Started from this page", "从此页面启动"], exit_code: ["exit code", "退出码"],
   offline: ["The server does not answer", "服务器没有响应"], theme: ["Light or dark", "浅色或深色"], close: ["Close", "关闭"], follow: ["Follow", "跟随"], report: ["Report", "报告"],
   new_run: ["New run", "新建训练"], model: ["Model: a folder, or an id on a hub", "模型：文件夹或模型库中的 ID"], data: ["Data: a file of rows, or an id on a hub", "数据：数据文件或数据集 ID"],
-  goal: ["Goal", "目标"], goal_any: ["what the data and the memory allow", "由数据和内存决定"], goal_full: ["full fine-tuning", "全参数微调"], goal_lora: ["LoRA", "LoRA"], goal_dpo: ["DPO on pairs of answers", "DPO（成对回答）"],
+  goal: ["Goal", "目标"], goal_any: ["chosen from data and memory", "由数据和内存决定"], goal_full: ["full fine-tuning", "全参数微调"], goal_lora: ["LoRA", "LoRA"], goal_dpo: ["DPO on pairs of answers", "DPO（成对回答）"],
   goal_rl: ["reinforcement learning", "强化学习"], devices: ["Machine", "机器"], this_machine: ["This machine", "本机"], other_machines: ["Other machines", "其他机器"], gpu_count: ["Number of GPUs", "显卡数量"], gpu_kind: ["Kind of GPU", "显卡型号"],
   file_new: ["a new name", "新文件名"], planning: ["planning…", "规划中…"], write_file: ["Only write the file", "仅写入文件"], first_rows: ["The first rows, as the model sees them", "模型看到的前几行数据"], from_file: ["From a settings file", "从设置文件启动"],
   not_yet: ["This run has not written anything yet:", "该训练尚未写入任何内容："],
-  changed: ["last change", "最后更新"], one_run: ["Shown of the first run that is chosen", "显示所选的第一个训练"], fix: ["fix", "修正"],
+  changed: ["last change", "最后更新"], one_run: ["Shown for the first selected run", "显示所选的第一个训练"], fix: ["fix", "修正"],
 };
 let language = localStorageGet("language") || ((navigator.language || "").startsWith("zh") ? "zh" : "en");
 
 function localStorageGet(key) {
-  try { return localStorage.getItem(key); } catch { return null; }  // a page from a file may have no storage
+  try { return localStorage.getItem(key); } catch { return null; }  // a page opened from a file may have no storage
 }
 export const remembered = localStorageGet;
 export function remember(key, value) {
@@ -54,7 +54,7 @@ export function setLanguage(value) {
 document.documentElement.lang = language;
 export const t = (key) => (WORDS[key] ? WORDS[key][language === "zh" ? 1 : 0] : key);
 
-// Numbers as people read them.
+// Formatting of numbers.
 export function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);

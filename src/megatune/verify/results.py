@@ -1,10 +1,10 @@
-"""Logits, loss and gradients of one computation, in a folder, as models do not fit into memory twice; and the errors of
-one computation against another, with what they may be.
+"""Store logits, loss and gradients of one computation in a folder, since two models may not fit into memory; and
+compare two computations, with tolerances.
 
 loss.json               {"loss": mean over all trained tokens}
-logits.safetensors      the sample's number -> its logits, [s, vocabulary]
-gradient*.safetensors   grad/HUGGING_FACE_NAME -> its gradient
-trace-*.safetensors     sample's number/PLACE -> what was computed there, [s, ...]; each pipeline stage writes its own
+logits.safetensors      sample index -> logits, [s, vocabulary]
+gradient*.safetensors   grad/HUGGING_FACE_NAME -> gradient
+trace-*.safetensors     sample index/PLACE -> output of this place, [s, ...]; one file per pipeline stage
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def write_logits(folder: Path, logits: Sequence[Tensor]) -> None:
 
 
 def write_gradients(folder: Path, gradients: Mapping[str, Tensor]) -> None:
-    """Write gradients that are in memory, by Hugging Face name."""
+    """Write gradients by Hugging Face name."""
     save_file({f"grad/{name}": values.contiguous() for name, values in gradients.items()},
               folder / "gradient.safetensors")  # fmt: skip
 
 
 def write_trace(folder: Path, stage: int, outputs: Mapping[tuple[int, str], Tensor]) -> None:
-    """Write what one pipeline stage computed, by sample and place, [s, ...] on the CPU."""
+    """Write the outputs of one pipeline stage by sample and place, [s, ...] on the CPU."""
     save_file({f"{sample}/{place}": values.contiguous() for (sample, place), values in outputs.items()},
               folder / f"trace-{stage}.safetensors")  # fmt: skip
 
 
 class Trace:
-    """What `write_trace` wrote into a folder, read tensor by tensor."""
+    """The outputs that `write_trace` wrote into a folder, read tensor by tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of = {
@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def places(self) -> set[str]:
-        """Where something was computed."""
+        """Places with outputs."""
         return {name.partition("/")[2] for name in self._file_of}
 
     @property
@@ -66,12 +66,12 @@ class Trace:
         return len({name.partition("/")[0] for name in self._file_of})
 
     def output(self, sample: int, place: str) -> Tensor:
-        """Return what was computed of one sample in a place, [s, ...]."""
+        """Return the output of a place for one sample, [s, ...]."""
         return self._file_of[f"{sample}/{place}"].whole(f"{sample}/{place}")
 
 
-class Numbers:
-    """What was written into a folder, read tensor by tensor."""
+class Results:
+    """The logits, loss and gradients in a folder, read tensor by tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,11 +85,11 @@ class Numbers:
 
     @property
     def names(self) -> set[str]:
-        """Hugging Face names of the parameters whose gradient is here."""
+        """Hugging Face names of the parameters with a gradient."""
         return {name.removeprefix("grad/") for name in self._gradients.names()}
 
     def logits(self, sample: int) -> Tensor:
-        """[s, vocabulary] of one sample."""
+        """Return the logits of one sample, [s, vocabulary]."""
         return self._logits.whole(str(sample))
 
     def gradient(self, name: str) -> Tensor:
@@ -97,38 +97,38 @@ class Numbers:
         return self._gradients.whole(f"grad/{name}")
 
 
-# fp32: another order of the same sums. A gap of orders of magnitude is a bug.
+# fp32: for another order of summation. A gap of orders of magnitude is a bug.
 LOGITS_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 
-# 16 bits: our rounding errors against those that Transformers makes in the same dtype, both measured against fp32 with
-# the same weights. Tensor parallelism rounds each partial sum once more, before adding: of errors that are independent
-# and alike, 2 where there was 1 make up 1.41 times as much. Both errors are samples of a random quantity: that of a
-# norm or bias with few dozen elements scatters by some 20 %, that of all logits or of the whole gradient hardly.
+# 16 bits: the ratio of our rounding errors to those of Transformers in the same dtype, both relative to fp32 with the
+# same weights. Tensor parallelism rounds each partial sum once more before adding: two independent errors of the same
+# size add up to 1.41 times one. Both errors are random: that of a norm or bias with few dozen elements varies by about
+# 20 %, that of all logits or of the whole gradient hardly at all.
 SIXTEEN_BIT_ROOM = 1.5
 SIXTEEN_BIT_PARAMETER_ROOM = 2.0
 
 WHOLE_GRADIENT = "gradient"
 
-# Gradients that are taken as one. The bias of keys that are not turned, as in an encoder with a table of positions,
-# adds the same to all scores of a query: its gradient is nothing but rounding, to be judged beside its matrix's.
+# Gradients that are merged. The bias of keys without rotary embeddings, as in an encoder with learned positions, adds
+# the same to all scores of a query: its gradient is only rounding error, so it is compared together with its matrix's.
 _KEYS = r"(\.vision_tower\..*\.k_proj)\.(weight|bias)$", r"\1.*"
 _EXPERTS = r"\.experts\.\d+\.", ".experts.*."
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How far one computation is from the truth.
+    """The errors of one computation relative to another.
 
     Attributes:
-        logits: the largest difference, as a share of the largest logit.
-        loss: relative.
+        logits: the largest difference, relative to the largest logit.
+        loss: relative error.
         gradient: relative L2 error of all gradients as one vector.
-        gradients: relative L2 error of each parameter's gradient, by Hugging Face name; infinite where only one of
-            the computations has it.
-        loss_reach: the relative error of the loss that these logits could make at most: a cross-entropy moves by up to
-            twice as much as the logits do.
+        gradients: relative L2 error of each parameter's gradient, by Hugging Face name; infinite if only one of the
+            computations has it.
+        loss_reach: upper bound of the relative error of the loss from these logits: a cross-entropy changes by at most
+            twice as much as the logits.
     """
 
     logits: float
@@ -140,13 +140,13 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One compared quantity, or what one place of the model puts out.
+    """The error of one compared quantity, or of the output of one place of the model.
 
     Attributes:
-        name: "logits", "loss", "gradient" for all of it, a parameter's Hugging Face name for its own, or a place.
-        error: of a place relative L2 over all tokens of all samples; of a place's gradients the worst weight's.
-        worst: sample and token, both from 0, that most of a place's error is in; None where that is not known.
-        moved: tokens that a router sends to other experts; 0 elsewhere.
+        name: "logits", "loss", "gradient" for all gradients, a parameter's Hugging Face name for its own, or a place.
+        error: for a place the relative L2 error over all tokens of all samples; for its gradients the worst weight's.
+        worst: sample and token, both from 0, with the largest error of a place; None if unknown.
+        moved: number of tokens that a router sends to other experts.
     """
 
     name: str
@@ -160,12 +160,12 @@ class Difference:
         return self.error <= self.tolerance
 
 
-def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False) -> Errors:
-    """Return the errors of `computed`. What is not finite is infinitely wrong.
+def compare(computed: Results, truth: Results, *, experts_together: bool = False) -> Errors:
+    """Return the errors of `computed` relative to `truth`; those of values that are not finite are infinite.
 
     Args:
-        experts_together: take the gradients of all experts of a layer as one, named experts.*; for 16 bits, where
-            rounding decides which of two experts gets a token that suits both, and a single token is much to an expert.
+        experts_together: merge the gradients of all experts of a layer, named experts.*; for 16 bits, in which rounding
+            may change the expert of a token with almost equal scores, and one token matters much to an expert.
     """
     gap, largest = 0.0, 0.0
     for sample in range(truth.num_samples):
@@ -185,8 +185,8 @@ def compare(computed: Numbers, truth: Numbers, *, experts_together: bool = False
     )
 
 
-def _gradient_gap(computed: Numbers, truth: Numbers, name: str) -> tuple[float, float]:
-    """L2 norms of the difference, infinite where one of the two has no such gradient, and of the truth."""
+def _gradient_gap(computed: Results, truth: Results, name: str) -> tuple[float, float]:
+    """Return L2 norms of the difference, infinite if one of the two has no such gradient, and of the truth."""
     if name not in computed.names or name not in truth.names:
         return math.inf, 1.0
     expected = truth.gradient(name).double()
@@ -209,7 +209,7 @@ def _worst(one: float, other: float) -> float:
 
 
 def relative(gap: float, size: float) -> float:
-    """gap / size; infinite where either is not finite, or where there is a gap to nothing."""
+    """Return gap / size; infinite if either is not finite, or if only size is 0."""
     if not math.isfinite(gap) or not math.isfinite(size):
         return math.inf
     if size == 0:
@@ -217,17 +217,17 @@ def relative(gap: float, size: float) -> float:
     return gap / size
 
 
-def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
-    """Return every quantity beside what its error may be.
+def check_errors(errors: Errors, stock: Errors | None = None) -> list[Difference]:
+    """Return every quantity with its error and tolerance.
 
     Args:
-        stock: the errors of Transformers where 16 bits are computed in, None for fp32.
+        stock: the errors of Transformers in the same 16-bit dtype; None for fp32.
     """
     if stock is None:
         logits, loss, gradient = LOGITS_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE
         tolerances = dict.fromkeys(errors.gradients, GRADIENT_TOLERANCE)
     else:
-        # A mean loss is right by chance more often than logits are, so its own error in Transformers is no measure.
+        # The error of a mean loss is often small by chance, so that of Transformers is not a usable tolerance.
         logits, loss = SIXTEEN_BIT_ROOM * stock.logits, SIXTEEN_BIT_ROOM * stock.loss_reach
         gradient = SIXTEEN_BIT_ROOM * stock.gradient
         tolerances = {name: SIXTEEN_BIT_PARAMETER_ROOM * stock.gradients.get(name, 0.0) for name in errors.gradients}
@@ -239,8 +239,8 @@ def judge(errors: Errors, stock: Errors | None = None) -> list[Difference]:
     ]
 
 
-def judge_alike(errors: Errors, others: Errors) -> list[Difference]:
-    """Return two layouts in 16 bits, both measured against fp32 with the same weights: neither may err more than the
-    other by more than it may err more than Transformers. Shown are the larger error and what the smaller one allows."""
-    pairs = zip(judge(errors, others), judge(others, errors), strict=True)
+def check_layouts(errors: Errors, others: Errors) -> list[Difference]:
+    """Compare the errors of two layouts in 16 bits, both relative to fp32 with the same weights: the larger error must
+    be within the tolerance that the smaller one gives, as for Transformers. Return the larger errors."""
+    pairs = zip(check_errors(errors, others), check_errors(others, errors), strict=True)
     return [max(pair, key=lambda one: one.error) for pair in pairs]
