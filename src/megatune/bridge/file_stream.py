@@ -208,7 +208,8 @@ class FileStream:
             copied.record()
             self._queue.put(_FilledBucket(bucket, used, copied))
 
-        for content in map(_bytes_of, chain(_as_tensors(file.head), file.tensors)):
+        head = [torch.frombuffer(bytearray(file.head), dtype=torch.uint8)] if file.head else []
+        for content in map(_bytes_of, chain(head, file.tensors)):
             start = 0
             while start < len(content):
                 count = min(BUCKET_BYTES - used, len(content) - start)
@@ -289,10 +290,6 @@ class _OpenFile:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _as_tensors(content: bytes) -> list[Tensor]:
-    return [torch.frombuffer(bytearray(content), dtype=torch.uint8)] if content else []
 
 
 def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

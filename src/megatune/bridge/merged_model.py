@@ -122,11 +122,9 @@ class MergedModel:
             places |= {entry.name: (f"{name}.safetensors", entry.num_bytes) for entry in entries}
         for each in index_files(_NAME, places):
             each.write(folder)
-        changed = sum(self._is_changed(entry.name) for entry in self.entries)
+        parts_of = ([name for name, _ in self._names.get(entry.name, ())] for entry in self.entries)
+        changed = sum(any(adapter.changes(name) for adapter in self._adapters for name in names) for names in parts_of)
         return Merged(len(self.entries), changed, len(files), self.num_bytes)
-
-    def _is_changed(self, name: str) -> bool:
-        return any(adapter.changes(part) for adapter in self._adapters for part, _ in self._names.get(name, ()))
 
     def _parts(self, entry: TensorEntry) -> Iterator[Tensor]:
         """Yield a tensor of the files, some rows at a time, or stacked experts one at a time."""

@@ -97,12 +97,12 @@ def weight_sources(
     base = with_adapters(folder, [open_adapter(path, architecture) for path in chain])
     if (found := adapter or last) is not None:
         return base, open_adapter(found, architecture, finetuning)
-    return base, InitialAdapters(
-        adapter_weights(architecture, finetuning),
-        architecture,
-        dequantized_source(base, architecture, settings),
-        settings.run.seed,
-    )
+    adapters, values = adapter_weights(architecture, finetuning), base
+    if (form := form_of(finetuning)) is not None:
+        weights = FAMILIES[architecture.model_type].weight_map(architecture)
+        shapes = all_shapes([weight for weight in weights if is_quantized(weight, finetuning)], architecture)
+        values = DequantizedSource(base, shapes, getattr(torch, settings.precision.params_dtype), form)
+    return base, InitialAdapters(adapters, architecture, values, settings.run.seed)
 
 
 # Rows of queries, keys and values are read alternately.
@@ -163,12 +163,6 @@ class DequantizedSource(TensorSource):
         self._source, self._shapes, self._dtype, self._form = source, shapes, dtype, form
         self._recent: dict[str, Tensor] = {}
 
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
     def read(self, segment: Segment) -> Tensor:
         if segment.name not in self._shapes:
             return self._source.read(segment)
@@ -180,15 +174,3 @@ class DequantizedSource(TensorSource):
             fill_quantized(values, self._source, [Segment(segment.name, 0, 0, shape[0])], {segment.name: shape})
             self._recent[segment.name] = values.dequantized().cpu()
         return self._recent[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
-
-
-def dequantized_source(source: TensorSource, architecture: Architecture, settings: Settings) -> TensorSource:
-    """Return the source; if the run quantizes its base, with dequantized values."""
-    form = form_of(settings.finetuning)
-    if form is None:
-        return source
-    weights = FAMILIES[architecture.model_type].weight_map(architecture)
-    quantized = [weight for weight in weights if is_quantized(weight, settings.finetuning)]
-    return DequantizedSource(
-        source, all_shapes(quantized, architecture), getattr(torch, settings.precision.params_dtype), form
-    )

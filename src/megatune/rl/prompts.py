@@ -13,8 +13,9 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
 from megatune.data.formats.form import Form
 from megatune.data.formats.swift import to_swift_example
-from megatune.data.templates import Thinking, load_template, template_names
+from megatune.data.templates import Thinking, load_template
 from megatune.data.templates.chat_template import FIXED_DATE
+from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.data.templates.rendering import RenderLimitError, limit_error, render, template_errors
 from megatune.data.templates.swift_table import template_of_swift
 from megatune.data.vision import Placed, VisionInput
@@ -90,9 +91,9 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
     try:
         template = load_template(name, tokenizer)
     except MegatuneError as error:
-        if error.exit_code != ExitCode.SETTINGS or name in template_names():
+        if error.exit_code != ExitCode.SETTINGS or name in NAMED_TEMPLATES:
             raise
-        names = ", ".join(dict.fromkeys((*ROLL_TEMPLATES, *template_names())))
+        names = ", ".join(dict.fromkeys((*ROLL_TEMPLATES, *NAMED_TEMPLATES)))
         finding = Finding(f"template: {name!r} is unknown", fix=f"one of {names}, or a path ending in .yaml")
         raise MegatuneError(finding, ExitCode.SETTINGS) from error
 

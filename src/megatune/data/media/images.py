@@ -234,11 +234,6 @@ def _has_marker(marker: bytes) -> Callable[[_Read, int], bool]:
     return check
 
 
-def _has_riff(read: _Read, size: int) -> bool:
-    """WebP and AVI: the length is at the start."""
-    return int.from_bytes(read(4, 4), "little") + 8 <= size
-
-
 def _has_frame(read: _Read, size: int) -> bool:
     """GIF: the first frame must be complete; the others are not read."""
     if size > _TAIL:
@@ -295,7 +290,7 @@ _CHECKS = (
     (b"\xff\xd8\xff", 0, _has_marker(b"\xff\xd9")),
     (b"\x89PNG", 0, _has_marker(b"IEND\xaeB`\x82")),
     (b"GIF8", 0, _has_frame),
-    (b"RIFF", 0, _has_riff),
+    (b"RIFF", 0, lambda read, size: int.from_bytes(read(4, 4), "little") + 8 <= size),  # WebP and AVI
     (b"\x1aE\xdf\xa3", 0, _has_segment),
     *((name, 4, _has_boxes) for name in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
 )

@@ -31,18 +31,12 @@ __all__ = [
     "load_template",
     "render_all",
     "stop_note",
-    "template_names",
     "template_source",
 ]
 
 _CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ANY_TOKENIZER = {"{bos}": "a bos_token", "{eos}": "an eos_token"}  # tokens that any tokenizer may have
 _HasToken = Callable[[str], bool]  # returns whether a tokenizer has a special token of a template as one token
-
-
-def template_names() -> tuple[str, ...]:
-    """Return the valid names for `template`; it may also be the path of a YAML file."""
-    return tuple(NAMED_TEMPLATES)
 
 
 def load_template(
@@ -54,7 +48,7 @@ def load_template(
     """Load a template and check that it fits the tokenizer.
 
     Args:
-        name: one of `template_names`, or the path of a YAML file; None is the tokenizer's chat template.
+        name: one of NAMED_TEMPLATES, or the path of a YAML file; None is the tokenizer's chat template.
         default_system: the system message of conversations without one; None keeps the template's default.
         tool_format: one of LLaMA-Factory's tool formats; None keeps the template's format.
 
@@ -116,8 +110,8 @@ def named_template(name: str, *, tokenizer_has_own: bool = False) -> NamedTempla
     """
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
-    names = f"one of {', '.join(template_names())}, a path ending in .yaml, or null for the tokenizer's chat template"
-    fix = did_you_mean(name, template_names(), names, count=2)
+    names = f"one of {', '.join(NAMED_TEMPLATES)}, a path ending in .yaml, or null for the tokenizer's chat template"
+    fix = did_you_mean(name, NAMED_TEMPLATES, names, count=2)
     own = "the tokenizer of this model has a chat template, which template: null uses"
     why = own if tokenizer_has_own and fix == names else ""
     raise MegatuneError(Finding(f"template: {name!r} is unknown", why=why, fix=fix), ExitCode.SETTINGS)

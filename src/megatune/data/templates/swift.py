@@ -132,7 +132,10 @@ class SwiftTemplate:
         if self.rules.has_template:
             if self.empty_thought and self.rules.add_empty_thought:
                 self._add_empty_reasoning(merged)
-            if not self._preserves_thinking:
+            keeps = self.rules.preserve_thinking
+            if keeps is None:
+                keeps = not (self.rules.last_round and (self.thinks or self.rules.enable_thinking))
+            if not keeps:
                 self._drop_old_reasoning(merged)
             if conversation.tools:
                 system, merged[0].texts[0] = self._agent().add_tools(conversation.tools, system, merged[0].texts[0])
@@ -278,12 +281,6 @@ class SwiftTemplate:
                 continue
             if not each.texts[0].startswith((self.think_tags[0], self.empty_thought)):
                 each.texts[0] = self.empty_thought + each.texts[0]
-
-    @property
-    def _preserves_thinking(self) -> bool:
-        if self.rules.preserve_thinking is not None:
-            return self.rules.preserve_thinking
-        return not (self.rules.last_round and (self.thinks or self.rules.enable_thinking))
 
     def _drop_old_reasoning(self, merged: Sequence[_Merged]) -> None:
         """Drop the reasoning of answers before the last question or tool result."""
