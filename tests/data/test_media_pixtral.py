@@ -70,7 +70,7 @@ def test_images_of_a_row_lie_in_the_corners_of_one_size(tmp_path: Path) -> None:
     found = media_arguments(np.array(pads), given, pixtral())
     asked = PixtralImageProcessorPil(**FILE | {"patch_size": 28})
     assert np.array_equal(found["pixel_values"].numpy(), asked(images, return_tensors="np")["pixel_values"])
-    with pytest.raises(ValueError, match=r"\d+ tokens of pictures"):
+    with pytest.raises(ValueError, match=r"\d+ image tokens"):
         media_arguments(np.array(pads[1:]), given, pixtral())
 
 
