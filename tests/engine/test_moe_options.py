@@ -101,7 +101,7 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     """
     from megatune.engine import groups
     from megatune.engine.layers.moe import router
-    from megatune.engine.layers.moe.router import real_tokens
+    from megatune.engine.layers.moe.router import _of_this_rank
     from megatune.engine.sequences import local_batch
 
     block = transformers_block("qwen3_moe")
@@ -121,7 +121,9 @@ def with_capacity(case: Case, rows: Rows, lengths: tuple[int, ...]) -> dict[str,
     factor = case.experts.get("moe_expert_capacity_factor")
     if factor is not None:
         most = router.capacity(len(flat), experts.shape[1], NUM_EXPERTS, factor)
-        experts = router.drop(experts, probs, real_tokens(sequences, coords.tp_size > 1), NUM_EXPERTS, most)
+        experts = router.drop(
+            experts, probs, _of_this_rank(~sequences.is_padding.t(), coords.tp_size > 1), NUM_EXPERTS, most
+        )
     parts = []
     for token, choices, shares in zip(flat, experts.tolist(), probs, strict=True):
         part = torch.zeros(HIDDEN)
