@@ -16,7 +16,7 @@ import pytest
 from megatune import errors
 from megatune.cli import main
 from megatune.config.settings import Settings
-from megatune.data.cache import built
+from megatune.data.cache import get_or_build
 from megatune.data.streaming.producer import StreamFolder
 from megatune.errors import Finding, MegatuneError, without_secrets
 from megatune.launch.failure import describe_failure, write_failure
@@ -132,7 +132,7 @@ def test_temporary_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = os.umask(0)
     try:
         stream = StreamFolder.make(tmp_path / "file" / "cache", "stream")
-        rows = built(Settings(), "k", lambda folder: None, lambda folder: folder)
+        rows = get_or_build(Settings(), "k", lambda folder: None, lambda folder: folder)
     finally:
         os.umask(before)
     assert stream.path.stat().st_mode & 0o777 == 0o700

@@ -119,7 +119,7 @@ def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     push = pusher(output, hub_model_id="team/tuned")
     push.on_save(checkpoint(output, 1))
     wait(push)
-    monkeypatch.setattr(publishing, "LONGEST_SECONDS", 2.0)
+    monkeypatch.setattr(publishing, "PUSH_TIMEOUT", 2.0)
     push.on_save(checkpoint(output, 2))
     wait(push)  # it hangs, and is the second to fail: nothing is said again
     began = time.monotonic()

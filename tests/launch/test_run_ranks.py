@@ -151,7 +151,7 @@ def test_ctrl_c_ends_everything_with_one_line(launch):
 def test_ctrl_c_before_the_ranks_start_waits_for_none():
     processes = SimpleNamespace(pending=True, started=False, ready=None, poll=lambda seconds: None)  # has no `end`
     signals = Counter({signal.SIGINT: 1})
-    outcome = supervisor._watch(processes, signals, start_timeout=60, hang_timeout=60, grace=60, look=None)
+    outcome = supervisor._watch(processes, signals, None, start_timeout=60, hang_timeout=60, grace=60)
     assert outcome.exit_code == ExitCode.INTERRUPTED
 
 

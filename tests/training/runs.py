@@ -69,7 +69,7 @@ def train(settings: Settings, run_dir: Path, crash_at: int | None = None, case: 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     run_dir.mkdir(parents=True, exist_ok=True)
     context = RankContext(RankEnv(rank, rank, world, world, "localhost", 1, 0), run_dir)
-    training._quiet()
+    training._silence_libraries()
     report = loop.Trainer._report
     if crash_at is not None:
 

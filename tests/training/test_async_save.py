@@ -67,9 +67,11 @@ def on_writing(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) ->
 def test_the_thread_that_writes_is_bound_to_the_device_of_its_rank(tmp_path, monkeypatch):
     """A new thread's is the machine's first GPU, on which all ranks' threads would take memory."""
     bound = []
-    of_thread = saving.device.bind_thread
+    bind_thread = saving.device.bind_thread
     monkeypatch.setattr(
-        saving.device, "of_thread", lambda where: bound.append((threading.current_thread(), where)) or of_thread(where)
+        saving.device,
+        "bind_thread",
+        lambda where: bound.append((threading.current_thread(), where)) or bind_thread(where),
     )
     monkeypatch.setattr(saving, "post_outcome", lambda *outcome: None)
     monkeypatch.setattr(saving.groups, "rank", lambda: 1)

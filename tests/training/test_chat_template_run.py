@@ -62,7 +62,7 @@ def test_another_chat_template_is_warned_of(bare: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model)
     lines, (warning,) = chat_template_notes(settings_of(model, tmp_path, template="chatml"), tokenizer)
     assert not lines
-    assert "vLLM and others will ask it with" in warning
+    assert "vLLM and others will prompt it with" in warning
     assert "user: Hello<|im_end|>" in warning
     assert "remove template to train with the tokenizer's" in warning
     assert chat_template_notes(settings_of(model, tmp_path, template="chatml", stage="pt"), tokenizer) == ([], [])

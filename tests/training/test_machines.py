@@ -120,7 +120,7 @@ def test_other_tokens_of_the_same_files_are_noticed(pool: RankPool, model: Path,
     manifest.write_text(json.dumps({"arrangement": json.loads(manifest.read_text())["arrangement"]}))
     code, message, _ = pool.run(2, open_data, by_machine, model, tmp_path)[0]
     assert code == ExitCode.DATA
-    assert "why: the digest of the training rows differs; the same files and settings gave other tokens" in message
+    assert "why: the digest of the training rows differs; the same files and settings gave different tokens" in message
     assert "delete the prepared rows on each machine" in message
 
 

@@ -89,7 +89,7 @@ def test_the_same_end_from_the_same_checkpoint_is_given_up(tmp_path: Path, capsy
     runs = Runs(tmp_path, *ends)
     assert runs.start(max_restarts=9) == DIED
     assert len(runs.settings) == 3
-    assert "not started again: from checkpoint-3 it has already ended in this way" in capsys.readouterr().err
+    assert "not restarted: from checkpoint-3 it has already ended in this way" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [DONE, *map(int, (ExitCode.STOPPED, ExitCode.DATA, ExitCode.NOT_FINITE))])

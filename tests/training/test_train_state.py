@@ -32,11 +32,11 @@ def test_rows_that_another_version_makes_otherwise_are_noticed() -> None:
 def days_of(checkpoint: Path | None, data: dict[str, str]) -> str | None:
     """On a rank: the day on which templates are written, of a run that resumes from a checkpoint."""
     from megatune.engine.groups import build
-    from megatune.training.feed import on_its_day
+    from megatune.training.feed import with_template_date
 
     settings = Settings(data=DataSettings(**data))
     build(settings.parallel, seed=0, timeout=60)
-    return on_its_day(settings, checkpoint).data.template_date
+    return with_template_date(settings, checkpoint).data.template_date
 
 
 def test_a_run_that_resumes_keeps_its_day(pool: RankPool, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Decides the world, starts ranks, watches them, and names the one that failed. Linux only; imports no torch."""
+"""Starts and supervises the ranks of a run, and reports the first cause of a failure. Linux only; imports no torch."""

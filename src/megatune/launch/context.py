@@ -1,7 +1,7 @@
-"""What supervisor, fork server and ranks send to each other, and how one ends with the other.
+"""Communication between supervisor, fork server and ranks.
 
-supervisor --- starts ---> fork_server --- forks ---> ranks
-    request: one pickle in an unnamed file that is the fork server's stdin, read by whoever needs it
+supervisor --- starts ---> fork server --- forks ---> ranks
+    request: a pickle in an unnamed file, which is the fork server's stdin
     events:  JSON lines on a pipe from the fork server to the supervisor, one a line:
         {"event": "ready", "start": "fork"|"exec", "why": ..., "seconds": ...}   the target is imported
         {"event": "started", "rank": ..., "pid": ...}
@@ -10,7 +10,7 @@ supervisor --- starts ---> fork_server --- forks ---> ranks
     signals: from the supervisor to each rank
         SIGTERM  save, then exit with STOPPED      SIGINT   end at once
         SIGUSR1  dump all stacks into the log      SIGKILL  to the rank's whole process group
-    heartbeats: from each rank one small file that says where it is, read by the supervisor, also after its death
+    heartbeats: a small file of each rank with its phase and step, which the supervisor can read after its death, too
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from megatune.launch.world import RankEnv, World
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 STOP_FILE_POLL_SECONDS = 1.0  # run_dir may be on a network file system; a step may be milliseconds
-# count, time, step, limit, phase, count: a record whose two counts differ was read in the middle of a write.
+# count, time, step, limit, phase, count: if the two counts differ, the record was read during a write.
 _RECORD = struct.Struct("<Qdqd40sQ")
 
 
 class RankContext:
-    """Handed to the target function of every rank, whether megatune or torchrun started it.
+    """The argument of every rank's target function, whether megatune or torchrun started the rank.
 
     Attributes:
-        rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port: as torchrun names them.
-        run_dir: where logs, heartbeats and error reports of this run are written.
-        role: what the ranks are, where a run has several kinds; names the files above.
-        stop_file: a user who creates this file asks the run to save and stop; one who creates SAVE beside it, to save.
+        rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port: as in torchrun.
+        run_dir: the folder of the run's logs, heartbeats and error reports.
+        role: a prefix for the names of these files, if a run has several kinds of ranks.
+        stop_file: creating this file requests to save and stop; creating SAVE next to it requests a checkpoint.
         phase, step: of the last beat.
-        operations: returns which collective operations this rank has called, as JSON; the target's to set.
-        terminal: descriptor of the machine's stderr, for one rank of each machine.
+        operations: returns the collective operations that this rank has called, as JSON. Set by the target.
+        terminal: descriptor of the machine's stderr, on one rank of each machine.
     """
 
     def __init__(self, env: RankEnv, run_dir: Path, stop_file: Path | None = None, *, role: str = "rank") -> None:
@@ -73,22 +73,22 @@ class RankContext:
         self._num_beats = 0
 
     def beat(self, phase: str, step: int, *, limit: float | None = None) -> None:
-        """Note that this rank enters `phase` of `step`. A few microseconds; call it at least once a step.
+        """Record that this rank enters `phase` of `step`. Takes a few microseconds; call it at least once a step.
 
         Args:
             phase: a short name, at most 40 bytes.
             step: the training step, 0 before the first.
-            limit: seconds until the next beat after which the run counts as hung, for a phase that has its own
-                measure (loading, saving); None for the run's hang_timeout.
+            limit: maximum number of seconds until the next beat, for a phase with a timeout of its own (loading,
+                saving); None for the run's hang_timeout.
         """
         self.phase, self.step = phase, step
         self._num_beats += 1
         seconds = math.nan if limit is None else limit
         record = _RECORD.pack(self._num_beats, time.time(), step, seconds, phase.encode()[:40], self._num_beats)
-        os.pwrite(self._heartbeat, record, 0)  # in place, in one call: safe to lose the process after
+        os.pwrite(self._heartbeat, record, 0)  # in place, in one call: survives the death of the process
 
     def announce(self, text: str) -> None:
-        """Say at the terminal of the machine what its user may have to act on; one rank of each machine does."""
+        """Print a message for the user on the terminal, on one rank of each machine."""
         if self.terminal is not None:
             with contextlib.suppress(OSError):
                 os.write(self.terminal, f"megatune: {text}\n".encode())
@@ -100,7 +100,7 @@ class RankContext:
     def stop_requested(self) -> bool:
         """Return whether this rank was asked to save and stop, by SIGTERM or by the stop file.
 
-        Only this rank's view: the training loop has to reduce it over all ranks before it acts on it.
+        Ranks may differ: the training loop has to reduce it over all ranks.
         """
         if not self._stop and (now := time.monotonic()) >= self._next_stop_poll:
             self._next_stop_poll = now + STOP_FILE_POLL_SECONDS
@@ -108,23 +108,23 @@ class RankContext:
         return self._stop
 
     def save_requested(self) -> bool:
-        """Return whether a user asked for a checkpoint since the last call, and remove the file that asked.
+        """Return whether a user requested a checkpoint since the last call, and remove the SAVE file.
 
-        Rank 0 alone looks, so that one file is one request.
+        Only rank 0 checks, so that one file is one request.
         """
         if self.rank or (now := time.monotonic()) < self._next_save_poll:
             return False
         self._next_save_poll = now + STOP_FILE_POLL_SECONDS
         try:
             self._save_file.unlink()
-        except OSError:  # there is none, or it cannot be removed and would ask for ever
+        except OSError:  # there is no file, or it cannot be removed and would request checkpoints forever
             return False
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's last sign of progress, as `RankContext.beat` notes it; `time` in seconds since the epoch."""
+    """A heartbeat, as written by `RankContext.beat`; `time` in seconds since the epoch."""
 
     count: int
     time: float
@@ -138,7 +138,7 @@ def heartbeat_path(run_dir: Path, rank: int, role: str = "rank") -> Path:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read the last beat in a heartbeat file; None before the first."""
+    """Read the last beat in a heartbeat file, None before the first."""
     try:
         record = path.read_bytes()
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def read_beat(path: Path) -> Beat | None:
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """What fork server and ranks need to know. A pickle, so that a target gets the same payload as under torchrun."""
+    """The input of fork server and ranks. Pickled, so that a target gets the same payload as under torchrun."""
 
     target: str
     payload: dict[str, Any]
@@ -164,14 +164,14 @@ class StartRequest:
     sys_path: list[str]
 
     def write(self, file: IO[bytes]) -> None:
-        pickle.dump(self.sys_path, file)  # apart, since the payload's classes may need it
+        pickle.dump(self.sys_path, file)  # separately, since importing the payload's classes may need it
         pickle.dump(self, file)
         file.flush()
 
     @staticmethod
     def read(fd: int) -> StartRequest:
-        """Read the request, and import from where the supervisor does from here on."""
-        # pread, because ranks that are started by exec share the file's offset.
+        """Read the request, and use the supervisor's sys.path."""
+        # pread, because ranks started by exec share the file's offset.
         pickles = io.BytesIO(os.pread(fd, os.fstat(fd).st_size, 0))
         sys.path[:] = pickle.load(pickles)
         request = pickle.load(pickles)
@@ -184,11 +184,11 @@ def send_event(fd: int, event: str, **fields: object) -> None:
 
 
 def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
-    """Call an action when its signal comes, which has a handler, by a thread: while the main thread waits in a
-    collective operation, or for a missing rank, no handler runs in it."""
+    """Call an action in a thread when its signal, which must have a handler, arrives: the main thread runs no handlers
+    while it waits in a collective operation or for a missing rank."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets the number of each signal, at once
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # receives the number of each signal at once
 
     def watch() -> None:
         while numbers := os.read(read_end, 64):
@@ -199,7 +199,7 @@ def watch_signals(actions: Mapping[int, Callable[[], None]], name: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     draft.replace(path)
@@ -211,7 +211,7 @@ def log_path(run_dir: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, for this process and those that it starts, and take them back."""
+    """Set environment variables that are not set yet, for the duration of the block."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -222,12 +222,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which started it, ends in whatever way."""
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that `top` and `ps -o comm` show, at most 15 bytes."""
+    """Set the name shown by `top` and `ps -o comm`, at most 15 bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

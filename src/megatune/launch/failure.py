@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What a failure is, and by its number how likely it started the others: the lowest first."""
+    """The kind of a failure. The lower its number, the more likely it is the first cause."""
 
-    ERROR = 0  # raised by the rank's own work, or its death
-    UNAVAILABLE = 1  # somebody else was missing, and this rank says who
-    COLLECTIVE = 2  # a collective operation broke off, as it does when any other rank fails
-    RELAYED = 3  # another rank raised it, and said so to this one
+    ERROR = 0  # an exception of this rank, or its death
+    UNAVAILABLE = 1  # another process was missing, which this rank names
+    COLLECTIVE = 2  # a collective operation failed, as it does when another rank fails
+    RELAYED = 3  # an exception of another rank, raised again on this one
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The content of rank-K.error.json. Times in seconds since the epoch."""
+    """The content of rank-K.error.json; `time` in seconds since the epoch."""
 
     rank: int
     host: str
@@ -64,12 +64,11 @@ def error_path(run_dir: Path, rank: int, role: str = "rank") -> Path:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Write the file whole or not at all."""
     write_atomically(path, json.dumps(failure.to_json(), indent=1))
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Read what `write_failure` wrote; None where there is no file."""
+    """Read a file of `write_failure`, None if it does not exist."""
     try:
         return Failure.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
@@ -77,9 +76,9 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def describe_failure(error: BaseException, context: RankContext | None = None) -> Failure:
-    """Collect what the report needs of an exception; `context` is None for one raised before there were ranks."""
+    """Return the failure of an exception; `context` is None before ranks are started."""
     kind, exit_code = _classify(error)
-    frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of ours that caught it
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
     return Failure(
         rank=context.rank if context else 0,
         host=socket.gethostname(),
@@ -91,38 +90,38 @@ def describe_failure(error: BaseException, context: RankContext | None = None) -
         kind=kind,
         summary=without_secrets("".join(traceback.format_exception_only(error)).strip()),
         timed_out=kind is not Kind.RELAYED and _is_timeout(error),
-        findings=tuple(map(_shown, error.findings)) if isinstance(error, MegatuneError) else (),
+        findings=tuple(map(_redacted, error.findings)) if isinstance(error, MegatuneError) else (),
         traceback=without_secrets("".join(traceback.format_exception(type(error), error, frames))),
     )
 
 
-def _shown(finding: Finding) -> Finding:
+def _redacted(finding: Finding) -> Finding:
     return Finding(*map(without_secrets, astuple(finding)))
 
 
-# Errors of torch.distributed by class name, since this room imports no torch.
+# Errors of torch.distributed by class name, since this package does not import torch.
 _COLLECTIVE_CLASSES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _COLLECTIVE_TEXTS = (
     "gloo|nccl|connection closed by peer|connection reset by peer|connection refused|socket closed|broken pipe"
     "|timed out waiting|caused pair closure|monitoredbarrier"
 )
 _TIMEOUT_TEXTS = "timed out|timeout"
-# A thread needs memory for its stack.
+# Starting a thread needs memory for its stack.
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory|defaultcpuallocator|cannot allocate memory|can't allocate memory|can't start new thread"
 )
-NOT_DETERMINISTIC = "does not have a deterministic implementation"  # what torch says of an operator
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error on an operator
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
 def mark_relayed(error: Exception, exit_code: int) -> Exception:
-    """Mark what another rank raised, which this rank raises in turn: a consequence, with the exit code of its cause."""
+    """Mark the exception of another rank, which this rank raises again, with the exit code of its cause."""
     error.__dict__["relayed_exit_code"] = exit_code
     return error
 
 
 def _classify(error: BaseException) -> tuple[Kind, int]:
-    """Return what a failure is, and the exit code of the rank."""
+    """Return the kind of a failure and the exit code of the rank."""
     if hasattr(error, "relayed_exit_code"):
         return Kind.RELAYED, error.relayed_exit_code
     if isinstance(error, MegatuneError):
@@ -131,19 +130,19 @@ def _classify(error: BaseException) -> tuple[Kind, int]:
         return Kind.ERROR, ExitCode.OUT_OF_MEMORY
     if NOT_DETERMINISTIC in str(error):
         return Kind.ERROR, ExitCode.SETTINGS
-    broken_off = _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__))
-    kind = Kind.COLLECTIVE if broken_off else Kind.ERROR
+    is_collective = _is_collective(error) or (error.__cause__ is not None and _is_collective(error.__cause__))
+    kind = Kind.COLLECTIVE if is_collective else Kind.ERROR
     if isinstance(error, SystemExit):
         return kind, error.code if isinstance(error.code, int) else 1
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         return kind, ExitCode.CANNOT_WRITE
-    return kind, ExitCode.PROCESS_DIED if broken_off else ExitCode.INTERNAL
+    return kind, ExitCode.PROCESS_DIED if is_collective else ExitCode.INTERNAL
 
 
 def _is_collective(error: BaseException) -> bool:
     if any(base.__name__ in _COLLECTIVE_CLASSES for base in type(error).__mro__):
         return True
-    # Gloo raises plain RuntimeErrors; a subclass (or an OSError of a download) is something else.
+    # Gloo raises plain RuntimeErrors; a subclass, or an OSError of a download, is another error.
     return type(error) is RuntimeError and _mentions(error, _COLLECTIVE_TEXTS)
 
 
@@ -161,24 +160,24 @@ def _mentions(error: BaseException, texts: str) -> bool:
     return re.search(texts, str(error), re.IGNORECASE) is not None
 
 
-_SAME_SIZE = {"all_reduce", "allreduce"}  # all ranks give these as much
+_SAME_SIZE = {"all_reduce", "allreduce"}  # must have equal sizes on all ranks
 
 
 def operations_path(run_dir: Path, rank: int) -> Path:
-    """Return where a rank leaves what it has called, while a run hangs or breaks off in an operation."""
+    """Return the file with a rank's collective operations, written when a run hangs or fails in one."""
     return log_path(run_dir, f"rank-{rank}").with_suffix(".operations.json")
 
 
 def write_operations(context: RankContext) -> None:
-    """Write what this rank has called, where its target says how to know."""
+    """Write the collective operations of this rank, if its target provides them."""
     if context.operations is not None:
-        with contextlib.suppress(Exception):  # it is only an addition to a report
+        with contextlib.suppress(Exception):  # the report works without them
             write_atomically(operations_path(context.run_dir, context.rank), json.dumps(context.operations()))
 
 
 def waits_on_device(run_dir: Path, rank: int) -> bool:
-    """Return whether a rank has left an operation that its device has not completed: its main thread then waits where
-    it reads a number, and not in torch.distributed."""
+    """Return whether the device of a rank has not completed a collective operation: then the main thread waits where it
+    reads a result, and not in torch.distributed."""
     with contextlib.suppress(OSError, ValueError):
         groups = json.loads(operations_path(run_dir, rank).read_text())
         return any(waits for group in groups if group.get("on_device") for *_, waits in group["operations"])
@@ -187,11 +186,11 @@ def waits_on_device(run_dir: Path, rank: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where ranks part.
+    """A collective operation in which ranks differ.
 
     Attributes:
-        rank: the one that is behind, or that calls something else; None where that cannot be told.
-        text: what each of them does.
+        rank: the rank that is behind or calls another operation; None if unknown.
+        text: describes what each rank does.
     """
 
     rank: int | None
@@ -199,7 +198,7 @@ class Mismatch:
 
 
 class _Group:
-    """A group of ranks, by what its members have called: number -> name, sizes, whether they wait in it."""
+    """The operations of a process group: rank -> number -> name, sizes, whether the rank waits in it."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -215,36 +214,36 @@ class _Group:
 
 
 def find_mismatch(run_dir: Path, ranks: Sequence[int]) -> Mismatch | None:
-    """Compare what these ranks have left; None where they have left nothing, or are all at the same operations."""
+    """Compare the operations of these ranks; None if there are none, or if they are the same."""
     groups = _read(run_dir, ranks)
-    found = [each for group in groups if (each := _other_operation(group) or _behind(group)) is not None]
+    found = [each for group in groups if (each := _different_operation(group) or _behind(group)) is not None]
     if not found:
         return None
-    # A rank that is gone ahead waits in another group for those that it left: the fewest are the odd ones.
+    # A rank that skipped an operation waits in another group for all others, so the smallest set is the culprit.
     fewest = min(number for number, _ in found)
     first, *others = (each for number, each in found if number == fewest)
     return Mismatch(first.rank, "; ".join(each.text for each in (first, *others[:1])))
 
 
 def _read(run_dir: Path, ranks: Sequence[int]) -> list[_Group]:
-    left: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
         with contextlib.suppress(OSError, ValueError):
-            left[rank] = json.loads(operations_path(run_dir, rank).read_text())
+            found[rank] = json.loads(operations_path(run_dir, rank).read_text())
     groups: dict[tuple[Any, ...], _Group] = {}
-    for rank, entries in left.items():
+    for rank, entries in found.items():
         for entry in entries:
             members = tuple(entry["ranks"])
             kind = entry["kind"].lower().removesuffix("_group")
             group = groups.setdefault((entry["group"], members), _Group(kind))
-            for member in left.keys() & {*members}:
+            for member in found.keys() & {*members}:
                 group.called.setdefault(member, {})
             group.called[rank] = {number: (name, sizes, waits) for number, name, sizes, waits in entry["operations"]}
     return [group for group in groups.values() if len(group.called) > 1]
 
 
-def _other_operation(group: _Group) -> tuple[int, Mismatch] | None:
-    """Find the first operation of a group that some of its ranks call by another name, or with another size."""
+def _different_operation(group: _Group) -> tuple[int, Mismatch] | None:
+    """Find the first operation of a group whose name or size differs between its ranks."""
     numbers = set.intersection(*(set(called) for called in group.called.values()))
     for number in sorted(numbers):
         by_call: dict[str, list[int]] = {}
@@ -253,14 +252,14 @@ def _other_operation(group: _Group) -> tuple[int, Mismatch] | None:
             by_call.setdefault(f"{name} {sizes if name in _SAME_SIZE else ''}", []).append(rank)
         if len(by_call) > 1:
             parties = sorted(by_call.values(), key=len)
-            does = [f"{_names(party)} {_s('call', party)} {group.text(party[0], number)}" for party in parties]
+            does = [f"{_names(party)} {_verb('call', party)} {group.text(party[0], number)}" for party in parties]
             text = f"operation {number} of group {group.kind} is not the same: {', '.join(does)}"
-            return len(parties[0]), Mismatch(_odd(parties), text)
+            return len(parties[0]), Mismatch(_outlier(parties), text)
     return None
 
 
 def _behind(group: _Group) -> tuple[int, Mismatch] | None:
-    """Find ranks that have not come to an operation in which the others of the group wait, or gave up waiting."""
+    """Find ranks that have not called an operation in which the others of the group wait."""
     counts = group.counts
     most = max(counts.values())
     late = [rank for rank, count in counts.items() if count < most]
@@ -269,14 +268,14 @@ def _behind(group: _Group) -> tuple[int, Mismatch] | None:
     waiting = [rank for rank, count in counts.items() if count == most]
     latest = min(counts[rank] for rank in late)
     first = [rank for rank in late if counts[rank] == latest]
-    at = f"{_names(first)} {_s('have', first)} called {latest} operations of group {group.kind}"
+    at = f"{_names(first)} {_verb('have', first)} called {latest} operations of group {group.kind}"
     at += f", the last {group.text(first[0], latest)}" if latest else ""
-    text = f"{at}; {_names(waiting)} {_s('wait', waiting)} in operation {most}, {group.text(waiting[0], most)}"
-    return len(late), Mismatch(_odd([first, waiting]), text)
+    text = f"{at}; {_names(waiting)} {_verb('wait', waiting)} in operation {most}, {group.text(waiting[0], most)}"
+    return len(late), Mismatch(_outlier([first, waiting]), text)
 
 
-def _odd(parties: Sequence[Sequence[int]]) -> int | None:
-    """Return the one rank that is not as all others are; of two ranks, none is the odd one by itself."""
+def _outlier(parties: Sequence[Sequence[int]]) -> int | None:
+    """Return the single rank that differs from all others; None for two ranks, of which either may be wrong."""
     first, *others = parties
     return first[0] if len(first) == 1 and sum(map(len, others)) > 1 else None
 
@@ -285,6 +284,6 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _s(verb: str, ranks: Sequence[int]) -> str:
-    """Return the verb as its subject wants it."""
+def _verb(verb: str, ranks: Sequence[int]) -> str:
+    """Return the singular or plural form of a verb."""
     return verb if len(ranks) > 1 else {"have": "has"}.get(verb, f"{verb}s")

@@ -1,7 +1,7 @@
-"""Starts a machine's ranks as forks of one process that has imported the target's module.
+"""The fork server: imports the target's module once, and forks the ranks of this machine.
 
-Importing torch, megatron and transformers costs seconds of processor time a process. Forks share what one process has
-imported, so N ranks start in the time of one, and share its memory until they write to it.
+Importing torch, megatron and transformers takes seconds of CPU time. N forks start in the time of one, and share memory
+until they write to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatune.launch.failure import describe_failure
 from megatune.launch.processes import LOOK_SECONDS, has_pending, process_state
 from megatune.launch.rank_main import load_target, run_supervised
 
-# Threads that survive a fork: their library stops and restarts them around it.
+# Threads whose library stops and restarts them around a fork.
 _FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
-_ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a supervisor acts on
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
@@ -33,12 +33,12 @@ def main() -> int:
     supervisor, events = map(int, sys.argv[1:])
     die_with_parent(supervisor)
     set_process_name("megatune-fork")
-    # The supervisor alone decides what a Ctrl-C or a SIGTERM to the whole tree means.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Only the supervisor handles a Ctrl-C or a SIGTERM to the whole process tree.
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(events, False)
     request = StartRequest.read(0)
-    terminal = _set_output_aside(request.run_dir)
+    terminal = _redirect_output(request.run_dir)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
 
@@ -56,21 +56,21 @@ def main() -> int:
 
 
 def _start_ranks(request: StartRequest, supervisor: int, events: int, terminal: tuple[int, int], hazard: str) -> int:
-    """Fork the ranks; in each of them, run it to its end and return its exit code."""
+    """Fork the ranks. In a rank, run it and return its exit code; in the server, return after all ranks have ended."""
     gc.collect()
-    gc.freeze()  # a collection in a rank would touch, and so copy, every shared page
-    # A signal for a rank that has no handlers yet waits until it has.
+    gc.freeze()  # a collection in a rank would write to, and so copy, every shared page
+    # Signals for a rank stay pending until it has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     ranks: dict[int, int] = {}
     fork_server = os.getpid()
     for local_rank in range(request.world.nproc_per_node):
         env = request.world.rank_env(local_rank)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: fork_hazard has looked at them
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: checked by fork_hazard
             pid = os.fork()
         if pid == 0:
             die_with_parent(fork_server)
-            os.setpgid(0, 0)  # so that its data workers can be ended with it
+            os.setpgid(0, 0)  # so that its data workers can be killed with it
             set_process_name(f"megatune-rank{env.rank}")
             os.environ.update(env.variables())
             if hazard:
@@ -81,21 +81,21 @@ def _start_ranks(request: StartRequest, supervisor: int, events: int, terminal: 
             os.close(events)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             return run_supervised(request, local_rank, terminal)
-        # As the rank itself does: whoever comes first, the group exists before the supervisor hears of it.
+        # Also here, so that the group exists before the supervisor gets the event.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         ranks[pid] = env.rank
         send_event(events, "started", rank=env.rank, pid=pid)
     watch = _SupervisorWatch(supervisor, terminal[1])
-    threading.Thread(target=watch.run, daemon=True).start()  # only now: a fork has no threads
+    threading.Thread(target=watch.run, daemon=True).start()  # after the forks, which do not inherit threads
     _reap(ranks, events, watch)
     return 0
 
 
 def fork_hazard() -> str:
-    """Return why this process must not be forked after its imports; "" where it may.
+    """Return why this process must not be forked after its imports, "" if it may be.
 
-    A fork has only the thread that called it, and a CUDA driver that was initialised before it is unusable after.
+    A fork has only the calling thread, and cannot use a CUDA driver that was initialised before it.
     """
     threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     strange = [name for name in threads if name not in _FORK_SAFE_THREADS]
@@ -108,8 +108,8 @@ def fork_hazard() -> str:
     return ""
 
 
-def _set_output_aside(run_dir: Path) -> tuple[int, int]:
-    """Send what imports print to logs/start.log; return where stdout and stderr went, for rank 0."""
+def _redirect_output(run_dir: Path) -> tuple[int, int]:
+    """Redirect the output of imports to logs/start.log; return descriptors of the former stdout and stderr."""
     terminal = os.dup(1), os.dup(2)
     log = os.open(log_path(run_dir, "start"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
@@ -119,8 +119,8 @@ def _set_output_aside(run_dir: Path) -> tuple[int, int]:
 
 
 class _SupervisorWatch:
-    """Looks after a supervisor that somebody has stopped (Ctrl-Z, SIGSTOP): says so, as the ranks go on, and continues
-    it once it is needed: a rank has ended, or a signal waits that asks the run to.
+    """Watches for a supervisor that was stopped (Ctrl-Z, SIGSTOP): prints a message, since the ranks continue, and
+    continues it when a rank has ended or a stop signal is pending.
 
     Args:
         terminal: a descriptor.
@@ -131,34 +131,34 @@ class _SupervisorWatch:
         self.has_ended = False  # whether any rank has
 
     def run(self) -> None:
-        is_told = False
+        is_reported = False
         while True:
             time.sleep(LOOK_SECONDS)
             is_stopped = process_state(self._supervisor) == "T"
-            if is_stopped and not is_told:
-                self._tell()
-            is_told = is_stopped
+            if is_stopped and not is_reported:
+                self._report()
+            is_reported = is_stopped
             self.wake()
 
     def wake(self) -> None:
-        """Continue a supervisor that is stopped, where it is needed."""
-        if process_state(self._supervisor) == "T" and (self.has_ended or has_pending(self._supervisor, *_ASKS)):
+        """Continue a stopped supervisor if it is needed."""
+        if process_state(self._supervisor) == "T" and (self.has_ended or has_pending(self._supervisor, *_STOP_SIGNALS)):
             os.kill(self._supervisor, signal.SIGCONT)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         what = f"megatune: process {self._supervisor}, which watches the run, is stopped; the run continues"
         with contextlib.suppress(OSError):
-            os.write(self._terminal, f"\n{what}; `fg`, or `kill -CONT {self._supervisor}`, comes back to it\n".encode())
+            os.write(self._terminal, f"\n{what}; `fg` or `kill -CONT {self._supervisor}` continues it\n".encode())
 
 
 def _reap(ranks: dict[int, int], events: int, watch: _SupervisorWatch) -> None:
-    """Report the end of each rank and end what it left behind."""
+    """Report the end of each rank, and kill its remaining child processes."""
     while ranks:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         moment = time.time()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(ended.si_pid, signal.SIGKILL)  # before the rank is reaped, while its group's number is its own
+            os.killpg(ended.si_pid, signal.SIGKILL)  # before the rank is reaped, while its group id cannot be reused
         pid, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)  # negative: minus the signal that killed it
         exit_code, signum = (code, None) if code >= 0 else (None, -code)

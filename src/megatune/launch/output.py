@@ -1,4 +1,4 @@
-"""What a process prints, where nobody may be left to read it: a closed pipe or terminal, a device that is full."""
+"""Handles output that cannot be written: a closed pipe or terminal, or a full device."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any, TextIO
 from megatune.errors import ExitCode, without_secrets
 
 _STDOUT, _STDERR = 1, 2
-_GONE = {errno.EPIPE, errno.EIO}  # the reader of a pipe has ended, a terminal was closed
+_CLOSED = {errno.EPIPE, errno.EIO}  # the reader of a pipe has ended, or the terminal was closed
 
 
 class OutputLost(SystemExit):
-    """Ends a command that only prints, once its output is lost; past every `except Exception` on its way.
+    """Ends a command that only prints when its output is lost. A SystemExit, to pass every `except Exception`.
 
     Attributes:
-        reason: why, in the system's words; "" where the reader, such as `head`, has enough.
+        reason: the system's error message; "" if the reader, such as `head`, has ended.
     """
 
     def __init__(self, error: OSError) -> None:
         super().__init__(int(ExitCode.CANNOT_WRITE))
-        self.reason = "" if error.errno in _GONE else os.strerror(error.errno or 0)
+        self.reason = "" if error.errno in _CLOSED else os.strerror(error.errno or 0)
 
 
 def exit_when_output_lost() -> None:
-    """Have the next line to stdout raise OutputLost once it is lost; what stderr can't take is dropped."""
+    """Raise OutputLost when stdout cannot be written; drop lines that stderr cannot take."""
 
     def stdout_lost(error: OSError) -> None:
         _point(_STDOUT, os.devnull)
@@ -41,16 +41,16 @@ def exit_when_output_lost() -> None:
 
 
 def divert_lost_output(log: Path) -> None:
-    """Have what stdout and stderr can't take go on into a log, children's and native libraries' lines too.
+    """Redirect stdout and stderr to a log when they cannot be written, also for children and native libraries.
 
-    The log is opened when it is needed, and made with its folder; where that fails as well, lines are dropped.
+    The log and its folder are created when needed; if that fails, lines are dropped.
     """
     for name, number in (("stdout", _STDOUT), ("stderr", _STDERR)):
         _replace(name, number, _Diversion(number, log))
 
 
 class _Diversion:
-    """Points a descriptor to a log the first time it is lost, to nowhere the second time."""
+    """Redirects a descriptor to a log at the first error, to /dev/null at the second one."""
 
     def __init__(self, number: int, log: Path) -> None:
         self._number, self._log, self._is_lost = number, log, False
@@ -76,28 +76,28 @@ class _Diversion:
 
 
 def _replace(name: str, number: int, on_loss: Callable[[OSError], None]) -> None:
-    """Replace sys.stdout or sys.stderr by a stream of the same kind that asks `on_loss` what to do."""
+    """Replace sys.stdout or sys.stderr by a stream that calls `on_loss` when a write fails."""
     old: TextIO | None = getattr(sys, name)
     if old is not None and not isinstance(old, io.TextIOWrapper):
-        return  # who calls this package has put a stream of its own there
-    if old is None:  # it was closed before this process began: no file that is opened may take its number
+        return  # the caller of this package has replaced the stream
+    if old is None:  # closed before this process began: no opened file may get its number
         _point(number, os.devnull)
     kept = ("encoding", "errors", "line_buffering", "write_through") if old is not None else ()
     same = {key: getattr(old, key) for key in kept}
     output = _Output(number, on_loss)
-    # With PYTHONUNBUFFERED there is no buffer below the text, either.
+    # With PYTHONUNBUFFERED there is no binary buffer, either.
     setattr(sys, name, io.TextIOWrapper(output if same.get("write_through") else io.BufferedWriter(output), **same))
 
 
 class _Output(io.FileIO):
-    """A descriptor; `on_loss` points it elsewhere when it takes no more, or raises."""
+    """A descriptor. When a write fails, `on_loss` redirects it, or raises."""
 
     def __init__(self, number: int, on_loss: Callable[[OSError], None]) -> None:
         super().__init__(number, "w", closefd=False)
         self._on_loss = on_loss
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
-        """Write bytes, of whoever prints in this process, without secrets that are among them."""
+        """Write the output of this process, without secrets in it."""
         text = bytes(data).decode("utf-8", "surrogateescape")
         shown = without_secrets(text)
         if shown == text:

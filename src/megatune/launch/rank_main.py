@@ -1,4 +1,4 @@
-"""A rank: set up, run the target, leave an exit code and, if it failed, a report."""
+"""The main function of a rank: sets up the process, runs the target, and reports failures."""
 
 from __future__ import annotations
 
@@ -44,42 +44,42 @@ def run_under_torchrun(
     stop_file: Path | None = None,
     out_of_memory_advice: str = "",
 ) -> int:
-    """Run the target in this process, which torchrun started; no supervisor reports, so the rank that fails does.
+    """Run the target in this process, which torchrun started. Without a supervisor, the failing rank reports itself.
 
     Args:
         target, payload, run_dir, stop_file: as in `supervisor.run_ranks`.
         env: `torchrun_env(os.environ)`.
-        out_of_memory_advice: what a rank says that ran out of memory.
+        out_of_memory_advice: printed by a rank that ran out of memory.
 
     Returns:
-        DONE or STOPPED; anything else ends the process here (`exit_on_failure`).
+        DONE or STOPPED; with any other exit code the process ends here (`exit_on_failure`).
     """
     context = RankContext(env, run_dir.absolute(), stop_file and stop_file.absolute())
     if context.rank == 0:
         context.stop_file.unlink(missing_ok=True)
     error_path(run_dir, context.rank).unlink(missing_ok=True)
 
-    def tell_failure(failure: Failure) -> int:
-        lost = (
+    def report(failure: Failure) -> int:
+        why = (
             "another rank ended without a message: it was killed, or is on another machine; torchrun's report names it"
         )
-        text = outcome_text(raised_outcome(context.run_dir, failure, context.rank, lost=lost))
+        text = outcome_text(raised_outcome(context.run_dir, failure, context.rank, lost=why))
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and out_of_memory_advice:
             text = f"{text}\n{out_of_memory_advice}"
-        # What follows from another rank's failure may be noticed before it.
+        # A consequence of another rank's failure may be detected before the failure itself.
         return report_once(text, failure.exit_code, first=is_first() and failure.kind <= Kind.UNAVAILABLE)
 
-    with rank_log(context, parts_forks=True) as log:
+    with rank_log(context, own_process_groups=True) as log:
         exit_early_on_stop(context)
         context.terminal = 2 if context.local_rank == 0 else None
         context.beat("start", 0)
-        code = run_target(target, payload, context, log, tell_failure)
+        code = run_target(target, payload, context, log, report)
         exit_on_failure(code)
     return code
 
 
 def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, int]) -> int:
-    """Run the target in a rank that the fork server started, and return as `run_under_torchrun`.
+    """Run the target in a rank that the fork server started. Returns as `run_under_torchrun` does.
 
     Args:
         terminal: descriptors of the terminal's stdout and stderr, for rank 0.
@@ -98,7 +98,7 @@ def run_supervised(request: StartRequest, local_rank: int, terminal: tuple[int, 
 
 
 def exit_on_failure(code: int) -> None:
-    """End a failed process without the interpreter's tear-down, which may wait for peers that are gone."""
+    """End a failed process without the interpreter's shutdown, which may wait for dead ranks."""
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,13 +110,13 @@ def run_target(
     payload: dict[str, Any],
     context: RankContext,
     log: IO[str],
-    tell: Callable[[Failure], int] = lambda failure: failure.exit_code,
+    report: Callable[[Failure], int] = lambda failure: failure.exit_code,
 ) -> int:
-    """Call the target and turn whatever it does into an exit code.
+    """Call the target and return an exit code.
 
     Args:
-        log: gets a failure whole, as does the file that the supervisor reads.
-        tell: tells of a failure where there is no supervisor, and returns the exit code.
+        log: gets the full failure, like the file that the supervisor reads.
+        report: reports a failure if there is no supervisor, and returns the exit code.
     """
     try:
         code = load_target(target)(context, payload) or ExitCode.DONE
@@ -130,16 +130,16 @@ def run_target(
         failure = describe_failure(error, context)
         if failure.kind is Kind.COLLECTIVE:
             write_operations(context)
-        with contextlib.suppress(OSError):  # on a full disk the exit code still says that much
+        with contextlib.suppress(OSError):  # on a full disk, the exit code still reports the failure
             write_failure(error_path(context.run_dir, context.rank), failure)
             print_failure(failure, log)
-        return tell(failure)
+        return report(failure)
     context.beat("exit", context.step, limit=EXIT_SECONDS)
     return int(code)
 
 
 def print_failure(failure: Failure, log: IO[str]) -> None:
-    """Print findings, or else the traceback, into a log."""
+    """Print the findings, or the traceback if there are none, into a log."""
     if failure.findings:
         text = "\n".join(f"megatune: {finding}" for finding in failure.findings)
     else:
@@ -148,14 +148,14 @@ def print_failure(failure: Failure, log: IO[str]) -> None:
 
 
 @contextlib.contextmanager
-def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[str]]:
-    """Open the rank's log, below those of earlier runs, and install the signal handlers that `context` lists.
+def rank_log(context: RankContext, *, own_process_groups: bool = False) -> Iterator[IO[str]]:
+    """Open the rank's log for appending, and install the signal handlers listed in `launch.context`.
 
-    Signals that arrived since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
+    Signals that are pending since the fork are delivered here. SIGUSR1 and crashes write all stacks into the log.
 
     Args:
-        parts_forks: give the rank's own children process groups of their own: torchrun sends SIGTERM to the rank's,
-            and a rank whose data workers are gone cannot save.
+        own_process_groups: give each child process its own process group: torchrun sends SIGTERM to the rank's group,
+            and a rank without its data workers cannot save.
     """
     path = log_path(context.run_dir, f"rank-{context.rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=True)
         handle_stop_signals(lambda number, frame: context.request_stop())
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _spare_forks_the_handler(parts_forks)
+        _reset_sigterm_in_children(own_process_groups)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             yield log
@@ -176,17 +176,17 @@ def rank_log(context: RankContext, *, parts_forks: bool = False) -> Iterator[IO[
             faulthandler.enable(file=2)
 
 
-def _spare_forks_the_handler(parts_forks: bool) -> None:
-    """Have SIGTERM end the rank's own children (data workers, checkpoint writers), which could not be ended otherwise.
+def _reset_sigterm_in_children(own_process_groups: bool) -> None:
+    """Have SIGTERM end the rank's child processes (data workers, checkpoint writers), which would inherit its handler.
 
-    It is held back during a fork: one that came before the child is set up would be lost.
+    SIGTERM is blocked during a fork, so that none is lost before the child is set up.
     """
     hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
     release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def release_in_child() -> None:
         signal.set_wakeup_fd(-1)
-        if parts_forks:
+        if own_process_groups:
             os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         release()
@@ -195,7 +195,7 @@ def _spare_forks_the_handler(parts_forks: bool) -> None:
 
 
 def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: bool) -> None:
-    """Point stdout and stderr to the terminal (rank 0) or to the log (all others), line by line."""
+    """Redirect stdout and stderr to the terminal (rank 0) or to the log (all others), with line buffering."""
     for stream, number, saved in zip((sys.stdout, sys.stderr), (1, 2), terminal, strict=True):
         stream.flush()
         os.dup2(saved if to_terminal else log.fileno(), number)
@@ -205,13 +205,13 @@ def redirect_output(log: IO[str], terminal: tuple[int, int], *, to_terminal: boo
 
 
 def main() -> int:
-    """Entry point of a rank that could not be forked: `rank_main LOCAL_RANK ZYGOTE_PID STDOUT STDERR`."""
+    """Run a rank that could not be forked: `rank_main LOCAL_RANK FORK_SERVER_PID STDOUT STDERR`."""
     local_rank, fork_server, stdout, stderr = map(int, sys.argv[1:])
     die_with_parent(fork_server)
     request = StartRequest.read(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    with contextlib.suppress(Exception):  # run_target meets it again, and reports it
-        load_target(request.target)  # here, while the output is set aside
+    with contextlib.suppress(Exception):  # run_target raises it again, and reports it
+        load_target(request.target)  # while the output goes to logs/start.log
     return run_supervised(request, local_rank, (stdout, stderr))
 
 

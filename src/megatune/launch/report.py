@@ -1,4 +1,5 @@
-"""How a run ended: the first cause, or where each rank is when it hangs; once on stderr and as report.json."""
+"""The report of a run's end: the first cause of a failure, or the state of each rank of a hung run; printed on stderr,
+and written to report.json."""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ from megatune.launch.world import World
 
 TRACEBACK_LINES = 12
 DUMP_SECONDS = 1.0
-_WATCHDOG_BYTES = 1 << 20  # at the end of a log, where NCCL's watchdog says why it ends a process
-# What stands between an operation and who calls it.
+_WATCHDOG_BYTES = 1 << 20  # at the end of a log, where NCCL's watchdog writes why it ends a process
+# Frames between a collective operation and its caller.
 _WRAPPERS = re.compile(r"(engine/collectives|c10d_logger|contextlib)\.py:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 SIGNAL_REASONS: dict[int, str] = {
-    signal.SIGKILL: "the kernel's out-of-memory killer, or somebody's `kill -9`; `dmesg` shows which",
+    signal.SIGKILL: "the kernel's out-of-memory killer, or `kill -9`; `dmesg` shows which",
     signal.SIGSEGV: "native code crashed",
-    signal.SIGBUS: "a mapped file was cut short, or /dev/shm or a disk is full",
-    signal.SIGABRT: "native code gave up; after a collective operation timed out, NCCL's watchdog does",
-    signal.SIGILL: "a library was built for another processor",
+    signal.SIGBUS: "a mapped file was truncated, or /dev/shm or a disk is full",
+    signal.SIGABRT: "native code aborted, as NCCL's watchdog does after a collective operation has timed out",
+    signal.SIGILL: "a library was built for another type of CPU",
     signal.SIGFPE: "native code divided by zero",
 }
-_NOT_HERE = "no rank of this machine failed before it; see the other machines' reports"
-AGAIN = "start again to resume from the last checkpoint"
+_NO_LOCAL_CAUSE = "no rank of this machine failed before it; see the other machines' reports"
+RESUME_HINT = "start again to resume from the last checkpoint"
 OUT_OF_MEMORY_KILL = "the kernel's out-of-memory killer: this machine or container is out of main memory"
 _OUT_OF_MEMORY_FIXES = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps; a smaller cutoff_len; larger"
@@ -54,14 +55,14 @@ _OUT_OF_MEMORY_FIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
         kind: "done", "stopped", "interrupted", "failed" or "hung".
-        rank: the rank that was the first cause; None where none was.
-        findings: what to tell the user.
-        traceback: the first cause's, whole; "" where there is none.
-        summary: the exception of that traceback, as its last lines have it.
+        rank: the rank of the first cause, or None.
+        findings: for the user.
+        traceback: the full traceback of the first cause, or "".
+        summary: the exception in the last lines of that traceback.
     """
 
     kind: str
@@ -73,17 +74,17 @@ class Outcome:
 
 
 def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Failure | None, Kind]:
-    """Find the failed rank that the report blames: the strongest kind, then the earliest.
+    """Find the first cause among failed ranks, by kind and then by time.
 
     Returns:
-        The rank; what it wrote down, None for one that died of a signal; its kind.
+        The rank; its failure, None if it died of a signal; its kind.
     """
 
     def describe(state: RankState) -> tuple[RankState, Failure | None, Kind]:
         failure = read_failure(error_path(run_dir, state.rank))
         if failure is not None and failure.pid == state.pid:
             return state, failure, failure.kind
-        # Native libraries abort a rank that waited in vain for another one.
+        # Native libraries abort a rank that has waited too long for another one.
         return state, None, Kind.UNAVAILABLE if state.signal == signal.SIGABRT else Kind.ERROR
 
     def order(found: tuple[RankState, Failure | None, Kind]) -> tuple[Kind, float]:
@@ -96,14 +97,14 @@ def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Fail
 def failed_outcome(
     run_dir: Path, culprit: RankState, failure: Failure | None, out_of_memory: bool, mismatch: Mismatch | None = None
 ) -> Outcome:
-    """Return the outcome of a run of which `first_cause` is known.
+    """Return the outcome of a failed run, given its `first_cause`.
 
     Args:
-        out_of_memory: the kernel's killer has struck meanwhile.
-        mismatch: where ranks parted, if they did.
+        out_of_memory: whether the OOM killer ended a process meanwhile.
+        mismatch: the collective operation in which ranks differ, if any.
     """
     if failure is not None:
-        lost = mismatch.text if mismatch is not None and failure.kind is Kind.COLLECTIVE else _NOT_HERE
+        lost = mismatch.text if mismatch is not None and failure.kind is Kind.COLLECTIVE else _NO_LOCAL_CAUSE
         return raised_outcome(run_dir, failure, culprit.rank, lost=lost)
     exit_code = ExitCode.PROCESS_DIED
     why = SIGNAL_REASONS.get(culprit.signal or 0, "")
@@ -116,59 +117,59 @@ def failed_outcome(
         end, why = "could not write", f"its report could not be written to {run_dir} either: is a disk full?"
     else:
         end = f"ended itself with exit code {culprit.exit_code}, without a Python exception"
-    what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_place(culprit)}"
-    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {AGAIN}"
+    what = f"rank {culprit.rank} on host {socket.gethostname()} {end} {_progress(culprit)}"
+    fix = f"read {log_path(run_dir, f'rank-{culprit.rank}')}; {RESUME_HINT}"
     if exit_code == ExitCode.OUT_OF_MEMORY:
-        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {AGAIN}"
+        fix = f"{_OUT_OF_MEMORY_FIXES}; fewer dataloader_num_workers; then {RESUME_HINT}"
     return Outcome("failed", exit_code, culprit.rank, (Finding(what, why=why, fix=fix),))
 
 
-def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NOT_HERE) -> Outcome:
-    """Return the outcome of a run whose first cause is an exception; `rank` is None where no rank was started yet.
+def raised_outcome(run_dir: Path, failure: Failure, rank: int | None, *, lost: str = _NO_LOCAL_CAUSE) -> Outcome:
+    """Return the outcome of a run whose first cause is an exception; `rank` is None if no rank was started yet.
 
     Args:
-        lost: why a collective operation broke off.
+        lost: the reason if a collective operation failed.
     """
     if failure.findings:
         return Outcome("failed", failure.exit_code, rank, failure.findings, failure.traceback)
     log = log_path(run_dir, "start" if rank is None else f"rank-{rank}")
     who = f"rank {rank} on host {failure.host}" if rank is not None else f"host {failure.host}"
-    place = progress_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
+    when = progress_text(failure.phase, failure.step) if rank is not None else "before any rank was started"
     why = fix = ""
     if failure.exit_code == ExitCode.OUT_OF_MEMORY:
         verb, fix = "ran out of memory", _OUT_OF_MEMORY_FIXES
     elif failure.kind is Kind.COLLECTIVE:
         verb, why = "lost its peers", lost
     elif failure.kind is Kind.RELAYED:
-        verb, why = "ended", "rank 0 failed in this way; see the report of its machine"
+        verb, why = "ended", "rank 0 failed with this error; see the report of its machine"
     else:
         verb = "failed"
     if NOT_DETERMINISTIC in failure.summary:
-        why = "deterministic_mode takes no operator whose results may differ from run to run"
-        fix = f"write deterministic_mode: false; {log} says which part of the model calls it"
+        why = "deterministic_mode does not allow operators whose results may differ from run to run"
+        fix = f"write deterministic_mode: false; {log} shows which part of the model calls it"
     fix = fix or f"read the full traceback in {log}"
-    finding = Finding(f"{who} {verb} {place}: {failure.summary}", "", why, fix)
+    finding = Finding(f"{who} {verb} {when}: {failure.summary}", "", why, fix)
     return Outcome("failed", failure.exit_code, rank, (finding,), failure.traceback, failure.summary)
 
 
 def lost_outcome(run_dir: Path, signum: int | None, out_of_memory: bool) -> Outcome:
-    """Return the outcome of a run whose fork server ended by itself, before or after it started the ranks."""
+    """Return the outcome of a run whose fork server ended unexpectedly."""
     end = f"was killed by {_signal_name(signum)}" if signum else "ended unexpectedly"
     killed = signum == signal.SIGKILL and out_of_memory
     what = f"the process that imports the program and starts the ranks {end}, and the ranks with it"
     why = OUT_OF_MEMORY_KILL if killed else SIGNAL_REASONS.get(signum or 0, "")
-    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {AGAIN}")
+    finding = Finding(what, "", why, f"read {log_path(run_dir, 'start')}; {RESUME_HINT}")
     return Outcome("failed", ExitCode.OUT_OF_MEMORY if killed else ExitCode.PROCESS_DIED, findings=(finding,))
 
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """What a rank of a hung run does.
+    """The activity of a rank of a hung run.
 
     Attributes:
         process_state: the kernel's letter: R running, S sleeping, D waiting for a device, T stopped.
-        stack: its main thread's frames, innermost first; empty if it did not answer.
-        waits_on_device: its device has not completed a collective operation.
+        stack: the frames of its main thread, innermost first; empty if it did not answer.
+        waits_on_device: whether its device has not completed a collective operation.
     """
 
     process_state: str
@@ -181,12 +182,12 @@ class RankActivity:
 
     @property
     def in_collective(self) -> bool:
-        """Whether it waits for other ranks, so is not the one that they wait for."""
+        """Whether it waits for other ranks, and is not the one that they wait for."""
         return self.waits_on_device or any("torch/distributed/" in frame for frame in self.stack[:4])
 
 
 def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
-    """Have each living rank write all its stacks into its log, which works wherever it hangs, and read them back."""
+    """Have each living rank write all its stacks into its log, which works wherever it hangs, and read them."""
     run_dir = processes.request.run_dir
     living = processes.alive()
     logs = {state.rank: log_path(run_dir, f"rank-{state.rank}") for state in living}
@@ -204,7 +205,7 @@ def dump_stacks(processes: RankProcesses) -> dict[int, RankActivity]:
 
 
 def ended_by_watchdog(run_dir: Path, state: RankState) -> bool:
-    """Return whether NCCL's watchdog ended a rank, which had waited for another one for as long as it may."""
+    """Return whether NCCL's watchdog ended a rank after a timeout."""
     log = log_path(run_dir, f"rank-{state.rank}")
     if state.signal != signal.SIGABRT or not log.exists():
         return False
@@ -214,11 +215,11 @@ def ended_by_watchdog(run_dir: Path, state: RankState) -> bool:
 
 
 def request_stacks(processes: RankProcesses) -> None:
-    """Have each rank write its stacks into its log and go on, and say where; ranks that still start are left alone."""
+    """Have each rank write its stacks into its log, and print where. Ranks that are still starting are skipped."""
     run_dir = processes.request.run_dir
     for state in processes.alive():
         beat = read_beat(heartbeat_path(run_dir, state.rank))
-        if beat is not None and beat.phase != "start":  # before, it may not have the handler yet
+        if beat is not None and beat.phase != "start":  # earlier, it may not have the handler yet
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGUSR1)
     where = log_path(run_dir, "rank-*")
@@ -241,10 +242,10 @@ def find_hung(
 
 
 def main_stack(log: Path, offset: int, server: str = "") -> tuple[str, ...]:
-    """Return the frames of a dump's last thread, the main one, as "function (file:line)", without those of launch/.
+    """Return the frames of a dump's main thread, the last one, as "function (file:line)", without those of launch/.
 
     Args:
-        server: a file whose thread does the work of the main one, where it has one.
+        server: a file whose thread, if there is one, does the work instead of the main thread.
     """
     if not log.exists():
         return ()
@@ -267,16 +268,16 @@ def hung_outcome(
     activities: dict[int, RankActivity],
     mismatch: Mismatch | None = None,
 ) -> Outcome:
-    """Return the outcome of a run that made no progress, with `culprit` as the rank that the others wait for."""
+    """Return the outcome of a hung run, whose other ranks wait for `culprit`."""
     why = hang_reason(culprit, activities, mismatch)
     who, silence = f"rank {culprit.rank} on host {socket.gethostname()}", f"no progress for {silent_seconds:.0f} s"
-    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {AGAIN}"
-    finding = Finding(f"{who} hung {_place(culprit)}: {silence}", "", why, fix)
+    fix = f"read the stacks of all ranks in {log_path(run_dir, 'rank-*')}; {RESUME_HINT}"
+    finding = Finding(f"{who} hung {_progress(culprit)}: {silence}", "", why, fix)
     return Outcome("hung", ExitCode.PROCESS_DIED, culprit.rank, (finding,))
 
 
 def hang_reason(culprit: RankState, activities: dict[int, RankActivity], mismatch: Mismatch | None = None) -> str:
-    """Say what the rank that the others wait for does."""
+    """Describe what the rank that the others wait for does."""
     activity = activities[culprit.rank]
     others = [other for rank, other in activities.items() if rank != culprit.rank]
     if activity.stopped:
@@ -300,7 +301,7 @@ def progress_text(phase: str, step: int) -> str:
     return f"{where} ({phase})" if phase else where
 
 
-def _place(state: RankState) -> str:
+def _progress(state: RankState) -> str:
     return progress_text(state.beat.phase, state.beat.step) if state.beat else "while starting"
 
 
@@ -312,21 +313,12 @@ def _signal_name(number: int) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """Return the findings, below the end of a traceback that is no user's fault."""
+    """Return the findings, after the end of the traceback of an internal error."""
     lines = [f"megatune: {finding}" for finding in outcome.findings]
     if outcome.kind == "failed" and outcome.traceback and outcome.exit_code == ExitCode.INTERNAL:
         frames = outcome.traceback.rstrip().removesuffix(outcome.summary).splitlines()
         lines[:0] = frames[-TRACEBACK_LINES:]
     return "\n".join(lines)
-
-
-def print_outcome(outcome: Outcome) -> None:
-    """Print the findings on stderr."""
-    file = sys.stderr
-    if outcome.findings and file.isatty():
-        print(file=file)  # rank 0 may have been in the middle of a line
-    if text := outcome_text(outcome):
-        print(text, file=file, flush=True)
 
 
 def _rank_entry(state: RankState) -> dict[str, Any]:
@@ -338,7 +330,7 @@ def _rank_entry(state: RankState) -> dict[str, Any]:
 def write_report(
     run_dir: Path, world: World, outcome: Outcome, ranks: list[RankState], started: float, start_method: str
 ) -> None:
-    """report.json: the outcome for machines; report-node-K.json on a machine other than the first."""
+    """Write report.json, or report-node-K.json on a machine other than the first."""
     name = "report.json" if world.node_rank == 0 else f"report-node-{world.node_rank}.json"
     report = {
         "outcome": outcome.kind,

@@ -1,4 +1,4 @@
-"""Starts this machine's ranks and stays with them to the end: signals in, one report and one exit code out."""
+"""The supervisor: starts this machine's ranks, forwards signals, and returns one report and one exit code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatune.launch.world import World, ensure_port_free
 START_SECONDS = 600.0
 HANG_SECONDS = 1800.0
 GRACE_SECONDS = 600.0
-# Failures come in clusters. After a strong first one the others have this long to show an earlier time; after a
-# collective operation broke off, the rank that broke it has longer to fail too.
+# Ranks often fail together. After an error, wait for reports with an earlier time; after a failed collective operation,
+# wait longer for the rank that caused it.
 SETTLE_SECONDS = 0.3
 SETTLE_COLLECTIVE_SECONDS = 3.0
-_WATCHED_SECONDS = 0.02  # between two calls of `look`
+_ON_POLL_SECONDS = 0.02  # between two calls of `on_poll`
 
-Look: TypeAlias = Callable[[RankProcesses], None]
+OnPoll: TypeAlias = Callable[[RankProcesses], None]
 
 
 def run_ranks(
@@ -42,40 +42,39 @@ def run_ranks(
     grace: float = GRACE_SECONDS,
     start_timeout: float = START_SECONDS,
     stop_file: Path | None = None,
-    look: Look | None = None,
+    on_poll: OnPoll | None = None,
 ) -> int:
-    """Run a function in every rank of this machine and wait for the end. Call it from the main thread.
+    """Run a function in every rank of this machine and wait for its end. Call it from the main thread.
 
-    SIGTERM asks the ranks to save and stop, as does SIGHUP; a second SIGTERM kills them. Ctrl-C ends them at once.
-    SIGUSR1 has them write their stacks into their logs and go on. Kill this process in any way and the ranks die with
-    it. Stop it (Ctrl-Z, SIGSTOP) and they go on: those that were stopped in a collective operation would not go on
-    well. Rank 0 writes to this process's stdout and stderr, the others to their logs.
+    SIGTERM and SIGHUP ask the ranks to save and stop; a second SIGTERM kills them. Ctrl-C ends them at once. SIGUSR1
+    makes them write their stacks into their logs and continue. If this process dies, the ranks die with it. If it is
+    stopped (Ctrl-Z, SIGSTOP), they continue, since ranks may not survive a stop in a collective operation. Rank 0
+    writes to this process's stdout and stderr, the others to their logs.
 
     Args:
         target: "package.module:function", called as function(context: RankContext, payload); returns None or an exit
-            code. Its module is imported once and forked, so an import must not start threads or initialise CUDA; if
-            it does, each rank imports it for itself.
-        payload: anything that pickles.
-        run_dir: gets logs/rank-K.log, heartbeats/, rank-K.error.json and report.json.
-        hang_timeout: seconds between two beats of a rank after which the run counts as hung, unless the beat states a
-            limit of its own.
-        grace: seconds from SIGTERM to the end of the last rank; one that is in a phase with a limit of its own, as
-            saving is, has that long.
+            code. Its module is imported once and forked, so the import must not start threads or initialise CUDA; if
+            it does, each rank imports it separately.
+        payload: a picklable value.
+        run_dir: the folder of logs/rank-K.log, heartbeats/, rank-K.error.json and report.json.
+        hang_timeout: maximum seconds between two beats of a rank, unless a beat has a limit of its own.
+        grace: seconds from SIGTERM to the end of the last rank; a phase with a limit of its own, such as saving, may
+            take longer.
         start_timeout: seconds to import the target's module.
-        stop_file: asks the ranks to save and stop when it appears; run_dir/STOP by default. One that an earlier run
-            left behind is removed.
-        look: called with the processes while they run, several times a second; it may signal them.
+        stop_file: asks the ranks to save and stop when it appears; run_dir/STOP by default. One of an earlier run is
+            removed.
+        on_poll: called with the processes several times a second; it may signal them.
 
     Returns:
-        DONE; STOPPED if the ranks stopped on request; INTERRUPTED after Ctrl-C; else the exit code of the first
-        cause: OUT_OF_MEMORY for a rank that the kernel killed for its memory, PROCESS_DIED for one that died of
-        another signal or hung. The report is on stderr by then.
+        DONE; STOPPED if the ranks stopped on request; INTERRUPTED after Ctrl-C; else the exit code of the first cause:
+        OUT_OF_MEMORY for a rank that the OOM killer ended, PROCESS_DIED for one that hung or died of another signal.
+        The report is printed on stderr.
 
     Raises:
-        MegatuneError: before any rank is started: UNAVAILABLE if the port of rank 0 is taken, CANNOT_WRITE if run_dir
-            cannot be made.
+        MegatuneError: before any rank is started: UNAVAILABLE if the port of rank 0 is in use, CANNOT_WRITE if run_dir
+            cannot be created.
     """
-    run_dir = run_dir.absolute()  # a target may change its folder
+    run_dir = run_dir.absolute()  # a target may change its working directory
     stop_file = (stop_file or run_dir / "STOP").absolute()
     request = StartRequest(target, payload, world, run_dir, stop_file, list(sys.path))
     if world.node_rank == 0:
@@ -83,12 +82,14 @@ def run_ranks(
     _prepare_run_dir(request)
     started = time.time()
     with counted_signals() as signals, RankProcesses(request) as processes:
-        outcome = _watch(
-            processes, signals, start_timeout=start_timeout, hang_timeout=hang_timeout, grace=grace, look=look
-        )
+        timeouts = {"start_timeout": start_timeout, "hang_timeout": hang_timeout, "grace": grace}
+        outcome = _watch(processes, signals, on_poll, **timeouts)
         ranks = [processes.ranks[rank] for rank in sorted(processes.ranks)]
     start_method = processes.ready["start"] if processes.ready else ""
-    report.print_outcome(outcome)
+    if outcome.findings and sys.stderr.isatty():
+        print(file=sys.stderr)  # rank 0 may have printed an incomplete line
+    if text := report.outcome_text(outcome):
+        print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # the outcome is printed; a full disk must not replace it
         report.write_report(run_dir, world, outcome, ranks, started, start_method)
     return int(outcome.exit_code)
@@ -96,9 +97,9 @@ def run_ranks(
 
 @contextlib.contextmanager
 def counted_signals() -> Iterator[Counter[int]]:
-    """Count Ctrl-C, SIGTERM and SIGUSR1, by number, instead of obeying them.
+    """Count SIGINT, SIGTERM and SIGUSR1 by number, instead of their default actions.
 
-    SIGHUP counts as the first SIGTERM: a terminal that is closed sends it, and a shell once more.
+    SIGHUP counts as the first SIGTERM, since closing a terminal may send it twice.
     """
     counts: Counter[int] = Counter()
 
@@ -108,7 +109,7 @@ def counted_signals() -> Iterator[Counter[int]]:
         else:
             counts[number] += 1
 
-    # A shell starts background jobs with SIGINT ignored, and `nohup` all with SIGHUP ignored; they are to stay so.
+    # Signals that a shell ignores for background jobs (SIGINT), or `nohup` (SIGHUP), stay ignored.
     previous = {
         number: signal.signal(number, count)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -122,7 +123,7 @@ def counted_signals() -> Iterator[Counter[int]]:
 
 
 def _prepare_run_dir(request: StartRequest) -> None:
-    """Make the folders and remove what an earlier run of these ranks left that could be taken for this one's."""
+    """Create the folders, and remove files of an earlier run that could be mistaken for this one's."""
     try:
         for path in (log_path(request.run_dir, "start"), heartbeat_path(request.run_dir, 0)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,27 +141,27 @@ def _prepare_run_dir(request: StartRequest) -> None:
 def _watch(
     processes: RankProcesses,
     signals: Counter[int],
+    on_poll: OnPoll | None,
     *,
     start_timeout: float,
     hang_timeout: float,
     grace: float,
-    look: Look | None,
 ) -> report.Outcome:
-    """Follow the ranks until all have ended, ending them where that is needed."""
+    """Watch the ranks until all have ended, and end them if needed."""
     begun = time.monotonic()
     stop_by: float | None = None
     kills = OomKills()
     while processes.pending:
-        processes.poll(POLL_SECONDS if look is None else _WATCHED_SECONDS)
-        if look is not None:
-            look(processes)
+        processes.poll(POLL_SECONDS if on_poll is None else _ON_POLL_SECONDS)
+        if on_poll is not None:
+            on_poll(processes)
         now = time.monotonic()
         kills.update(now)
         if signals.pop(signal.SIGUSR1, 0):
             report.request_stacks(processes)
         if signals[signal.SIGINT] and stop_by is None:
-            if processes.started:  # else none would hear it, and those still to start would train until they are killed
-                processes.end(impatient=lambda: signals[signal.SIGINT] > 1)
+            if processes.started:  # else not all ranks exist yet; they are killed with the fork server
+                processes.end(kill_now=lambda: signals[signal.SIGINT] > 1)
             return report.Outcome("interrupted", ExitCode.INTERRUPTED, findings=(Finding("interrupted"),))
         if processes.failed():
             return _conclude_failure(processes, kills)
@@ -171,7 +172,7 @@ def _watch(
             stop_by = now + grace
         is_late = stop_by is not None and now > stop_by and processes.all_without_limit()
         if stop_by is not None and (is_late or signals[signal.SIGINT] + signals[signal.SIGTERM] > 1):
-            return _give_up_stopping(processes, grace if is_late else None)
+            return _kill_after_stop(processes, grace if is_late else None)
         if not processes.ready and now - begun > start_timeout:
             return _start_timed_out(processes, start_timeout)
         if processes.overdue(hang_timeout):
@@ -187,18 +188,18 @@ def _watch(
 
 
 def _conclude_failure(processes: RankProcesses, kills: OomKills) -> report.Outcome:
-    """A rank has failed: gather what failed with it, end the others, and find the first cause."""
+    """Wait for further failures after the first one, end the other ranks, and find the first cause."""
     run_dir = processes.request.run_dir
 
-    def is_strong() -> bool:
+    def has_error() -> bool:
         return report.first_cause(run_dir, processes.failed())[2] is Kind.ERROR
 
     processes.poll_until(lambda: False, SETTLE_SECONDS)
-    processes.poll_until(is_strong, SETTLE_COLLECTIVE_SECONDS)
+    processes.poll_until(has_error, SETTLE_COLLECTIVE_SECONDS)
     culprit, failure, kind = report.first_cause(run_dir, processes.failed())
     timed_out = kind is Kind.COLLECTIVE and failure is not None and failure.timed_out
     if (timed_out or report.ended_by_watchdog(run_dir, culprit)) and processes.alive():
-        # The rank that waited in vain is the victim; the one it waited for is still alive.
+        # The rank whose operation timed out is not the cause; the rank that it waited for is still alive.
         return _conclude_hang(processes)
     processes.end()
     mismatch = find_mismatch(run_dir, sorted(processes.ranks)) if kind is Kind.COLLECTIVE else None
@@ -219,12 +220,12 @@ def _start_timed_out(processes: RankProcesses, limit: float) -> report.Outcome:
     processes.dump_fork_server()
     what = f"{processes.request.target.partition(':')[0]} was not imported within {limit:.0f} s"
     why = "the file system of the Python installation is slow, or the machine is busy"
-    fix = f"read where its import is in {log_path(processes.request.run_dir, 'start')}"
+    fix = f"read the stack of the import in {log_path(processes.request.run_dir, 'start')}"
     return report.Outcome("hung", ExitCode.PROCESS_DIED, findings=(Finding(what, "", why, fix),))
 
 
-def _give_up_stopping(processes: RankProcesses, grace: float | None) -> report.Outcome:
-    """SIGTERM was not followed in time (`grace`), or was repeated (None)."""
+def _kill_after_stop(processes: RankProcesses, grace: float | None) -> report.Outcome:
+    """Kill ranks that have not stopped within `grace` seconds of SIGTERM, or when it was repeated (None)."""
     late = ", ".join(str(state.rank) for state in processes.alive())
     processes.kill()
     reason = f"within {grace:.0f} s of SIGTERM" if grace is not None else "before the second signal"

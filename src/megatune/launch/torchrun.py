@@ -1,7 +1,7 @@
-"""What a rank tells torchrun, and what it learns from it about the other ranks of its machine.
+"""Error reports and stops of ranks that torchrun started.
 
-torchrun names a file for each rank's error, FOLDER/LOCAL_RANK/error.json, and repeats it in its report. Once a rank has
-ended with an error, it sends SIGTERM to the others of the machine, and kills them 30 seconds later.
+torchrun reads each rank's error from FOLDER/LOCAL_RANK/error.json, and repeats it in its report. After a rank has ended
+with an error, it sends SIGTERM to the others of the machine, and kills them 30 seconds later.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from typing import NamedTuple, NoReturn
 from megatune.errors import ExitCode
 from megatune.launch.context import RankContext, watch_signals, write_atomically
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls the variable; other launchers set none
-# What is wrong with all ranks is told by the first of a machine. The others wait so long for it: they may have failed
-# alone, or a moment before it.
-TELL_SECONDS = 1.5
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable, which other launchers do not set
+# The first rank of a machine reports an error of all ranks. The others wait this long for it before they report.
+REPORT_SECONDS = 1.5
 _POLL_SECONDS = 0.02
 
 
 def report_once(text: str, exit_code: int, *, first: bool) -> int:
-    """Print why this rank fails, and note it for torchrun, unless another rank of this machine has told why it did.
+    """Print an error of this rank and write it for torchrun, unless another rank of this machine has reported one.
 
     Args:
-        text: whole lines, without the last line break.
-        first: report without waiting for another rank to do it.
+        text: complete lines, without the last line break.
+        first: report without waiting for another rank.
 
     Returns:
-        The exit code. Where another rank has told, this process ends here, with that rank's.
+        The exit code. If another rank has reported, this process ends here with that rank's exit code.
     """
-    deadline = time.monotonic() + (0 if first or ERROR_FILE not in os.environ else TELL_SECONDS)
+    deadline = time.monotonic() + (0 if first or ERROR_FILE not in os.environ else REPORT_SECONDS)
     while (peer := failed_peer()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     if peer is not None:
@@ -48,19 +47,19 @@ def report_once(text: str, exit_code: int, *, first: bool) -> int:
 
 
 def is_first() -> bool:
-    """Return whether this process is the first of its machine, or the only one."""
+    """Return whether this process is the first or only one of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class Peer(NamedTuple):
-    """A rank of this machine that has told why it fails."""
+    """A rank of this machine that has reported an error."""
 
     local_rank: str
     exit_code: int
 
 
 def failed_peer() -> Peer | None:
-    """Return the rank of this machine that has told why it fails; None while there is none."""
+    """Return the rank of this machine that has reported an error, or None."""
     own = _error_file()
     if own is None:
         return None
@@ -77,37 +76,36 @@ def _error_file() -> Path | None:
 
 
 def _write_error_file(text: str, exit_code: int, delay: int = 0) -> None:
-    """Write what torchrun's report shows as a rank's traceback, in the words of its ErrorHandler.
+    """Write a rank's error, which torchrun's report shows as its traceback, in the format of torch's ErrorHandler.
 
     Args:
-        delay: seconds by which it counts as later: of all errors, the report calls the first one the cause.
+        delay: seconds to add to its time, since the report calls the first error the root cause.
     """
     path = _error_file()
     if path is None:
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()) + delay), "exit_code": int(exit_code)}
-    with contextlib.suppress(OSError):  # the terminal says it too
+    with contextlib.suppress(OSError):  # it is printed, too
         write_atomically(path, json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handle SIGTERM, and SIGHUP (a closed terminal) unless it is ignored: by `nohup`, or as a supervisor decides."""
+    """Handle SIGTERM, and SIGHUP (a closed terminal) unless `nohup` or the supervisor ignores it."""
     signal.signal(signal.SIGTERM, handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handler)
 
 
 def exit_on_stop_signals() -> None:
-    """Have a stop end this process at once, while it has nothing to save; where torchrun started it."""
+    """Have stop signals end this process at once, before it has anything to save, if torchrun started it."""
     if ERROR_FILE in os.environ:
         handle_stop_signals(lambda number, frame: _end())
 
 
 def exit_early_on_stop(context: RankContext) -> None:
-    """Have a stop end this process soon where waiting on would be in vain: another rank has told why it fails, or there
-    is nothing to save yet.
+    """Have stop signals end this process if another rank has reported an error, or there is nothing to save yet.
 
-    It acts while the main thread waits (`watch_signals`).
+    This works while the main thread waits (`watch_signals`).
     """
 
     def stop() -> None:
@@ -119,7 +117,7 @@ def exit_early_on_stop(context: RankContext) -> None:
 
 
 def _end() -> None:
-    """End as the rank that failed, or else as stopped."""
+    """End with the exit code of the rank that failed, or else as stopped."""
     if (peer := failed_peer()) is not None:
         _end_as(peer)
     if is_first():
@@ -128,6 +126,6 @@ def _end() -> None:
 
 
 def _end_as(peer: Peer) -> NoReturn:
-    """End without the interpreter's tear-down, which may wait for ranks that are gone."""
-    _write_error_file(f"ended with local rank {peer.local_rank}, which says why", peer.exit_code, delay=1)
+    """End without the interpreter's shutdown, which may wait for dead ranks."""
+    _write_error_file(f"ended with local rank {peer.local_rank}, which reports the cause", peer.exit_code, delay=1)
     os._exit(peer.exit_code)

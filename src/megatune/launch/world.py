@@ -1,4 +1,4 @@
-"""How many processes a run has, on which machines, and where they meet."""
+"""The world of a run: its processes, its machines, and the address of the rendezvous."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500  # where several machines meet when MASTER_PORT is not set; torchrun's default too
-# Below the kernel's ephemeral range, so that no outgoing connection takes the port between the choice and its use.
+DEFAULT_PORT = 29500  # for several machines without MASTER_PORT; torchrun's default, too
+# Below the kernel's ephemeral range, so that no outgoing connection takes the port before it is used.
 FREE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """One process of the run, as torchrun's environment variables describe it."""
+    """One process of a run, as in torchrun's environment variables."""
 
     rank: int
     local_rank: int
@@ -30,7 +30,7 @@ class RankEnv:
     node_rank: int
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torch.distributed and the libraries around it read."""
+        """Return the environment variables that torch.distributed reads."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -57,7 +57,7 @@ class World:
         return self.nnodes * self.nproc_per_node
 
     def rank_env(self, local_rank: int) -> RankEnv:
-        """Describe this machine's process `local_rank`."""
+        """Return the RankEnv of this machine's process `local_rank`."""
         rank = self.node_rank * self.nproc_per_node + local_rank
         local = self.nproc_per_node
         return RankEnv(rank, local_rank, self.world_size, local, self.master_addr, self.master_port, self.node_rank)
@@ -66,7 +66,7 @@ class World:
 def _integer(
     env: Mapping[str, str], findings: list[Finding], key: str, default: int = 0, low: int = 0, high: float = math.inf
 ) -> int:
-    """Read a whole number from an environment; one that is not, or is out of bounds, becomes a finding."""
+    """Read an integer from an environment. Invalid values are added to `findings`."""
     text = env.get(key, "").strip()
     with contextlib.suppress(ValueError):
         if not text or low <= int(text) <= high:
@@ -79,19 +79,19 @@ def _integer(
 def decide_world(
     model_parallel_size: int, *, num_processes: int | None, num_devices: int, env: Mapping[str, str]
 ) -> World:
-    """Decide the world of a run that this process starts itself.
+    """Decide the world of a run that this process starts.
 
-    Without num_processes and NPROC_PER_NODE, a machine with GPUs starts one process a GPU, and a CPU machine the
+    Without num_processes and NPROC_PER_NODE, a machine with GPUs starts one process for each GPU, and a CPU machine the
     fewest processes that hold the model.
 
     Args:
-        model_parallel_size: processes that one copy of the model takes, and of its experts.
-        num_processes: the run's processes on all machines together, as the user set it; None to decide here.
+        model_parallel_size: processes of one copy of the model and of its experts.
+        num_processes: the user's total number of processes on all machines, or None.
         num_devices: GPUs of this machine, 0 on a CPU machine (`devices.count_gpus`).
-        env: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT are honoured.
+        env: has NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, if set.
 
     Raises:
-        MegatuneError: SETTINGS, with everything that contradicts.
+        MegatuneError: SETTINGS, with all contradictions.
     """
     findings: list[Finding] = []
     nnodes = _integer(env, findings, "NNODES", 1, low=1)
@@ -127,7 +127,7 @@ def _check_nodes(nnodes: int, node_rank: int, addr: str, env: Mapping[str, str])
 def _decide_nproc(
     model_parallel_size: int, nnodes: int, num_processes: int | None, nproc_set: int | None, num_devices: int
 ) -> tuple[int, list[Finding]]:
-    """Decide the processes of this machine, and find what contradicts."""
+    """Decide the number of processes of this machine, and find contradictions."""
     findings = []
     smallest = math.lcm(model_parallel_size, nnodes) // nnodes
     if num_processes is not None and (num_processes < nnodes or num_processes % nnodes):
@@ -148,19 +148,19 @@ def _decide_nproc(
     if nproc % smallest:
         nearest, total = max(1, nproc // smallest) * smallest * nnodes, nproc * nnodes
         what = f"{total} processes cannot hold whole copies of a model that is spread over {model_parallel_size}"
-        why = "it must be a multiple of what whole copies of the model and of its experts take"
+        why = "it must be a multiple of the processes of one copy of the model and of its experts"
         fix = f"num_processes: {nearest}, or parallel sizes whose product divides {total}"
         findings.append(Finding(what, "", why, fix))
     return nproc, findings
 
 
 def torchrun_env(env: Mapping[str, str]) -> RankEnv | None:
-    """Describe this process when torchrun (or a launcher with its environment) started it, else return None.
+    """Return this process's RankEnv if torchrun, or a launcher with the same variables, started it, else None.
 
-    RANK, LOCAL_RANK and WORLD_SIZE together say so: some clusters set RANK and WORLD_SIZE alone, for whole machines.
+    It is detected by RANK, LOCAL_RANK and WORLD_SIZE: some clusters set only RANK and WORLD_SIZE, for machines.
 
     Raises:
-        MegatuneError: SETTINGS, where the variables contradict.
+        MegatuneError: SETTINGS, if the variables contradict each other.
     """
     if not all(env.get(key) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return None
@@ -179,7 +179,7 @@ def torchrun_env(env: Mapping[str, str]) -> RankEnv | None:
 
 
 def find_free_port() -> int:
-    """Find a TCP port that nothing on this machine holds."""
+    """Find a free TCP port of this machine."""
     for port in random.SystemRandom().sample(FREE_PORTS, 100):
         if is_port_free(port):
             return port
@@ -189,9 +189,9 @@ def find_free_port() -> int:
 
 
 def is_port_free(port: int) -> bool:
-    """Return whether a process of this machine could listen on `port`, on every interface."""
+    """Return whether a process could listen on `port` on all interfaces."""
     with socket.socket() as probe:
-        # As the store of torch.distributed does: a port left in TIME_WAIT by an earlier run is free.
+        # As torch.distributed's store does: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -202,10 +202,10 @@ def is_port_free(port: int) -> bool:
 
 
 def ensure_port_free(port: int) -> None:
-    """Refuse a port on which rank 0 could not listen.
+    """Check that rank 0 can listen on a port.
 
     Raises:
-        MegatuneError: UNAVAILABLE, naming the port and who holds it.
+        MegatuneError: UNAVAILABLE, naming the port and the process that uses it.
     """
     if not is_port_free(port):
         what, why = f"port {port} of this machine is taken{_holder(port)}", "rank 0 would listen there for the others"

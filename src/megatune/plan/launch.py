@@ -94,7 +94,7 @@ def machines_of(case: Case) -> tuple[int, int]:
         near = case.world_size // size * size
         what = f"{case.world_size} GPUs do not fill machines of {size}"
         fix = f"{near} or {near + size} GPUs, or gpus_per_node: a divisor of {case.world_size}"
-        why = "torchrun starts as many processes on every machine"
+        why = "torchrun starts the same number of processes on every machine"
         raise MegatuneError(Finding(what, "", why, fix), ExitCode.SETTINGS)
     return case.world_size // size, size
 

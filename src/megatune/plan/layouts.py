@@ -391,4 +391,4 @@ def _finding(space: Space, layout: CandidateLayout) -> Finding:
     rows, dp = space.request.rows, space.world // (layout.tp * layout.pp * layout.cp)
     valid = nearest(rows, (max(rows // dp, 1) * dp, (rows // dp + 1) * dp))
     what = f"a global batch of {rows} rows on {dp} data-parallel processes"
-    return Finding(what, "", "every process takes as many rows of a step", f"use a global batch of {valid}")
+    return Finding(what, "", "data-parallel processes have equal numbers of rows", f"use a global batch of {valid}")

@@ -313,7 +313,7 @@ class QuestionReader(PlanReader):
             alike = f"; --gpus_per_node {per_node} plans {world // per_node} equal machines" if per_node > 1 else ""
             self.notes.append(f"{what}: {last}{alike}")
             return
-        why = "every machine starts as many processes"
+        why = "every machine starts the same number of processes"
         fix = f"--gpus {world // size * size}, --gpus {-(-world // size) * size}, or --gpus_per_node {per_node}"
         self.findings.append(Finding(what, "--launch", why, fix))
 

@@ -63,7 +63,7 @@ def run_alone(
     log = run_dir / "output.log"
     watcher = Watcher(limit, strike, processes - 1)
     with output_into(log):
-        code = run_ranks(target, payload, world, run_dir, hang_timeout=limit, look=watcher)
+        code = run_ranks(target, payload, world, run_dir, hang_timeout=limit, on_poll=watcher)
     if not watcher.late and not watcher.struck and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
         raise Interrupted(code)
     findings = _reported(run_dir)

@@ -1,1 +1,1 @@
-"""The training room: the loop, its callbacks, and checkpoints that are atomic."""
+"""The training loop, its callbacks, and atomic checkpoints."""

@@ -1,5 +1,5 @@
-"""What one rank does for all, and one process for its machine: results and exceptions reach every rank, and what is
-fetched, prepared or given is the same on all machines, or the run ends before it trains."""
+"""Work that one rank does for all ranks, or one process for its machine, and checks that all machines have the same
+settings, model and data."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 
 def on_rank_0(action: Callable[[], T], *, is_long: bool = False) -> T:
-    """Run `action` on rank 0 and return its result everywhere. Collective.
+    """Run `action` on rank 0 and return its result on every rank. Collective.
 
     Args:
-        is_long: it may take longer than any collective operation may, such as deleting terabytes: the other ranks wait
-            for it as long as the beat before this call allows.
+        is_long: the action may take longer than a collective operation may, such as deleting terabytes. The other ranks
+            wait as long as the limit of the last `context.beat` allows.
 
     Raises:
-        Exception: on every rank, what `action` raised on rank 0: the same type and text where it can be pickled, a
-            RuntimeError that names both where it cannot. The launcher reports it as rank 0's.
+        Exception: on every rank, the exception that `action` raised on rank 0, or a RuntimeError with its type and text
+            if it cannot be pickled. The launcher reports it as rank 0's.
     """
     result: T | None = None
     error: Exception | None = None
@@ -59,12 +59,12 @@ def on_rank_0(action: Callable[[], T], *, is_long: bool = False) -> T:
 
 
 def post_outcome(key: str, token: str, outcome: object) -> None:
-    """Leave what this rank's part came to, a result or an exception, for `posted_outcomes`.
+    """Post this rank's result or exception for `posted_outcomes`.
 
-    No collective operation, so a thread may do it beside training.
+    This is not a collective operation, so that a background thread can call it during training.
 
     Args:
-        token: tells it from what was left under `key` before, which it replaces.
+        token: distinguishes this outcome from an earlier one of the same `key`, which it replaces.
     """
     relayed = _relayed(outcome) if isinstance(outcome, Exception) else None
     note = pickle.dumps((token, None if relayed else outcome, relayed))
@@ -72,20 +72,20 @@ def post_outcome(key: str, token: str, outcome: object) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a rank's part came to."""
+    """A rank's result or exception."""
 
     value: Any
     error: tuple[Exception, int] | None
 
     def result(self) -> Any:
-        """Return it, or raise what it ended with."""
+        """Return the result, or raise the exception."""
         if self.error is not None:
             raise mark_relayed(*self.error)
         return self.value
 
 
 def find_outcome(key: str, token: str, rank: int) -> Outcome | None:
-    """Return what a rank left with `post_outcome` of this token; None while it has not."""
+    """Return the outcome that a rank posted with this token, or None if it has not posted one yet."""
     note = groups.store_get(f"{key}/{rank}")
     its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
     return Outcome(result, relayed) if its_token == token else None
@@ -95,7 +95,7 @@ def posted_outcomes(key: str, token: str, world_size: int) -> list[Any]:
     """Wait for every rank's `post_outcome` of this token, and return the results by rank.
 
     Raises:
-        Exception: what one of them left, as `on_rank_0` raises it elsewhere.
+        Exception: the exception of a rank, as `on_rank_0` raises it.
     """
     found: dict[int, Any] = {}
     for pause in groups.poll_intervals():
@@ -113,12 +113,12 @@ def _relayed(error: Exception) -> tuple[Exception, int]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or where it does not survive pickling one that does."""
+    """Return the error itself if it can be pickled, else a RuntimeError with its type and text."""
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error):
             return error
-    except Exception:  # whatever its class does when it is pickled
+    except Exception:  # a class may raise anything when it is pickled
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
@@ -128,18 +128,18 @@ KEY = "the key"
 
 
 def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
-    """Wait until every machine has posted its note under a name; returns this machine's.
+    """Wait until every machine has posted its note under a name; return the note of this machine.
 
-    Preparing data can take longer than any collective operation may, so ranks look for notes instead of waiting in one.
-    A failure ends the rank that prepares, and with it the run.
+    Preparing data can take longer than a collective operation may, so ranks poll for notes instead. A failure ends the
+    rank that prepares, and with it the run.
 
     Args:
-        note: of this machine, in the rank that has it; None in its other ranks.
+        note: the note of this machine on the rank that posts it; None on the other ranks.
     """
     if note is not None:
         groups.store_set(f"{name}/{context.node_rank}", note)
     own = wait_for_note(context, f"{name}/{context.node_rank}")
-    if context.rank == 0:  # asks for all, so that the store is not asked for each by each rank
+    if context.rank == 0:  # polls for all ranks, to limit the number of requests to the store
         for node_rank in range(num_machines(context)):
             wait_for_note(context, f"{name}/{node_rank}")
         groups.store_set(f"{name}/all", "")
@@ -148,14 +148,14 @@ def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
 
 
 def check_same(context: RankContext, what: str, contents: Mapping[str, str | int] | None) -> None:
-    """Refuse to train what is not the same on all machines. Collective.
+    """Check that all machines have the same data. Collective.
 
     Args:
-        what: is compared, in words.
-        contents: counts and digests of this machine's, by name; None in ranks that leave it to another of the machine.
+        what: describes the data, for the error message.
+        contents: counts and digests of this machine's data, by name; None on ranks that do not report them.
 
     Raises:
-        MegatuneError: DATA, on every rank, naming the machines that differ from most of them, and in what.
+        MegatuneError: DATA, on every rank, naming the machines that differ from the majority, and the differences.
     """
     if num_machines(context) == 1:
         return
@@ -184,7 +184,7 @@ def _difference(
         for name in differences
     ]
     if KEY in contents and KEY not in differences:
-        cause = "the same files and settings gave other tokens: other versions of libraries, or a damaged cache"
+        cause = "the same files and settings gave different tokens: other versions of libraries, or a damaged cache"
         fix = "install the same versions of tokenizers and transformers, and delete the prepared rows on each machine"
     else:
         cause = "a local copy of a file is stale, or the tokenizer is another"
@@ -199,12 +199,12 @@ def model_on_node(context: RankContext, settings: Settings, model_dir: str | Non
     """Return the folder with the model's files, on every rank. Collective.
 
     Args:
-        model_dir: what the launcher has fetched.
-        resumed: the checkpoint that the run resumes from: it has all that is needed of the model, unless it holds
-            adapters, or is compared with the model that the run started from.
+        model_dir: the folder into which the launcher downloaded the model, if it did.
+        resumed: the checkpoint that the run resumes from. It replaces the model, unless it holds adapters or the
+            initial model is the reference.
 
     Raises:
-        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+        MegatuneError: as `hub.models.open_model`; INPUT, if machines have different versions of the model.
     """
     name = settings.model.model_name_or_path
     assert name is not None
@@ -228,19 +228,19 @@ def fetched_on_node(
     *,
     fetched: str | None = None,
 ) -> Path:
-    """Return the folder of a model that is a folder or on a hub, on every rank. Collective.
+    """Return the local folder of a model, on every rank. Collective.
 
-    One process of each machine fetches it, where the launcher has not. That can take longer than any collective
-    operation may, so the others look for a note instead of waiting in one.
+    One process of each machine downloads it, unless the launcher did. That can take longer than a collective operation
+    may, so the others poll for a note.
 
     Args:
-        note: names the model to the other ranks.
+        note: the model's key in the store.
         settings: of the run, which may change the model.
-        weights: a folder in Megatron-Core's format with the model's weights; None for its own.
-        fetched: the folder that the launcher has put it into.
+        weights: a folder in Megatron-Core's format with the weights; None to use those of the model's folder.
+        fetched: the folder into which the launcher downloaded the model, if it did.
 
     Raises:
-        MegatuneError: as `hub.models.open_model`; INPUT, when machines have other versions of the model.
+        MegatuneError: as `hub.models.open_model`; INPUT, if machines have different versions of the model.
     """
     if num_machines(context) == 1 and not _is_fetched(name, settings, weights):
         return Path(name)
@@ -264,12 +264,12 @@ def fetched_on_node(
 
 
 def _is_fetched(name: str, settings: Settings, weights: str | None) -> bool:
-    """Return whether a model lies elsewhere than in the folder of its name, or in parts."""
+    """Return whether a model has to be downloaded, converted or changed first."""
     return any((weights, is_changed(settings), is_hub_id(name), is_torch_dist(name)))
 
 
 def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint's configuration and tokenizer, and return where: the checkpoint may be deleted in the run."""
+    """Copy a checkpoint's configuration and tokenizer into `folder`: the run may delete the checkpoint later."""
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -280,12 +280,12 @@ def _keep_small_files(checkpoint: Path, folder: Path) -> Path:
 
 
 def num_machines(context: RankContext) -> int:
-    """Return how many machines the run has."""
+    """Return the number of machines of the run."""
     return context.world_size // context.local_world_size
 
 
 def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
-    """Return what a rank posts under a key, for as long as that takes."""
+    """Wait without limit until a rank posts a note under a key; return it."""
     while (note := groups.store_get(key)) is None:
         context.beat(phase, 0)
         time.sleep(_POLL_SECONDS)
@@ -293,18 +293,18 @@ def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
 
 
 def check_same_settings(settings: Settings) -> None:
-    """Refuse to train with settings that are not the same on all ranks. Collective.
+    """Check that all ranks have the same settings. Collective.
 
     Args:
-        settings: as this rank was given them, before its machine's model and hub completed them.
+        settings: as given to this rank, before they were completed from the model.
 
     Raises:
-        MegatuneError: SETTINGS, on every rank: each key that differs, with its values and who has them.
+        MegatuneError: SETTINGS, on every rank: each key that differs, with its values and their ranks.
     """
     mine = {
         info.name: shown(setting_value(settings, path))
         for path, info in all_settings().items()
-        if not info.marks & {Mark.SECRET, Mark.MACHINE}  # what machines read is compared itself
+        if not info.marks & {Mark.SECRET, Mark.MACHINE}  # data that machines read is compared separately
     }
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(groups.all_gather_object(digest))) == 1:

@@ -1,8 +1,7 @@
-"""Answers that the model writes while it is trained, with its weights as they are on all ranks, in any layout.
+"""Generates answers during training with the current weights on all ranks, in any layout.
 
-Decoding is greedy, by passes that only run forward over whole rows: training keeps no cache of keys and values, so that
-each token of an answer costs one pass over all rows that are not done. What ranks find is added up: every rank knows
-every answer, and all deal the rows that are left in the same way.
+Decoding is greedy and has no KV cache: each new token costs one forward pass over all unfinished rows. Tokens are
+all-reduced, so that every rank has every answer and all ranks distribute the unfinished rows alike.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megatune.training.loaders import Loaders
 
 @dataclass(slots=True)
 class _Row:
-    """A prompt and what was written so far."""
+    """A prompt and the tokens generated so far."""
 
     prompt: AnswerPrompt
     ids: list[int] = field(default_factory=list)
@@ -42,7 +41,7 @@ class _Row:
 
     @property
     def document(self) -> Document:
-        """Its tokens, and one more that stands for the next one: the only label."""
+        """The tokens, followed by a placeholder for the next one, which is the only label."""
         tokens = np.concatenate((self.prompt.token_ids, np.array([*self.ids, 0], np.int32)))
         labels = np.full(len(tokens), IGNORE_INDEX, np.int32)
         labels[-1] = 0
@@ -51,12 +50,12 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Writes the answers of a run.
+    """Generates the answers of a run.
 
     Attributes:
-        shard: of the pictures, what this rank decodes.
+        shard: the pictures that this rank decodes.
         stops: tokens that end an answer.
-        most: tokens of an answer at most.
+        most: the maximum number of tokens of an answer.
     """
 
     prompts: Sequence[AnswerPrompt]
@@ -77,12 +76,12 @@ class Answerer:
         loaders: Loaders,
         context: int,
     ) -> Answerer:
-        """Find what is to be answered. Collective.
+        """Read the prompts. Collective.
 
         Args:
             source: the folder of the model.
-            held_out: rows that are not trained on, from which prompts are cut where no file has them.
-            context: tokens of a prompt and its answer at most.
+            held_out: evaluation rows, whose prompts are used if no file has prompts.
+            context: the maximum number of tokens of a prompt and its answer.
 
         Raises:
             MegatuneError: a file of prompts cannot be used, see `prompts_of_file`; there is no prompt (DATA).
@@ -113,21 +112,21 @@ class Answerer:
 
     @property
     def line(self) -> str:
-        """What is written, in a line of the start."""
+        """The line on answers that is printed at the start."""
         prompts, tokens = counted(len(self.prompts), "prompt"), counted(self.most, "token")
-        return f"answers: {prompts}, up to {tokens} each, of which each takes a pass over whole rows"
+        return f"answers: {prompts}, up to {tokens} each; each token takes a forward pass over whole rows"
 
     def left_out(self) -> list[str]:
-        """Return what to say of scores that are not computed."""
+        """Return a warning if scores cannot be computed."""
         fix = "pip install 'megatune[evaluate]'"
         missing = " and ".join(missing_libraries())
         return [f"answers are not compared by ROUGE and BLEU: {missing} not installed; {fix}"] if missing else []
 
     def write(self, model: list[Chunk], beat: Callable[[int], None]) -> list[list[int]]:
-        """Return the tokens of every answer, on every rank, the token that ends it included. Collective.
+        """Return the tokens of every answer, including its stop token, on every rank. Collective.
 
         Args:
-            model: computed in eval mode, with its newest weights.
+            model: run in eval mode.
             beat: called before each token, with its number.
         """
         rows = [_Row(prompt) for prompt in self.prompts]
@@ -142,7 +141,7 @@ class Answerer:
         return [row.ids for row in rows]
 
     def _next_tokens(self, model: list[Chunk], rows: Sequence[_Row]) -> list[int]:
-        """Return the likeliest next token of every row, on every rank."""
+        """Return the most probable next token of every row, on every rank."""
         coords, size = self.coords, self.collator.micro_batch_size
         found = torch.zeros(len(rows), dtype=torch.int64, device=device.current())
         # Tensor- and context-parallel ranks of the last stage hold the same tokens.
@@ -166,7 +165,7 @@ class Answerer:
         return [int(token) for token in found.tolist()]
 
     def report(self, step: int, answers: Sequence[Sequence[int]]) -> Generated:
-        """Return answers as texts, with their scores."""
+        """Decode the answers, and score them."""
         rows, scored = [], []
         for number, (prompt, ids) in enumerate(zip(self.prompts, answers, strict=True)):
             text = self._text(ids)

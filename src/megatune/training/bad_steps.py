@@ -1,4 +1,4 @@
-"""Bad steps: loss or gradients that are not finite, or that spike, and what on_bad_step makes of them."""
+"""Detects bad steps (loss or gradients that are not finite, or that spike), and handles them as on_bad_step asks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatune.training.storage.store import CheckpointStore, checkpoint_step, li
 from megatune.training.train_state import TrainState
 from megatune.training.train_step import StepResult, not_finite
 
-# Steps whose numbers tell what is usual, and how many of them it takes to tell.
-_WINDOW, _JUDGED_FROM = 32, 8
-_MOST_NAMED = 8  # rows in a message
-_SHOWN_TOKENS = 32  # of a row in the file
+# The median of the last _WINDOW steps is the baseline; spikes are detected after _MIN_STEPS.
+_WINDOW, _MIN_STEPS = 32, 8
+_MAX_NAMED = 8  # rows in a message
+_SHOWN_TOKENS = 32  # of each sequence in the file
 
 
 @dataclass(slots=True)
 class BadSteps:
-    """Judges a run's steps, the same on all ranks.
+    """Checks each step and handles bad ones, in the same way on all ranks.
 
     Attributes:
-        rows: of the run's steps.
+        rows: the rows of each step.
         source: the folder of the model, with the tokenizer.
-        left_out: steps, counted from 1, that are not trained again after the run went back.
-        times_back: how often it did.
+        left_out: steps, counted from 1, to skip after the run went back to a checkpoint.
+        times_back: the number of times that it went back.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class BadSteps:
     def begin(
         cls, settings: Settings, state: TrainState, rows: StepRows, store: CheckpointStore, source: Path, resumes: bool
     ) -> BadSteps:
-        """Read what earlier processes of the run noted. Collective.
+        """Read the bad steps that earlier processes of the run recorded. Collective.
 
         Raises:
             MegatuneError: CANNOT_WRITE.
@@ -58,58 +58,57 @@ class BadSteps:
         left_out = frozenset(number for record in back for number in record["left_out"])
         return cls(settings, state, rows, store, source, left_out, len(back))
 
-    def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with a step, None where nothing is; see `loss_spike_bound` for the formula."""
+    def check(self, loss: float, grad_norm: float) -> str | None:
+        """Return the problem of a step, or None. See `loss_spike_bound` for the formula."""
         if (problem := not_finite(loss, grad_norm)) is not None:
             return problem
         run, state = self.settings.run, self.state
-        judged = (
+        checks = (
             ("loss", loss, run.loss_spike_bound, state.recent_losses),
             ("gradient norm", grad_norm, run.grad_norm_spike_bound, state.recent_grad_norms),
         )
-        return ", ".join(text for each in judged if (text := _spike(*each))) or None
+        return ", ".join(text for each in checks if (text := _spike(*each))) or None
 
     def note_good(self, result: StepResult) -> None:
-        """Remember the numbers of a step that was not bad."""
+        """Record the loss and gradient norm of a good step."""
         values = (self.state.recent_losses, result.totals.loss), (self.state.recent_grad_norms, result.grad_norm)
         for recent, value in values:
             recent.append(value)
             del recent[:-_WINDOW]
 
-    def pass_over(self, step: int) -> Notice:
-        """Return what to say of a step of `left_out`, counted from 0."""
+    def skip(self, step: int) -> Notice:
+        """Return the notice for a step of `left_out`, counted from 0."""
         text = f"step {step + 1}: left out, its rows are not trained: the run went back from here"
         return Notice(step + 1, text, {"bad_step": "left out", "action": "left_out"})
 
-    def act(self, step: int, result: StepResult, gradients: Mapping[int, list[str]]) -> Notice:
-        """Do what on_bad_step asks for about a step, counted from 0, of which nothing was used. Collective; no
-        checkpoint is being written.
+    def handle(self, step: int, result: StepResult, gradients: Mapping[int, list[str]]) -> Notice:
+        """Handle a bad step, counted from 0, whose update was skipped. Collective. No checkpoint may be in flight.
 
         Args:
-            gradients: names of those that are not finite, by rank.
+            gradients: names of the gradients that are not finite, by rank.
 
         Returns:
-            What to say of one that was skipped.
+            The notice, if the run continues.
 
         Raises:
-            MegatuneError: NOT_FINITE, where the run stops or goes back.
+            MegatuneError: NOT_FINITE, if the run stops or goes back to a checkpoint.
         """
         number, asked, most = step + 1, self.settings.run.on_bad_step, self.settings.run.max_bad_steps
-        passed, action, ends = self.state.bad_steps + self.times_back, asked, ""
+        skipped, action, ends = self.state.bad_steps + self.times_back, asked, ""
         left_out: list[int] = []
-        if asked != "stop" and passed >= most:
-            action, ends = "stop", f"{passed} bad steps were skipped before it, the limit of max_bad_steps; "
+        if asked != "stop" and skipped >= most:
+            action, ends = "stop", f"{skipped} bad steps were skipped before it, the limit of max_bad_steps; "
         if action == "go_back":
             newest = on_rank_0(lambda: _newest(self.store))
-            # Its loss and gradients are those of weights that the step before has made.
+            # The step before may be the cause: it computed the weights that gave this loss.
             left_out = [] if newest is None else [each for each in (step, number) if each > newest]
             if newest is None:
                 action, ends = "stop", "there is no checkpoint to go back to yet; "
         on_rank_0(lambda: self._keep(step, result, gradients, action, left_out))
         if action == "skip":
-            self.state.bad_steps = passed + 1
+            self.state.bad_steps = skipped + 1
             text = f"step {number}: skipped, the weights stay as they are: {result.problem}; {self._rows_of(step)}"
-            text += f" (bad step {passed + 1} of at most {most}; {self._file.path})"
+            text += f" (bad step {skipped + 1} of at most {most}; {self._file.path})"
             return Notice(number, text, {"bad_step": result.problem, "action": action})
         raise self._ended(step, result, gradients, ends, left_out)
 
@@ -119,13 +118,13 @@ class BadSteps:
 
     def _rows_of(self, step: int) -> str:
         names = self.rows.names(step)
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return f"the step's rows are {', '.join(names[:_MOST_NAMED])}{more}"
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        return f"the step's rows are {', '.join(names[:_MAX_NAMED])}{more}"
 
     def _ended(
         self, step: int, result: StepResult, gradients: Mapping[int, list[str]], ends: str, left_out: list[int]
     ) -> MegatuneError:
-        """Name the step, the rows and the gradients; nothing was updated."""
+        """Return the error that names the step, the rows and the gradients."""
         what = f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
         finite = not_finite(result.totals.loss, result.grad_norm) is None
         where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in list(gradients.items())[:3])
@@ -154,19 +153,19 @@ class BadSteps:
             "grad_norm": result.grad_norm,
             "action": action,
             "left_out": left_out,
-            "not_finite": {str(rank): names[:_MOST_NAMED] for rank, names in gradients.items()},
+            "not_finite": {str(rank): names[:_MAX_NAMED] for rank, names in gradients.items()},
             "rows": list(self._texts(step)),
         })  # fmt: skip
 
     def _texts(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the step's rows, with how each of their documents begins."""
+        """Yield the names of the step's rows, with the first tokens of each of their sequences."""
         names, tokenizer = self.rows.names(step), load_tokenizer(self.source)
         for name, documents in zip(names, self.rows.documents(step, range(len(names))), strict=True):
             yield {"row": name, "begins": [tokenizer.decode(each.input_ids[:_SHOWN_TOKENS]) for each in documents]}
 
 
 def _spike(name: str, value: float, bound: float | None, recent: list[float]) -> str:
-    if bound is None or len(recent) < _JUDGED_FROM:
+    if bound is None or len(recent) < _MIN_STEPS:
         return ""
     usual = statistics.median(recent)
     if value <= usual + (bound - 1) * abs(usual):

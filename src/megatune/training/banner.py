@@ -1,4 +1,4 @@
-"""What a run prints before its first step, and the details that it keeps in a file."""
+"""The summary that a run prints before its first step, and the details that it writes to a file."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _FUSIONS = ("rms_norm_fusion", "apply_rope_fusion", "bias_activation_fusion", "g
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known of a run in addition to its trainer.
+    """Information on the start of a run in addition to its trainer.
 
     Attributes:
-        asked: what the user wrote; None where no command line started the run.
-        planned: for its rows; None where nothing was planned.
-        lines: for the details: plans, and which checkpoints were verified or skipped.
+        asked: the user's settings; None if no command line started the run.
+        planned: the plan for the actual rows, or None.
+        lines: lines for the details: plans, and which checkpoints were verified or skipped.
     """
 
     asked: Loaded | None = None
@@ -56,8 +56,7 @@ class Start:
 
 
 def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[str]:
-    """Yield what a user should see before the first step: warnings, and one line each on model, layout, data, loss and
-    plan."""
+    """Yield the lines printed before the first step: warnings, and one each on model, layout, data, loss and plan."""
     settings, assembly, feed = trainer.settings, trainer.assembly, trainer.feed
     architecture, coords = assembly.architecture, assembly.coords
     yield from (line for line in start.lines if line.startswith(("warning", "skipped")))
@@ -74,13 +73,13 @@ def summary(trainer: Trainer, resumed: Path | None, start: Start) -> Iterator[st
     if start.planned is not None:
         yield f"plan       {fullest(start.planned)}; about {seconds(start.planned.time.total)} a step"
     if start.asked is not None and (words := _shares(start.asked.settings, trainer.schedule.total_steps)):
-        yield f"steps      {', '.join(words)}, as shares of {trainer.schedule.total_steps}"
+        yield f"steps      {', '.join(words)}, as ratios of {trainer.schedule.total_steps}"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
 
 
 def _model(settings: Settings) -> str:
-    """Name the model, with its revision where it is not the newest."""
+    """Return the model's name, with its revision unless it is `main`."""
     revision = settings.model.model_revision
     return f"{settings.model.model_name_or_path}" + ("" if revision == MAIN else f" at {revision[:12]}")
 
@@ -93,7 +92,7 @@ def _counts(settings: Settings, architecture: Architecture) -> str:
 
 
 def _template(settings: Settings, asked: Loaded | None) -> str:
-    """Name the template that is used, and where it was set."""
+    """Return the template's name and where it was set."""
     name, origin = settings.data.template, (asked.origins if asked is not None else {}).get("data.template", "")
     is_of_model = name is None
     if version := settings.data.swift_version:
@@ -105,7 +104,7 @@ def _template(settings: Settings, asked: Loaded | None) -> str:
 
 
 def _too_long_a_warmup(trainer: Trainer) -> Iterator[str]:
-    """Say that the run ends before its learning rate is what was asked for."""
+    """Yield a warning if the run ends before the end of its warm-up."""
     rate, steps = trainer.learning_rate, trainer.schedule.total_steps
     if rate.warmup_steps >= steps:
         reached = f"the learning rate reaches {rate.at(steps - 1):.3g}, not {rate.learning_rate:g}"
@@ -113,13 +112,13 @@ def _too_long_a_warmup(trainer: Trainer) -> Iterator[str]:
 
 
 def _shares(settings: Settings, total_steps: int) -> list[str]:
-    """Say how many steps the intervals are that were asked for as shares, and have an effect."""
+    """Return the intervals that were given as ratios of the run, in steps, if they have an effect."""
     counts = counted_steps(settings, total_steps).items()
     return [f"{path.partition('.')[2]} {steps}" for path, steps in counts if has_effect(settings, path)]
 
 
 def _reference(trainer: Trainer) -> str:
-    """Say which model answers are compared with; "" where the loss has no reference."""
+    """Describe the reference model; "" if the loss has none."""
     if trainer.reference is None:
         return ""
     preference, finetuning = trainer.settings.preference, trainer.settings.finetuning
@@ -136,7 +135,7 @@ def _reference(trainer: Trainer) -> str:
 
 
 def _resume(trainer: Trainer, resumed: Path) -> str:
-    """Say how much is done, how much is left, and what starts afresh."""
+    """Describe the resumed checkpoint: steps done, steps left, and state that is not restored."""
     settings, step, last = trainer.settings, trainer.state.step, trainer.schedule.total_steps
     fresh = {"optimizer": settings.run.no_load_optim, "random numbers": settings.run.no_load_rng}
     named = " and ".join(name for name, is_fresh in fresh.items() if is_fresh)
@@ -145,7 +144,7 @@ def _resume(trainer: Trainer, resumed: Path) -> str:
 
 
 def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
-    """Yield the details of model, layout, data, schedule and checkpoint, a line each."""
+    """Yield the details of model, layout, data, schedule and checkpoint."""
     settings, assembly, schedule = trainer.settings, trainer.assembly, trainer.schedule
     architecture, coords, parallel = assembly.architecture, assembly.coords, settings.parallel
     yield (
@@ -181,16 +180,16 @@ def banner(trainer: Trainer, resumed: Path | None) -> Iterator[str]:
         f"{batch.gradient_accumulation_steps} micro-batch{'es' * (batch.gradient_accumulation_steps != 1)} × "
         f"dp {coords.dp_size} = {counted(schedule.global_batch_size, 'row')} a step"
     )
-    passes = schedule.num_epochs
-    epochs = "" if passes is None else f", {schedule.steps_per_epoch} an epoch ({passes:.2f} epochs)"
+    number = schedule.num_epochs
+    epochs = "" if number is None else f", {schedule.steps_per_epoch} an epoch ({number:.2f} epochs)"
     yield f"schedule   {counted(schedule.total_steps, 'step')}{epochs}, into {settings.run.output_dir}"
     if resumed is not None:
         yield f"resume     {_resume(trainer, resumed)}"
     if ranks := profiled_ranks(settings):
         first, last = settings.logging.profile_step_start + 1, settings.logging.profile_step_end
-        behind = "; before the step at which this run resumes, so not repeated" if trainer.state.step >= last else ""
+        done = "; before the step at which this run resumes, so not repeated" if trainer.state.step >= last else ""
         numbers = ", ".join(map(str, ranks))
-        yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{behind}"
+        yield f"profile    steps {first} to {last} of rank {numbers}, in {profile_dir(settings)}{done}"
 
 
 def _kept(trainer: Trainer) -> Iterator[str]:
@@ -199,7 +198,7 @@ def _kept(trainer: Trainer) -> Iterator[str]:
 
 
 def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
-    """Say what adapters begin with, and what the base has of other ones; "" for new ones on the model itself."""
+    """Describe which adapter training continues, and which are merged into the base; "" for a new adapter."""
     chain = list(trainable.adapter_name_or_path)
     last = None if trainable.create_new_adapter or not chain else chain.pop()
     merged = [f"merged into the base: {', '.join(chain)}"] if chain else []
@@ -207,14 +206,14 @@ def _begun(trainable: FinetuningSettings, resumed: Path | None) -> str:
 
 
 def _base(settings: Settings) -> str:
-    """Say in how few bits the base is kept; "" where it is not."""
+    """Describe the quantization of the base; "" if it is not quantized."""
     if (form := form_of(settings.finetuning)) is None:
         return ""
     return f", base in {form.kind}" + (" with double quantization" if form.double else "")
 
 
 def _masters(settings: Settings, architecture: Architecture) -> str:
-    """Say what is fp32 in addition to a 16-bit model."""
+    """Describe the fp32 tensors of a 16-bit model."""
     if settings.precision.params_dtype == "float32":
         return ""
     if settings.finetuning.finetuning_type != "lora":
@@ -233,8 +232,8 @@ def _on_host(settings: Settings) -> str:
 
 
 def _trained(settings: Settings, architecture: Architecture) -> str:
-    """Say how much is trained, what has adapters, what is frozen, and what has a learning rate of its own; "" where all
-    is alike."""
+    """Describe trained, adapted and frozen parts, and parts with other learning rates; "" if all parts are trained
+    alike."""
     trainable, optimizer = settings.finetuning, settings.optimizer
     rates = {"vision tower": optimizer.vision_lr, "mergers": optimizer.merger_lr}
     own = [f"{part} at a highest learning rate of {rate:g}" for part, rate in rates.items() if rate is not None]
@@ -270,7 +269,7 @@ def _layout(parallel: ParallelSettings, coords: RankCoordinates, architecture: A
 
 
 def _kernels(settings: Settings, architecture: Architecture) -> Iterator[str]:
-    """Name what computes, where there is a choice."""
+    """Yield the kernels in use where there is a choice."""
     performance = settings.performance
     yield f"attention: {describe(settings, architecture)}"
     if architecture.moe is not None:

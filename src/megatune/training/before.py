@@ -1,7 +1,6 @@
-"""What can be known of a run before its processes start, beside its settings: data, template, weights, folders, and the
-room that its checkpoints need.
+"""Checks of a run's data, template, weights, folders and disk space before its processes start.
 
-All of it is said at once, in less than a second, and nothing here imports torch.
+They take less than a second. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _INDEX = "model.safetensors.index.json"
 def check_before(
     settings: Settings, invalid: Collection[str] = (), *, first: bool = True, world_size: int | None = None
 ) -> Checked:
-    """Look at everything that a run reads and writes, as far as it is on this machine.
+    """Check everything that a run reads and writes on this machine.
 
     Args:
-        invalid: "group.name" of settings that were refused: what hangs on them is not looked at.
-        first: whether this process writes output_dir; others, of other machines, may not have it.
-        world_size: processes of the whole run; None where that is not known.
+        invalid: "group.name" of invalid settings; checks that depend on them are skipped.
+        first: whether this process writes output_dir; other machines may not have it.
+        world_size: processes of the whole run, None if unknown.
     """
     checked = Checked()
     wrong = set(invalid)
@@ -64,30 +63,30 @@ def check_before(
 
 
 def _folder(name: str | None) -> Path | None:
-    """Return the folder of a model; None where it is on a hub, or not there, which is said where it is opened."""
+    """Return the folder of a model; None if it is on a hub or missing (an error when it is opened)."""
     return None if name is None or is_hub_id(name) or not Path(name).is_dir() else Path(name)
 
 
 def check_output(settings: Settings) -> None:
-    """Refuse an output_dir that cannot be made, or written to (exit code 73)."""
+    """Check that output_dir can be created and written to (exit code 73)."""
     if settings.run.output_dir is None:
         return
     path = Path(settings.run.output_dir).absolute()
-    place = next(place for place in (path, *path.parents) if place.exists())
-    if not place.is_dir():
-        finding = Finding(f"cannot write {path}", "", f"{place} is a file", "choose another output_dir")
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not existing.is_dir():
+        finding = Finding(f"cannot write {path}", "", f"{existing} is a file", "choose another output_dir")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
-    if not os.access(place, os.W_OK | os.X_OK):
-        why, fix = f"this user may not write to {place}", "make it writable, or choose another output_dir"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        why, fix = f"this user may not write to {existing}", "make it writable, or choose another output_dir"
         raise MegatuneError(Finding(f"cannot write {path}", "", why, fix), ExitCode.CANNOT_WRITE)
 
 
 def check_checkpoint(settings: Settings) -> bool:
-    """Refuse a checkpoint that was asked for and cannot be resumed from (exit code 66); return whether one will be."""
+    """Check the checkpoint to resume from (exit code 66); return whether the run will resume."""
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         if not Path(asked).is_dir():
-            fix = "name a checkpoint-N folder, or remove resume_from_checkpoint: the newest one in output_dir is taken"
+            fix = "name a checkpoint-N folder, or remove resume_from_checkpoint: the newest one in output_dir is used"
             raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}", fix=fix), ExitCode.INPUT)
         if not read_manifest(Path(asked)).resumable:
             what = "holds a model without training state, so no run can resume from it"
@@ -104,7 +103,7 @@ def check_checkpoint(settings: Settings) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse weights whose files, or layers of config.json, are not all there (exit code 66)."""
+    """Check that all files and all layers of config.json are there (exit code 66)."""
     index = folder / _INDEX
     if index.is_file():
         read_whole_index(index)
@@ -116,11 +115,11 @@ def check_weights(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run writes to the disk of its output_dir.
+    """Disk space that a run needs in its output_dir.
 
     Attributes:
-        checkpoint: bytes of one checkpoint with its training state; 0 where the model is not known.
-        copies: new checkpoints that lie there at the same time.
+        checkpoint: bytes of one checkpoint with its training state; 0 if the model is unknown.
+        copies: the number of new checkpoints that exist at the same time.
         deleted: bytes of an earlier run's checkpoints, which are deleted first.
     """
 
@@ -130,20 +129,20 @@ class Room:
 
     @staticmethod
     def of(settings: Settings, architecture: Architecture | None, num_steps: int | None = None) -> Room:
-        """Measure a run.
+        """Estimate the disk space of a run.
 
         Args:
-            num_steps: of the whole run; None takes max_steps, and where that is open, two checkpoints.
+            num_steps: steps of the whole run; None for max_steps, or for two checkpoints if that is not set.
         """
         if architecture is None:
             return Room()
-        from megatune.plan.memory.estimate import checkpoint_bytes  # imports numpy, which a refused file does without
+        from megatune.plan.memory.estimate import checkpoint_bytes  # imports numpy, which is slow
 
         num_bytes = sum(checkpoint_bytes(settings, architecture))
         return Room(num_bytes, _num_copies(settings, num_steps), _deleted_bytes(settings))
 
     def problem(self, folder: Path) -> Finding | None:
-        """Return what is wrong where the disk of a folder has too little room; None where it has enough."""
+        """Return a finding if the disk of a folder has too little space, else None."""
         free, needed = shutil.disk_usage(nearest_folder(folder)).free + self.deleted, self.checkpoint * self.copies
         if free >= needed:
             return None
@@ -159,10 +158,10 @@ class Room:
 
 
 def check_room(settings: Settings, architecture: Architecture, num_steps: int | None = None) -> None:
-    """Refuse a run whose checkpoints its disk has no room for.
+    """Check that the disk has enough space for a run's checkpoints.
 
     Args:
-        num_steps: of the whole run; where nobody knows yet, max_steps, or one checkpoint, which every run writes.
+        num_steps: steps of the whole run; None for max_steps, or for one checkpoint if that is not set.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -174,7 +173,7 @@ def check_room(settings: Settings, architecture: Architecture, num_steps: int | 
 
 
 def _num_copies(settings: Settings, num_steps: int | None) -> int:
-    """Count the checkpoints that a run adds to its folder at the same time; those that are there need no new room."""
+    """Return the maximum number of new checkpoints that exist in the output folder at the same time."""
     checkpoint, optimizer = settings.checkpoint, settings.optimizer
     if checkpoint.save_strategy == "no":
         return 1

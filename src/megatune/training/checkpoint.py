@@ -1,7 +1,7 @@
-"""Checkpoints: a Hugging Face model as it is, and beside it what a resume needs.
+"""Checkpoints: a Hugging Face model and the training state to resume from.
 
-checkpoint-N/training/ holds the optimizer under Hugging Face names (any layout reads them), state.json, and each
-rank's random numbers. Nothing in it is a pickle.
+checkpoint-N/training/ holds the optimizer state under Hugging Face names (which any layout can read), state.json, and
+the RNG state of each rank. It contains no pickles.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
-from megatune.training.conversion import write_beside
+from megatune.training.conversion import write_torch_dist
 from megatune.training.model_files import scored_config, small_files, with_dtype, write_chat_template
 from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
 from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
-# Of state.json: the token whose embedding gets no gradient. A reward model's config.json may be the first to name one,
-# and a run that began with a language model without goes on so, as in Transformers.
+# In state.json: the token whose embedding gets no gradient. Saving a reward model may add one to config.json; a resumed
+# run must not use it if the initial model had none, as in Transformers.
 _PADDING_TOKEN = "padding_token"
-# Of the model itself, whose adapters are loaded onto it.
-_OF_MODEL = ("config.json", "generation_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json")  # not copied next to adapters
 
 
 class CheckpointFiles:
-    """The files of a checkpoint that this rank writes; made by all ranks together.
+    """The files of a checkpoint that this rank writes. Created by all ranks together.
 
     Args:
-        beside: small files by name that rank 0 adds to the training state.
+        extra: small files by name that rank 0 adds to the training state.
 
     Attributes:
-        num_bytes: of their tensors.
-        model_bytes: of those of the model, or of adapters.
+        num_bytes: size of all tensors.
+        model_bytes: size of the tensors of the model, or of the adapters.
     """
 
     def __init__(
-        self, assembly: Assembly, settings: Settings, state: TrainState, beside: Mapping[str, bytes] | None = None
+        self, assembly: Assembly, settings: Settings, state: TrainState, extra: Mapping[str, bytes] | None = None
     ) -> None:
         parameters, layout = assembly.parameters, (assembly.architecture, assembly.coords)
         self._sets: list[FileSet | ShardFiles] = []
@@ -75,14 +74,14 @@ class CheckpointFiles:
             }
             own = {STATE_NAME: json.dumps(content, indent=1).encode()}
             self._small += [
-                SmallFile(f"{TRAINING_FOLDER}{name}", data) for name, data in {**(beside or {}), **own}.items()
+                SmallFile(f"{TRAINING_FOLDER}{name}", data) for name, data in {**(extra or {}), **own}.items()
             ]
         self.num_bytes = sum(files.num_bytes for files in self._sets)
         self.model_bytes = self._sets[0].num_bytes
 
     def __iter__(self) -> Iterator[WrittenFile]:
-        """Yield the files, of which each is to be read before the next; collective over all ranks. The rank's own share
-        of the optimizer comes first, for which it waits for nobody."""
+        """Yield the files, each of which has to be read before the next. Collective. The rank's shard of the optimizer
+        state comes first, as it needs no communication."""
         for files in reversed(self._sets):
             yield from files.files()
         yield from self._small
@@ -91,21 +90,21 @@ class CheckpointFiles:
 def complete_checkpoint(
     folder: Path, digests: Sequence[FileDigest], assembly: Assembly, settings: Settings, source: Path, step: int
 ) -> list[FileDigest]:
-    """Add what is made from files alone, on one rank, once all ranks have written theirs.
+    """Complete a checkpoint on one rank after all ranks have written their files.
 
     Args:
-        digests: of what ranks wrote.
-        assembly: whose numbers may have changed since: only what does not change is looked at.
-        source: the model's own folder: its tokenizer and configuration go into the checkpoint.
+        digests: of the files that the ranks wrote.
+        assembly: its weights may have changed since then, and are not read.
+        source: the model's folder, from which tokenizer and configuration are copied.
 
     Returns:
-        Digests of files that are as they were; the rest of the folder has none yet.
+        Digests of the unchanged files; all other files have none yet.
     """
     if _has_adapters(settings):
         finish_adapter(folder, assembly.architecture, settings.finetuning)
         digests = [file for file in digests if not file.name.startswith(ADAPTER)]
     elif settings.checkpoint.save_format == "torch_dist":
-        write_beside(folder, assembly.architecture, assembly.form, step)
+        write_torch_dist(folder, assembly.architecture, assembly.form, step)
     _copy_model_files(source, folder, settings, assembly.architecture)
     return list(digests)
 
@@ -115,11 +114,11 @@ def _rng_name(assembly: Assembly) -> str:
 
 
 def _copy_model_files(source: Path, folder: Path, settings: Settings, architecture: Architecture) -> None:
-    """Copy tokenizer, chat template and generation settings; config.json gets the dtype that was trained. Beside
-    adapters there is their own configuration instead of the model's."""
+    """Copy tokenizer, chat template and generation settings, and write config.json with the dtype of training. Adapters
+    get an adapter_config.json instead of the model's configuration."""
     names = [path.name for path in small_files(source)]
     if _has_adapters(settings):
-        names = [name for name in names if name not in _OF_MODEL]
+        names = [name for name in names if name not in _MODEL_FILES]
     for name in names:
         shutil.copyfile(source / name, folder / name)
     write_chat_template(settings, source, folder)
@@ -139,7 +138,7 @@ def _has_adapters(settings: Settings) -> bool:
 
 
 def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
-    """Return what determines which rank holds what."""
+    """Return the settings that determine which rank holds which tensors."""
     sizes = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -156,30 +155,30 @@ def layout_of(assembly: Assembly, settings: Settings) -> dict[str, Any]:
 
 
 def check_continues(checkpoint: Path, architecture: Architecture, settings: Settings, expected: TrainState) -> None:
-    """Refuse to continue with other rows, another batch or other trained weights, before anything is loaded.
+    """Check that rows, batch size and trained weights are those of the checkpoint, before anything is loaded.
 
     Args:
-        expected: what this run would train on.
+        expected: the initial state of this run.
 
     Raises:
-        MegatuneError: SETTINGS, naming what was changed.
+        MegatuneError: SETTINGS, naming the changes.
     """
     state = read_state(checkpoint)
     assert state is not None, "a checkpoint that was chosen has training state"
     findings = list(changed_since(checkpoint, state, expected))
     if not settings.run.no_load_optim:
-        findings += _trained_otherwise(checkpoint / TRAINING_FOLDER, architecture, settings)
+        findings += _trained_weights_changed(checkpoint / TRAINING_FOLDER, architecture, settings)
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 
 
 def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) -> TrainState:
-    """Restore optimizer, counters and random numbers into an assembly whose weights came from this checkpoint, which
-    `check_continues` accepted.
+    """Restore optimizer, counters and RNG state of a checkpoint that `check_continues` accepted, and from which the
+    assembly's weights were loaded.
 
     Raises:
-        MegatuneError: INPUT, when the state cannot be read.
-        DamagedCheckpointError: what was read of the checkpoint since `choose_checkpoint` is damaged.
+        MegatuneError: INPUT, if the state cannot be read.
+        DamagedCheckpointError: files read since `choose_checkpoint` are damaged.
     """
     training = checkpoint / TRAINING_FOLDER
     content = json.loads((training / STATE_NAME).read_text(encoding="utf-8"))
@@ -194,7 +193,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
         load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
         load_scalars(assembly.optimizer, counters)
     path = training / _rng_name(assembly)
-    # Another layout has other ranks, which begin with the numbers of a new run. Only lora_dropout draws in training.
+    # With another layout, the RNG state is that of a new run. Only lora_dropout uses it in training.
     if _is_same(layout, layout_of(assembly, settings)) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
     _raise_damage(checkpoint)
@@ -202,11 +201,11 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
 
 
 class DamagedCheckpointError(MegatuneError):
-    """Raised on every rank where files of a checkpoint turned out to be damaged while they were read."""
+    """Raised on every rank if files of a checkpoint are found to be damaged while they are read."""
 
 
 def _raise_damage(checkpoint: Path) -> None:
-    """Raise what any rank found while it loaded. Collective."""
+    """Raise an error if any rank found damaged files while loading. Collective."""
     check = end_check()
     mine = [] if check is None else [*check.problems.values()]
     if problems := sorted({problem for part in groups.all_gather_object(mine) for problem in part}):
@@ -214,19 +213,19 @@ def _raise_damage(checkpoint: Path) -> None:
 
 
 def _is_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Compare layouts; earlier versions did not write all of their numbers."""
+    """Compare layouts. Checkpoints of earlier versions lack some of the sizes."""
     return all(now.get(name) == value for name, value in then.items())
 
 
-def _trained_otherwise(training: Path, architecture: Architecture, settings: Settings) -> Iterator[Finding]:
-    """Compare what the run trains with what the checkpoint has optimizer state of."""
+def _trained_weights_changed(training: Path, architecture: Architecture, settings: Settings) -> Iterator[Finding]:
+    """Compare the weights that the run trains with those that have optimizer state in the checkpoint."""
     held = {name.partition("/")[2] for name in SafetensorsFolder(training, "optimizer").names()}
     trained = {
         name
         for weight, layer in trained_weights(architecture, settings.finetuning)
         for name in hf_shapes(weight, architecture, layer)
     }
-    if not held or held == trained:  # plain SGD keeps nothing
+    if not held or held == trained:  # plain SGD has no state
         return
     less, more = sorted(held - trained), sorted(trained - held)
     what = "other weights were trained than this run trains"

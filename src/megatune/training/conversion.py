@@ -1,5 +1,5 @@
-"""Folders with a checkpoint made of another model and of adapters, in Hugging Face's format or in Megatron-Core's
-torch_dist: streamed, whole or not there."""
+"""Merges adapters and converts checkpoints between Hugging Face's format and Megatron-Core's torch_dist. Tensors are
+streamed, and target folders are written atomically."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def merge_adapters(
     overwrite: bool = False,
     problem_type: str | None = None,
 ) -> str:
-    """Write a model with adapters merged into it, its tokenizer and configuration into a folder.
+    """Merge adapters into a model, and write it with its tokenizer and configuration.
 
-    Weights have the model's own names, arrangement and dtypes. The folder is written beside its final name and renamed.
+    Weights keep the model's names, layout and dtypes. The folder is written under a temporary name and renamed.
 
     Args:
         adapters: in the order in which they are applied.
-        overwrite: replace a folder that holds something.
-        problem_type: of a classifier; None where it is not known, and config.json stays as it is.
+        overwrite: replace a folder that is not empty.
+        problem_type: of a classifier; None if unknown, to leave config.json unchanged.
 
     Returns:
-        What was done, in a line.
+        A one-line summary.
 
     Raises:
-        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
+        MegatuneError: INPUT, if the model or an adapter cannot be used; CANNOT_WRITE.
     """
     began = time.perf_counter()
     check_target(target, [model_dir, *adapters], overwrite)
@@ -85,19 +85,19 @@ def to_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> str:
-    """Write a model that is in Megatron-Core's format, or a Hugging Face checkpoint already, as the latter.
+    """Convert a model in Megatron-Core's or Hugging Face's format to a Hugging Face checkpoint.
 
     Args:
-        model_dir: with config.json, tokenizer and a link to the weights.
-        weights: the folder that was named.
+        model_dir: has config.json, tokenizer and a link to the weights.
+        weights: the folder that the user named.
         adapters: merged into it, in this order.
-        dtype: of all weights; None keeps each tensor's own.
+        dtype: of all weights; None keeps the dtype of each tensor.
 
     Returns:
-        What was done, in a line.
+        A one-line summary.
 
     Raises:
-        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
+        MegatuneError: INPUT, if the model or an adapter cannot be used; CANNOT_WRITE.
     """
     began = time.perf_counter()
     check_target(target, [weights, *adapters], overwrite)
@@ -118,12 +118,12 @@ def _write(
     max_file_bytes: int,
     problem_type: str | None = None,
 ) -> Merged:
-    """Write the folder: weights, configuration, tokenizer and chat template."""
+    """Write weights, configuration, tokenizer and chat template."""
     model = MergedModel(model_dir, adapters, dtype)
     with new_folder(target, model.num_bytes) as partial, Progress("writing", model.num_bytes) as progress:
         merged = model.write(partial, max_file_bytes, progress.add)
         copy_small_files(model_dir, partial, str(model.dtype))
-        # Adapters that were trained with a named template may have a chat template that the model lacks.
+        # Adapters trained with a named template may have a chat template that the model lacks.
         written = [path for each in adapters if (path := each / CHAT_TEMPLATE).is_file()]
         if written and not has_chat_template(model_dir):
             shutil.copyfile(written[-1], partial / CHAT_TEMPLATE)
@@ -134,8 +134,7 @@ def _write(
 
 
 def merge_run(settings: Settings, model_dir: Path, output_dir: Path) -> str:
-    """Write output_dir/merged, with the adapter in `output_dir` and those that the run began with; see
-    `merge_adapters`."""
+    """Write output_dir/merged: the model with the adapter in `output_dir` and those that the run started from."""
     finetuning = settings.finetuning
     began = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
     adapters = [*map(Path, began), output_dir]
@@ -156,18 +155,18 @@ def to_mcore(
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> str:
-    """Write a model in Megatron-Core's format, with tokenizer and configuration beside it.
+    """Convert a model to Megatron-Core's torch_dist format, with tokenizer and configuration.
 
     Args:
         adapters: merged into it, in this order.
         name: of the model, for args.json.
-        dtype: of all weights; None keeps each tensor's own.
+        dtype: of all weights; None keeps the dtype of each tensor.
 
     Returns:
-        What was done, in a line.
+        A one-line summary.
 
     Raises:
-        MegatuneError: INPUT, where the model or an adapter cannot be used; CANNOT_WRITE.
+        MegatuneError: INPUT, if the model or an adapter cannot be used; CANNOT_WRITE.
     """
     began = time.perf_counter()
     check_target(target, [model_dir, *adapters], overwrite)
@@ -191,12 +190,8 @@ def to_mcore(
     return line
 
 
-def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:
-    """Write the weights in a checkpoint's safetensors in Megatron-Core's format as well.
-
-    Args:
-        form: of the safetensors, all of which are there.
-    """
+def write_torch_dist(folder: Path, architecture: Architecture, form: CheckpointForm, step: int) -> None:
+    """Add the weights of a checkpoint's safetensors, whose names `form` describes, in Megatron-Core's format."""
     source = SafetensorsFolder(folder)
     source.places = form.locate_all(FAMILIES[architecture.model_type].weight_map(architecture), architecture)
     iteration = folder / iteration_name(step)
@@ -206,29 +201,29 @@ def write_beside(folder: Path, architecture: Architecture, form: CheckpointForm,
 
 
 def check_digests(folder: Path) -> None:
-    """Compare the files of a checkpoint with the digests that were written with it, where it has some.
+    """Compare the files of a checkpoint with its digests, if it has any.
 
     Raises:
         MegatuneError: INPUT, naming every file that is missing or damaged.
     """
-    places = [folder]
+    candidates = [folder]
     if not is_hugging_face(folder):
         found = iteration_folder(folder)
-        places = list(dict.fromkeys((found, folder, found.parent)))
-    for place in places:
-        if (place / MANIFEST_NAME).is_file():
-            problems = [problem for file in read_manifest(place).files if (problem := problem_of(place, file))]
+        candidates = list(dict.fromkeys((found, folder, found.parent)))
+    for each in candidates:
+        if (each / MANIFEST_NAME).is_file():
+            problems = [problem for file in read_manifest(each).files if (problem := problem_of(each, file))]
             if problems:
-                findings = [Finding(problem, str(place), fix="copy the checkpoint again") for problem in problems]
+                findings = [Finding(problem, str(each), fix="copy the checkpoint again") for problem in problems]
                 raise MegatuneError(findings, ExitCode.INPUT)
 
 
 def merging(adapters: Sequence[Path]) -> str:
-    """Return how a line on a conversion begins."""
+    """Return the beginning of a conversion's summary."""
     return f"merged {counted(len(adapters), 'adapter')} and converted " if adapters else "converted "
 
 
 def speed(num_bytes: int, began: float) -> str:
-    """Return how much was written, and how fast."""
+    """Return the number of bytes written, and the throughput."""
     seconds = time.perf_counter() - began
     return f"{amount(num_bytes)} in {seconds:.1f} s, {num_bytes / 1e9 / seconds:.3g} GB/s"

@@ -1,4 +1,4 @@
-"""Writes a model elsewhere: adapters merged into it, or in the other of the two formats of checkpoints."""
+"""`megatune export`: merges adapters into a model, or converts it to the other checkpoint format."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class ExportOptions(Group):
 
 
 def checked(given: ParsedArguments[Any]) -> ExportOptions:
-    """Return the options, with the model that is named by itself.
+    """Return the valid options, with the model of a positional argument.
 
     Raises:
-        MegatuneError: SETTINGS, with everything that is wrong.
+        MegatuneError: SETTINGS, with all findings.
     """
     export: ExportOptions = given.options
     if given.words and export.model_name_or_path is None:
@@ -82,7 +82,7 @@ def checked(given: ParsedArguments[Any]) -> ExportOptions:
 
 
 def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Finding]:
-    """Yield what has to be said, or contradicts."""
+    """Yield options that are missing or contradict each other."""
     if given.words and given.options.model_name_or_path is not None:
         where = next(entry.where for entry in reversed(given.entries) if entry.key == "model_name_or_path")
         fix = "leave one of them out; an adapter is named by --adapter_name_or_path"
@@ -108,13 +108,13 @@ def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Fin
     elif not export.converts and not only and not (export.model_name_or_path or export.adapters):
         yield Finding("adapter_name_or_path is missing", fix=_ADAPTER)
     if export.test_convert_precision and export.adapters:
-        why = "the model that adapters are merged into is nowhere else to be compared with"
+        why = "there is no other copy of the merged model to compare with"
         fix = "merge them first, with `megatune export`, and convert the merged model"
         yield Finding("test_convert_precision: true with adapters", "", why, fix)
 
 
 def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:
-    """Merge adapters into their model; return what is said of it.
+    """Merge adapters into their model; return a one-line summary.
 
     Raises:
         MegatuneError: as `megatune export`.
@@ -135,7 +135,7 @@ def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:
 
 
 def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple[Path, Path, str]:
-    """Convert a model; return what was read, by its name in what is printed, what was written, and what is said of it.
+    """Convert a model; return the name of the source for messages, the target, and a one-line summary.
 
     Raises:
         MegatuneError: as `megatune export`.
@@ -172,6 +172,6 @@ def convert(export: ExportOptions, base: str, adapters: Sequence[Path]) -> tuple
 
 
 def _default_target(source: str, export: ExportOptions) -> str:
-    """Name the folder beside the source; of an id on a hub, here."""
+    """Return a folder next to the source; for an id on a hub, in the current folder."""
     end = "-hf" if export.to_hf else "-mcore"
     return f"{source.rstrip('/')}{end}" if Path(source).exists() else f"{source.rpartition('/')[2]}{end}"

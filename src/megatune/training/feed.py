@@ -1,6 +1,6 @@
-"""The rows of a run, prepared before it or streamed: what each step trains, and what is evaluated on.
+"""The training and evaluation rows of a run, prepared before it or streamed.
 
-One process of each machine prepares or reads ahead; all ranks follow a stream step by step.
+One process of each machine prepares rows or reads ahead; all ranks follow a stream step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What `load_tokenizer` imports: here ranks, which are forks of the process that imports this, share it.
+# `load_tokenizer` imports this. Imported here, ranks share it, since they are forks of the process that imports feed.
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from megatune.config.groups.run import PAIR_STAGES
@@ -50,50 +50,46 @@ from megatune.training.train_state import ROWS, read_state
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What a trainer takes rows from."""
+    """The rows of a trainer."""
 
     rows: StepRows
-    evaluation: TokenRows | None  # None where nothing is evaluated
+    evaluation: TokenRows | None  # None without evaluation
     lines: Sequence[str]  # the report
-    summary: str  # of it, in a line
+    summary: str  # the report in one line
     warnings: Sequence[str] = ()
-    follower: StreamFollower | None = None  # of streamed rows; None where all are prepared
-    quarantine: Quarantine | None = None  # on rank 0, where on_bad_row asks for it
-    has_pictures: bool = True  # whether rows may have some
-    # What the objective looks at before each step and each evaluation: the same rows, with answers to other prompts.
+    follower: StreamFollower | None = None  # of streamed rows; None if all rows are prepared
+    quarantine: Quarantine | None = None  # on rank 0, with on_bad_row: quarantine
+    has_pictures: bool = True  # whether rows may have images or videos
+    # Read by the objective before each step and each evaluation: the same rows, with answers to other prompts.
     companions: PreparedSteps | None = None
     companions_evaluation: TokenRows | None = None
-    # Those to evaluate, of each data set by itself, by its name; {} where they are evaluated together.
+    # Evaluation rows of each data set, by its name, with eval_on_each_dataset; else {}.
     each: Mapping[str, TokenRows] = field(default_factory=dict)
 
 
 class ModelLimits(NamedTuple):
-    """What a model can take."""
+    """Limits of a model's input."""
 
     vocab_size: int  # rows of its embedding
-    positions: int  # of a document
+    positions: int  # of one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run, before its model is there."""
+    """The data of a run before its model is loaded."""
 
-    key: str  # of all that determines the rows
-    key_parts: dict[
-        str, str
-    ]  # what that is, in words, each with a digest; of a stream the day that its template states
-    num_rows: int | None  # to train; None where nobody knows
-    pictures: PictureCounts | None  # of rows to train; None where nobody knows
-    lengths: RowLengths | None  # of them; None where nobody knows
-    # Makes what the trainer takes rows from, of the run's steps and the model's limits. Collective. Raises
-    # MegatuneError where a token id is beyond the vocabulary (exit code 66), a document beyond the positions (65), or
-    # the rows do not come.
+    key: str  # digest of everything that determines the rows
+    key_parts: dict[str, str]  # description -> digest; for a stream, only the date that its template states
+    num_rows: int | None  # training rows; this and the following are None for a stream
+    pictures: PictureCounts | None  # of training rows
+    lengths: RowLengths | None  # of training rows
+    # Creates the feed. Collective. Raises MegatuneError if a token id is outside the vocabulary (exit code 66), a
+    # sequence is longer than the model's positions (65), or reading the rows fails.
     feed: Callable[[RunSchedule, ModelLimits], Feed]
 
 
-def on_its_day(settings: Settings, resumed: Path | None) -> Settings:
-    """Return settings with the day that templates state: the checkpoint's that the run resumes from, or today's.
-    Collective."""
+def with_template_date(settings: Settings, resumed: Path | None) -> Settings:
+    """Set the date that templates state: the checkpoint's if the run resumes, else today's. Collective."""
     if not settings.data.swift_version or settings.data.template_date is not None:
         return settings
     state = read_state(resumed) if resumed is not None else None
@@ -104,14 +100,14 @@ def on_its_day(settings: Settings, resumed: Path | None) -> Settings:
 
 @contextmanager
 def opened_data(context: RankContext, settings: Settings, source: Path, resumed: Path | None) -> Iterator[RunData]:
-    """Yield the data of a run, which one process of each machine prepares or reads ahead. Collective.
+    """Prepare or stream the data of a run, with one process of each machine. Collective.
 
     Args:
         source: the model's folder, with the tokenizer.
         resumed: the checkpoint that the run resumes from.
 
     Raises:
-        MegatuneError: whatever keeps it from being read; the machines have different rows (exit code 65).
+        MegatuneError: the data cannot be read; machines have different rows (exit code 65).
     """
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
@@ -183,7 +179,7 @@ def _streamed_feed(
 
 
 def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:
-    """Open the run's file of bad rows, on rank 0 where on_bad_row asks for it. Collective."""
+    """Open the run's file of bad rows on rank 0, with on_bad_row: quarantine. Collective."""
     assert settings.run.output_dir is not None
     if settings.data.on_bad_row != "quarantine":
         return None
@@ -193,14 +189,14 @@ def _quarantine(settings: Settings, resumed: bool) -> Quarantine | None:
 
 
 def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, resumed: Path | None) -> Stream:
-    """Begin to read ahead, from where a checkpoint left off. Collective.
+    """Start to stream the data, from the position in a checkpoint. Collective.
 
     Args:
-        resumed: the checkpoint, None to begin at the start of the data.
+        resumed: the checkpoint, None to start at the beginning of the data.
 
     Raises:
-        MegatuneError: the data sets or the tokenizer are not there (exit codes 64 and 66), or differ between machines
-            (65), or the cache cannot be written (73).
+        MegatuneError: data sets or tokenizer are missing (exit codes 64 and 66) or differ between machines (65), or the
+            cache cannot be written (73).
     """
     context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
     if context.local_rank != 0:
@@ -216,7 +212,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     left_off = read_state(resumed) if resumed is not None else None
     state = None
     if left_off is not None and left_off.stream is not None and left_off.rows_digest == key.name:
-        state = StreamState.from_json(left_off.stream)  # one of other rows is refused when it is loaded
+        state = StreamState.from_json(left_off.stream)  # a state of other rows is refused later
     stream = StartedStream(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
         evaluation = None if stream.held_out is None else str(stream.held_out.folder)
@@ -229,7 +225,7 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
 
 
 def _machines(context: RankContext) -> Machines | None:
-    """Open the store through which machines share a stream, on the first of them; None where there is one alone."""
+    """Open the store through which machines share a stream; return None for a single machine."""
     if num_machines(context) == 1:
         return None
     if context.rank == 0:
@@ -240,15 +236,15 @@ def _machines(context: RankContext) -> Machines | None:
     return Machines(context.node_rank, num_machines(context), context.master_addr, port)
 
 
-_stores: list[Any] = []  # they last as long as this process: other machines may still wait for what is in them
+_stores: list[Any] = []  # kept until this process ends: other machines may still read from them
 
 
 class StreamFollower:
-    """What a rank does with its stream before and after each step.
+    """Follows a stream on one rank, before and after each step.
 
     Args:
         limits: of the model.
-        quarantine: the run's file of bad rows; None where this rank keeps none.
+        quarantine: the run's file of bad rows, if this rank writes it.
     """
 
     def __init__(
@@ -277,11 +273,11 @@ class StreamFollower:
         return rows
 
     def before(self, step: int) -> None:
-        """Wait for the rows of a step, counted from 0, and look at the blocks that they are in. Collective."""
+        """Wait for the rows of a step, counted from 0, and check their blocks. Collective."""
         first = step * self._size
         beat = partial(self._context.beat, "data", self._context.step)
         for meta, folder in self._stream.before(first, first + self._size, self._last, beat):
-            # Blocks of the same rows so far end with the same row: every rank comes to this one at this step.
+            # Blocks end with the same row on all machines, so that every rank reaches this block at this step.
             what = f"rows in block {meta.number} of the stream, which step {step + 1} is the first to train"
             check_same(self._context, what, _rows_contents(meta.tokens, TokenRows(folder / PART)))
             check_limits(meta.tokens, self._limits)
@@ -290,15 +286,15 @@ class StreamFollower:
                 self._keep_bad_rows(folder)
 
     def after(self, step: int) -> None:
-        """Delete what no later step needs: all ranks have trained this one, counted from 0."""
+        """Delete blocks that no later step needs, after all ranks have trained this step, counted from 0."""
         self._stream.after(step * self._size)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint needs after this number of steps."""
+        """Return the state of the stream after this number of steps, for a checkpoint."""
         return self._stream.state(step * self._size).to_json()
 
     def epoch_after(self, step: int) -> float | None:
-        """Return the passes done after this number of steps, None where that is not known yet."""
+        """Return the number of epochs after this number of steps, None if unknown yet."""
         return self._stream.epoch_after(step * self._size)
 
     def _keep_bad_rows(self, folder: Path) -> None:
@@ -307,13 +303,13 @@ class StreamFollower:
 
 
 def _rows_contents(report: TokenReport, rows: TokenRows, part: str = "") -> dict[str, str | int]:
-    """Return what machines compare of rows, see `check_same`."""
+    """Return counts and digest of rows, for `check_same`."""
     counts = {f"{part}rows": len(rows), f"{part}tokens": report.tokens}
     return {**counts, f"the digest of the {part}rows": rows.digest}
 
 
 def check_limits(tokens: TokenReport, limits: ModelLimits) -> None:
-    """Refuse a token id that the model has no embedding for, and a document of more positions than it was made for."""
+    """Check that the model has an embedding for each token id, and positions for the longest sequence."""
     if tokens.largest_id >= limits.vocab_size:
         what = f"token id {tokens.largest_id} is beyond the model's vocabulary of {limits.vocab_size}"
         why = "the tokenizer and the weights belong to different models"

@@ -1,6 +1,5 @@
-"""Micro-batches of a run: of the steps that train, and of passes over rows that only run forward; the processes that
-build them ahead; and rows that are left out, since they could not be read, or a picture of theirs could not be decoded.
-"""
+"""Data loaders of training, evaluation and forward-only passes, their worker processes, and rows that are left out
+because they, or an image or video of theirs, cannot be read."""
 
 from __future__ import annotations
 
@@ -27,18 +26,18 @@ from megatune.processes import usable_processes
 from megatune.training.callbacks.base import Callback
 from megatune.training.storage.files import writing
 
-MOST = 4  # processes of a rank, unless dataloader_num_workers says otherwise
-_SHARED_MEMORY = "/dev/shm"  # through which they hand over what they decode
-_LEAST_SHARED = 2**30  # bytes for each rank; containers often have 64 MiB
+MAX_WORKERS = 4  # of each rank, unless dataloader_num_workers is set
+_SHARED_MEMORY = "/dev/shm"  # workers return decoded pictures through it
+_MIN_SHARED_BYTES = 2**30  # for each rank; containers often have 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """Makes this rank's loaders.
+    """Creates the data loaders of this rank.
 
     Attributes:
-        vision: what the model makes of pictures; None of a language model.
-        num_workers: processes that build batches ahead.
+        vision: preprocesses images and videos; None for a language model.
+        num_workers: worker processes of each loader.
     """
 
     settings: Settings
@@ -54,13 +53,13 @@ class Loaders:
         return self._loader(rows, *sizes, steps, self.num_workers)
 
     def evaluation(self, rows: TokenRows) -> StepLoader:
-        """Return the micro-batches of an evaluation: all rows once, in their order."""
+        """Return the micro-batches of an evaluation: all rows once, in order."""
         size = self.settings.batch.per_device_eval_batch_size
         steps = PreparedSteps(rows, size * self.coords.pp_size * self.coords.dp_size, shuffle=False)
         return self._once(steps, size, self.coords.pp_size)
 
     def grouped(self, rows: TokenRows) -> tuple[PreparedSteps, StepLoader]:
-        """Return all rows once, in micro-batches as large as those that train, of rows of similar length."""
+        """Return all rows once, grouped by length, in micro-batches of the training size."""
         batch = self.settings.batch
         sizes = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
         steps = PreparedSteps(rows, sizes[0] * sizes[1] * self.coords.dp_size, group_by_length=True)
@@ -68,13 +67,13 @@ class Loaders:
 
     @property
     def shard(self) -> MediaShard | None:
-        """Which pictures of a micro-batch this rank decodes: the ranks of the first stage deal them."""
+        """The share of a micro-batch's pictures that this rank decodes; ranks of the first stage divide them."""
         coords = self.coords
         shared = coords.tp_size * coords.cp_size
         return None if coords.pp_rank else MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, shared)
 
     def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
-        # Without pictures processes cost more to start than they save.
+        # Without pictures, starting processes takes longer than they save.
         num_workers = self.num_workers if self.vision is not None else 0
         return self._loader(steps, micro_batch_size, num_micro_batches, range(steps.steps_per_epoch), num_workers)
 
@@ -108,22 +107,20 @@ class Loaders:
 
 
 def loader_workers(settings: Settings, context: RankContext, has_pictures: bool) -> tuple[int, str | None]:
-    """Return the processes that build batches for a rank, and what to say of them where they are not as written."""
-    written = settings.data.dataloader_num_workers
-    if written:
-        usable, why = usable_processes(written, context.local_world_size)
-        note = f"dataloader_num_workers {written}: {usable} of each rank are started, as {why} a rank"
-        return usable, note if usable < written else None
-    # Python refuses daemonic processes children.
-    if written is not None or not has_pictures or multiprocessing.current_process().daemon:
+    """Return the number of worker processes of each loader, and a note if it differs from the settings."""
+    asked = settings.data.dataloader_num_workers
+    if asked:
+        usable, why = usable_processes(asked, context.local_world_size)
+        note = f"dataloader_num_workers {asked}: {usable} of each rank are started, as {why} a rank"
+        return usable, note if usable < asked else None
+    # Daemonic processes cannot have children.
+    if asked is not None or not has_pictures or multiprocessing.current_process().daemon:
         return 0, None
     cores = len(os.sched_getaffinity(0)) // context.local_world_size
-    workers = max(0, min(MOST, cores - 1))
+    workers = max(0, min(MAX_WORKERS, cores - 1))
     why = f"{cores} cores a rank"
-    if (
-        os.path.isdir(_SHARED_MEMORY)
-        and shutil.disk_usage(_SHARED_MEMORY).free < _LEAST_SHARED * context.local_world_size
-    ):
+    needed = _MIN_SHARED_BYTES * context.local_world_size
+    if os.path.isdir(_SHARED_MEMORY) and shutil.disk_usage(_SHARED_MEMORY).free < needed:
         workers, why = 0, f"{_SHARED_MEMORY} is small"
     processes = f"{workers} process{'es' * (workers > 1)} of each rank, ahead of the steps"
     where = processes if workers else "each rank itself, between its steps"
@@ -133,15 +130,15 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
 def without_unreadable(
     batches: Sequence[Batch], coords: RankCoordinates, *, refuse: bool
 ) -> tuple[list[Batch], list[Unreadable]]:
-    """Return micro-batches without the labels of samples that have an unreadable picture, and these pictures.
+    """Mask the labels of samples with an unreadable picture; return the micro-batches and these pictures.
 
-    Each picture is decoded by one of the ranks that have its micro-batch, so the others have to learn of it. A
-    sample's file is named once: both answers of a pair have the pictures of its prompt.
-    Collective: a sum over all ranks, and more only where a picture is unreadable.
+    Each picture is decoded by only one of the ranks that have its micro-batch, so they exchange which are unreadable. A
+    sample's file is reported once: both answers of a pair share the pictures of the prompt.
+    Collective: a sum over all ranks, and a gather only if a picture is unreadable.
 
     Args:
         batches: this data-parallel rank's micro-batches of a step.
-        refuse: end the run instead.
+        refuse: raise an error instead.
 
     Raises:
         MegatuneError: DATA, on every rank, naming the files.
@@ -168,10 +165,10 @@ def without_unreadable(
 
 
 class Quarantine(Callback):
-    """bad_rows.jsonl of a run, with each row and picture once, however often it is read.
+    """Writes bad_rows.jsonl, with each row and picture once.
 
     Args:
-        keep: what an earlier process of the run wrote.
+        keep: keep the entries of an earlier process of the run.
     """
 
     def __init__(self, output_dir: Path, *, keep: bool) -> None:
@@ -186,7 +183,7 @@ class Quarantine(Callback):
                 self.path.write_bytes(whole + b"\n" if whole else b"")
 
     def copy(self, folder: Path) -> bool:
-        """Copy what is new of the bad rows of a folder of token rows; return whether there are any."""
+        """Add the bad rows of a folder of token rows; return whether there are any."""
         bad_rows = folder / BAD_ROWS_FILE
         if not bad_rows.exists():
             return False

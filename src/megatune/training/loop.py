@@ -1,6 +1,6 @@
-"""The training loop: read a step's rows, train on them, then evaluate and save where the schedule says so.
+"""The training loop: reads the rows of a step, trains on them, and evaluates and saves when the schedule says so.
 
-Everything else of a run is a callback (rank 0), or the loss's own affair (`objectives.base`).
+Everything else is a callback (on rank 0) or part of the objective (`objectives.base`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import EvalReport, TrainSummary
 from megatune.training.feed import Feed
 from megatune.training.loaders import Loaders, without_unreadable
-from megatune.training.measurements import MemoryLog, Pace, Place, StepClock, StepProfiler, step_report
+from megatune.training.measurements import MemoryLog, RankLocation, StepClock, StepProfiler, Stragglers, step_report
 from megatune.training.reference import Reference
 from megatune.training.run_schedule import RunSchedule, TimeBudget
 from megatune.training.saving import CheckpointSaver
@@ -49,11 +49,11 @@ Outcome = Literal["finished", "stopped"]
 
 
 class StepBatches(NamedTuple):
-    """What one step trains on, of this data-parallel rank.
+    """The micro-batches of one step on this data-parallel rank.
 
     Attributes:
-        companions: what the objective looks at before the step: one list of micro-batches, or nothing.
-        waited: seconds for all of these.
+        companions: one list of micro-batches that the objective reads before the step, or none.
+        waited: seconds spent waiting for the data.
     """
 
     batches: list[Batch]
@@ -63,19 +63,18 @@ class StepBatches(NamedTuple):
 
 @dataclass(slots=True)
 class Trainer:
-    """One rank's part of a run.
+    """The training state and loop of one rank.
 
     Attributes:
-        objective: the loss.
-        reference: what answers are compared with; None where nothing is.
-        feed: the rows of each step, and those to evaluate.
-        schedule: which step ends an epoch, is saved, is evaluated, is the last.
-        state: how far the run has come.
-        source: the folder of the model that the run started from.
-        memory: what this rank holds.
-        bad_steps: judges steps, and what becomes of those that are bad.
-        answerer: writes answers; None where none are asked for.
-        budget: the time that the run may take.
+        reference: the reference model of the objective, or None.
+        feed: the rows of each step and of evaluation.
+        schedule: the steps that end an epoch, save or evaluate, and the number of steps.
+        state: the progress of the run, as checkpoints store it.
+        source: the folder of the initial model.
+        memory: the memory use of this rank.
+        bad_steps: detects and handles bad steps.
+        answerer: generates answers for evaluation, or None.
+        budget: the time limit of the run.
     """
 
     settings: Settings
@@ -99,21 +98,21 @@ class Trainer:
     _first_step: int = field(default=0, init=False)
     _saved_step: int = field(default=-1, init=False)
     _clock: StepClock = field(init=False)
-    _pace: Pace = field(init=False)
+    _stragglers: Stragglers = field(init=False)
 
     def __post_init__(self) -> None:
         self._saver = CheckpointSaver(self.store, self.assembly, self.settings, self.source, self._beat_save)
         self.objective.load_state_dict(self.state.objective)
 
     def run(self) -> Outcome:
-        """Train from the state to the end, or until a stop is requested; the last step is always saved."""
+        """Train from the current state to the end or until a stop is requested. The last step is always saved."""
         began = time.monotonic()
         outcome: Literal["finished", "stopped", "failed"] = "failed"
         self._first_step = self._saved_step = self.state.step
         self.callbacks.on_train_begin(self.schedule)
         memory: list[RankMemory] | None = None
-        # Left alone, each process collects garbage whenever its own counters say so, for some tens of milliseconds, and
-        # the others wait for it in the next collective operation.
+        # With automatic garbage collection, each rank pauses at other steps for tens of milliseconds, and all others
+        # wait for it in the next collective operation.
         manual_gc = self.settings.performance.manual_gc
         if manual_gc:
             gc.disable()
@@ -142,7 +141,8 @@ class Trainer:
 
     def _train(self) -> Outcome:
         steps = range(self.state.step, self.schedule.total_steps)
-        self._pace = Pace(groups.all_gather_object(Place(socket.gethostname(), self.assembly.coords.pp_rank)))
+        location = RankLocation(socket.gethostname(), self.assembly.coords.pp_rank)
+        self._stragglers = Stragglers(groups.all_gather_object(location))
         self._clock, read = StepClock(), self._read(steps)
         if self.settings.evaluation.eval_on_start and self.state.step == 0:
             self.callbacks.on_evaluate(self._evaluate())
@@ -153,7 +153,7 @@ class Trainer:
                 profiler.begin(step)
                 batches = next(read)
                 votes = self._step(step, batches)
-                self._tidy(step)
+                self._end_step(step)
                 profiler.end(step + 1)
                 with self._clock.paused():
                     self._evaluate_and_save(votes)
@@ -164,7 +164,7 @@ class Trainer:
     # Read
 
     def _read(self, steps: range) -> Iterator[StepBatches]:
-        """Yield what each step trains on."""
+        """Yield the micro-batches of each step."""
         rows = iter(self.loaders.training(self.feed.rows, steps))
         others = None if self.feed.companions is None else iter(self.loaders.training(self.feed.companions, steps))
         for step in steps:
@@ -177,14 +177,14 @@ class Trainer:
             yield StepBatches(batches, companions, time.monotonic() - began)
 
     def _readable(self, batches: list[Batch]) -> tuple[list[Batch], list[Unreadable]]:
-        """Return micro-batches without labels of documents that have unreadable pictures, and these pictures."""
+        """Mask the labels of sequences with unreadable pictures; return the micro-batches and these pictures."""
         if self.loaders.vision is None:
             return batches, []
         refuse = self.settings.data.on_bad_row == "error"
         return without_unreadable(batches, self.assembly.coords, refuse=refuse)
 
     def _prepared(self, batches: list[Batch]) -> tuple[list[Batch], int]:
-        """Return what is readable of micro-batches, with the reference's values; and how many pictures are not."""
+        """Return micro-batches with the reference's values, and the number of unreadable pictures."""
         batches, unreadable = self._readable(batches)
         if unreadable:
             self.callbacks.on_unreadable(unreadable)
@@ -195,10 +195,10 @@ class Trainer:
     # Train
 
     def _step(self, step: int, read: StepBatches) -> Votes:
-        """Train one step, counted from 0, and report it; return what ranks ask for."""
+        """Train one step, counted from 0, and report it. Return the votes of all ranks."""
         self.context.beat("train", step + 1)
         if step + 1 in self.bad_steps.left_out:
-            self.callbacks.on_notice(self.bad_steps.pass_over(step))
+            self.callbacks.on_notice(self.bad_steps.skip(step))
             self.state.step = step + 1
             self._clock.lap()
             return NO_VOTES
@@ -213,7 +213,7 @@ class Trainer:
             batches,
             self.objective,
             learning_rate=self.learning_rate.at(step),
-            judge=self.bad_steps.judge,
+            check=self.bad_steps.check,
             votes=Votes(
                 stop=self.context.stop_requested() or self.budget.is_spent(),
                 save=self.context.save_requested(),
@@ -228,7 +228,7 @@ class Trainer:
             self._check_first(result)
         if result.updated:
             self.objective.after_step(result.totals)
-        self._judge(step, result)
+        self._check_step(step, result)
         self._report(step, batches, result, seconds, read.waited, unreadable)
         return result.totals.votes
 
@@ -238,16 +238,16 @@ class Trainer:
             if self.context.rank == 0:
                 say(line)
 
-    def _judge(self, step: int, result: StepResult) -> None:
-        """Act on a bad step, and name slow ones."""
+    def _check_step(self, step: int, result: StepResult) -> None:
+        """Handle a bad step, and report slow ranks."""
         if result.problem is not None:
-            self._settle()  # what is written may be what the run goes back to
-            notice = self.bad_steps.act(step, result, not_finite_gradients(self.assembly))
+            self._settle()  # the run may go back to the checkpoint that is being written
+            notice = self.bad_steps.handle(step, result, not_finite_gradients(self.assembly))
             self.callbacks.on_notice(notice)
         elif result.updated:
             self.bad_steps.note_good(result)
         measured = step + 1 - self._clock.busy.lag
-        for slow in self._pace.notices(measured, self._clock.busy.wall, result.totals.busy_seconds):
+        for slow in self._stragglers.notices(measured, self._clock.busy.wall, result.totals.busy_seconds):
             self.callbacks.on_notice(slow)
 
     def _report(
@@ -274,10 +274,10 @@ class Trainer:
         self.callbacks.on_step_end(report)
 
     def _measured(self, step: int, result: StepResult, waited: float) -> dict[str, float]:
-        """Return what switches of logging add to a step's metrics; collective."""
+        """Return the metrics that logging settings add to a step. Collective."""
         logs, found = self.settings.logging, {}
         done = step + 1
-        # Where a log line ends with this step; a stop may add one.
+        # Whether a log line ends with this step. A stop may add one.
         is_logged = step == self._first_step or done == self.schedule.total_steps or done % logs.logging_steps == 0
         if logs.log_timers:
             found = {f"time_{part}": seconds for part, seconds in result.seconds.items()} | {"time_data": waited}
@@ -296,8 +296,8 @@ class Trainer:
             return self.feed.follower.epoch_after(self.state.step)
         return self.schedule.epoch_of(self.state.step)
 
-    def _tidy(self, step: int) -> None:
-        """Note what memory a step took, and let go of what no later step needs."""
+    def _end_step(self, step: int) -> None:
+        """Record the memory use of a step, and free what later steps do not need."""
         self.memory.stepped()
         if self.feed.follower is not None:
             self.feed.follower.after(step)
@@ -308,7 +308,7 @@ class Trainer:
     # Evaluate and save
 
     def _evaluate_and_save(self, votes: Votes) -> None:
-        """Do what the schedule, or a rank, asks for after a step."""
+        """Evaluate and save after a step if the schedule or a rank requests it."""
         if votes.settle:
             self._settle()
         report = self._evaluate() if self.schedule.evaluates_at(self.state.step) else None
@@ -322,7 +322,7 @@ class Trainer:
 
     @property
     def _stops_early(self) -> bool:
-        """Whether so many evaluations have followed the best one that no more steps are taken."""
+        """Whether early_stopping_steps evaluations have passed since the best one."""
         patience, best = self.settings.evaluation.early_stopping_steps, self.state.best_step
         if patience is None or best is None:
             return False
@@ -369,8 +369,8 @@ class Trainer:
         )
 
     def _generate(self, report: EvalReport | None) -> EvalReport:
-        """Write answers, and return their scores, added to the report of the loss where there is one."""
-        assert self.answerer is not None, "made where the settings ask for answers"
+        """Generate answers, and add their scores to the report of the loss, if there is one."""
+        assert self.answerer is not None, "created if the settings request answers"
         step, began = self.state.step, time.monotonic()
         answers = self.answerer.write(
             self.assembly.model, lambda number: self.context.beat(f"token {number + 1} of answers", step)
@@ -379,7 +379,7 @@ class Trainer:
             step=step, epoch=self._epoch, loss=None, perplexity=None, num_tokens=sum(map(len, answers)), seconds=0.0
         )
         scores: Mapping[str, float] = {}
-        if self.context.rank == 0:  # which has the callbacks
+        if self.context.rank == 0:  # only rank 0 has callbacks
             generated = self.answerer.report(step, answers)
             self.callbacks.on_generate(generated)
             scores = generated.scores
@@ -388,7 +388,7 @@ class Trainer:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """Where the evaluation loss was lowest, if that step was saved."""
+        """The checkpoint with the lowest evaluation loss, if that step was saved."""
         if self.state.best_step is None:
             return None
         path = self.store.checkpoint(self.state.best_step)
@@ -413,7 +413,7 @@ class Trainer:
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
 
     def _settle(self) -> None:
-        """Wait for the checkpoint that is written in the background, if there is one."""
+        """Wait for the checkpoint that is being written in the background, if any."""
         if self._saver.in_flight:
             self._beat_save()
             path = self._saver.settle()
@@ -422,6 +422,6 @@ class Trainer:
 
 
 def _named(each: Mapping[str, StepTotals]) -> dict[str, float]:
-    """Name the loss and the metrics of each data set as LLaMA-Factory does, but for its prefix `eval_`."""
+    """Name the loss and metrics of each data set as LLaMA-Factory does, without its prefix `eval_`."""
     found = ((name, {"loss": totals.loss, **totals.metrics}) for name, totals in each.items())
     return {f"{name}_{metric}": value for name, values in found for metric, value in values.items()}

@@ -1,5 +1,4 @@
-"""What a run measures of itself: how fast steps are, and which steps and ranks are far slower than the others; a trace
-and a table of operators (`profile: true`); and the memory that ranks hold, always."""
+"""Measurements of a run: step times, slow steps and slow ranks, profiler traces (`profile: true`), and memory use."""
 
 from __future__ import annotations
 
@@ -33,22 +32,22 @@ from megatune.plan.run.record import RankMemory, rank_memory_path
 from megatune.training.callbacks.base import Notice, StepReport
 from megatune.training.train_step import StepResult
 
-_WARM_UP = 2  # steps of a process that say nothing
-_WINDOW = 32  # steps that tell what is usual
-_JUDGED_FROM = 8  # of them, for a step; a rank is judged from twice as many on
-# A step is slow that takes so many times the usual; a rank, that is busy for so many times as long as its peers while
-# they wait for so large a part of a step; less than these seconds are worth no line.
-_SLOW_STEP, _SLOW_RANK, _NOTABLE = 2.0, 1.3, 0.1
-_LEAST_OF_STEP, _LEAST_OF_RANK = 1.0, 0.05
-_SHARE = 0.5  # of what a slow step took longer, that the rank has to explain
-_PAUSE_SECONDS = 60.0  # between two lines on slow steps
+_WARM_UP = 2  # first steps of a process, which are ignored
+_WINDOW = 32  # steps whose median is the usual time
+_MIN_STEPS = 8  # before slow steps are reported; twice as many before slow ranks are
+# A slow step takes _SLOW_STEP times the median, and _MIN_STEP_SECONDS more. A slow rank is busy _SLOW_RANK times as
+# long as its peers, and longer by _MIN_WAIT of a step and by _MIN_RANK_SECONDS.
+_SLOW_STEP, _SLOW_RANK, _MIN_WAIT = 2.0, 1.3, 0.1
+_MIN_STEP_SECONDS, _MIN_RANK_SECONDS = 1.0, 0.05
+_MIN_EXPLAINED = 0.5  # part of a slow step's excess time that a rank must explain to be named
+_NOTICE_INTERVAL = 60.0  # seconds between two notices on slow steps
 
 
 class StepClock:
-    """The time of steps, from the end of one to the end of the next.
+    """Measures the time of steps, from the end of one to the end of the next.
 
     Attributes:
-        busy: of it, what this rank does without waiting for others.
+        busy: the time in which this rank does not wait for other ranks.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out of the step."""
+        """Exclude the block from the step time."""
         began = time.monotonic()
         self.busy.pause()
         try:
@@ -73,77 +72,77 @@ class StepClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank runs. Ranks of one pipeline stage have the same to do."""
+class RankLocation:
+    """A rank's host and pipeline stage. Ranks of one stage have the same amount of work."""
 
     host: str
     stage: int
 
 
-class Pace:
-    """Judges the steps of a process.
+class Stragglers:
+    """Detects slow steps and slow ranks.
 
     Args:
-        places: of all ranks.
-        now: seconds of a clock.
+        locations: of all ranks.
+        now: returns the seconds of a clock.
     """
 
-    def __init__(self, places: Sequence[Place], now: Callable[[], float] = time.monotonic) -> None:
-        self._places, self._now = places, now
+    def __init__(self, locations: Sequence[RankLocation], now: Callable[[], float] = time.monotonic) -> None:
+        self._locations, self._now = locations, now
         self._num_steps = 0
         self._walls: deque[float] = deque(maxlen=_WINDOW)
-        self._busy: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
+        self._busy: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in locations]
         self._named: set[int] = set()
         self._next_line, self._left_out = 0.0, 0
 
     def notices(self, step: int, wall: float, busy: Sequence[float]) -> list[Notice]:
-        """Return what to say of a step.
+        """Return notices on a slow step or rank.
 
         Args:
             step: counted from 1.
-            wall: seconds that it took, without evaluation and saving.
-            busy: of these, how long each rank did not wait for others.
+            wall: time of the step in seconds, without evaluation and saving.
+            busy: seconds in which each rank did not wait for other ranks.
         """
         self._num_steps += 1
         if self._num_steps <= _WARM_UP:
             return []
-        found = [self._slow_step(step, wall, busy)] if len(self._walls) >= _JUDGED_FROM else []
+        found = [self._slow_step(step, wall, busy)] if len(self._walls) >= _MIN_STEPS else []
         self._walls.append(wall)
         for known, seconds in zip(self._busy, busy, strict=True):
             known.append(seconds)
-        if len(self._walls) >= 2 * _JUDGED_FROM:
+        if len(self._walls) >= 2 * _MIN_STEPS:
             found.append(self._slow_rank(step))
         return [notice for notice in found if notice is not None]
 
     def _slow_step(self, step: int, wall: float, busy: Sequence[float]) -> Notice | None:
         usual = statistics.median(self._walls)
-        if wall < max(_SLOW_STEP * usual, usual + _LEAST_OF_STEP):
+        if wall < max(_SLOW_STEP * usual, usual + _MIN_STEP_SECONDS):
             return None
         if self._now() < self._next_line:
             self._left_out += 1
             return None
         longer = [seconds - statistics.median(known) for seconds, known in zip(busy, self._busy, strict=True)]
         rank = max(range(len(busy)), key=longer.__getitem__)
-        is_explained = longer[rank] >= _SHARE * (wall - usual)
+        is_explained = longer[rank] >= _MIN_EXPLAINED * (wall - usual)
         why = "no rank was busy for longer than usual: communication between them or their devices were slow"
         if is_explained and len(busy) == 1:
             why = "it was computing, or waiting for its data or a disk"
         elif is_explained:
             why = f"{self._name(rank)} was busy for {busy[rank]:.2f} s, and the others waited for it"
         more = f"; {self._left_out} more since the last such line" if self._left_out else ""
-        self._next_line, self._left_out = self._now() + _PAUSE_SECONDS, 0
+        self._next_line, self._left_out = self._now() + _NOTICE_INTERVAL, 0
         values = {"slow_step_seconds": wall, "usual_seconds": usual, "slow_rank": rank if is_explained else None}
         return Notice(step, f"step {step} took {wall:.2f} s, {usual:.2f} s are usual: {why}{more}", values)
 
     def _slow_rank(self, step: int) -> Notice | None:
         usual = [statistics.median(known) for known in self._busy]
         rank = max(range(len(usual)), key=usual.__getitem__)
-        stage = self._places[rank].stage
-        peers = [each for other, each in enumerate(usual) if other != rank and self._places[other].stage == stage]
+        stage = self._locations[rank].stage
+        peers = [each for other, each in enumerate(usual) if other != rank and self._locations[other].stage == stage]
         if rank in self._named or not peers:
             return None
         theirs, wall = statistics.median(peers), statistics.median(self._walls)
-        if usual[rank] < _SLOW_RANK * theirs or usual[rank] - theirs < max(_NOTABLE * wall, _LEAST_OF_RANK):
+        if usual[rank] < _SLOW_RANK * theirs or usual[rank] - theirs < max(_MIN_WAIT * wall, _MIN_RANK_SECONDS):
             return None
         self._named.add(rank)
         text = f"{self._name(rank)} makes the others wait: it is busy for {usual[rank]:.2f} s of a step of {wall:.2f} s"
@@ -152,7 +151,7 @@ class Pace:
         return Notice(step, text, values)
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} on host {self._places[rank].host}"
+        return f"rank {rank} on host {self._locations[rank].host}"
 
 
 def step_report(
@@ -166,14 +165,14 @@ def step_report(
     seconds: float,
     **fields: Any,
 ) -> StepReport:
-    """Report a step.
+    """Return the report of a step.
 
     Args:
         rows: of all steps.
         batches: this rank's micro-batches of the step.
         step: counted from 1.
-        seconds: that it took.
-        fields: of StepReport, which the loop knows.
+        seconds: time of the step.
+        fields: further fields of StepReport.
     """
     lengths = [int(length) for row in rows.lengths(step - 1) for length in row]
     flops = train_flops(assembly.architecture, lengths, settings.finetuning)
@@ -206,7 +205,7 @@ def step_report(
 
 _logger = logging.getLogger(__name__)
 _OPERATORS = 40  # rows of the table
-_GROWTH = 1.02  # the file of memory is written again when the peak has grown by this factor
+_GROWTH = 1.02  # the memory file is rewritten when the peak has grown by this factor
 
 
 def profile_dir(settings: Settings) -> Path:
@@ -216,7 +215,7 @@ def profile_dir(settings: Settings) -> Path:
 
 
 def check_profiled_steps(settings: Settings, total_steps: int) -> None:
-    """Refuse steps to profile beyond the end of the run, which num_train_epochs alone does not tell.
+    """Check that the run has the steps to profile, which is unknown before num_train_epochs is converted to steps.
 
     Raises:
         MegatuneError: SETTINGS.
@@ -235,7 +234,7 @@ def profiled_ranks(settings: Settings) -> list[int]:
 
 
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
-    """Profiles the steps of a run that the settings name, on the ranks that they name."""
+    """Profiles the steps and ranks that the settings name."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         logs = settings.logging
@@ -244,13 +243,13 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         self._profile: profile | None = None
 
     def begin(self, done: int) -> None:
-        """Begin where the next step is one to profile; `done` steps of the run are done."""
+        """Start profiling if the next step, after `done` steps, is to be profiled."""
         if done in self._steps and self._profile is None:
             self._profile = profile(activities=device.profiler_activities(), record_shapes=True)
             self._profile.start()
 
     def end(self, done: int) -> None:
-        """Write the trace where the last step to profile is done."""
+        """Write the trace after the last step to profile."""
         if self._profile is not None and done not in self._steps:
             self._write()
 
@@ -270,15 +269,15 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
             averages = done.key_averages()
             table = averages.table(sort_by=device.PROFILER_SORT_KEY, row_limit=_OPERATORS, max_name_column_width=80)
             path.with_suffix(".txt").write_text(table, encoding="utf-8")
-        except Exception as error:  # a full disk, say, must not end the run
+        except Exception as error:  # a full disk, for example, must not end the run
             _logger.warning("the profile of this rank cannot be written to %s: %r", path.parent, error)
 
 
 @contextlib.contextmanager
 def memory_snapshot(settings: Settings, rank: int) -> Iterator[None]:
-    """Write profile/memory-rank-K.pickle where the block runs out of GPU memory, for pytorch.org/memory_viz.
+    """Write profile/memory-rank-K.pickle if the block runs out of GPU memory, for pytorch.org/memory_viz.
 
-    Every allocation is recorded from here on, on the ranks that profile; a CPU's are not recorded.
+    Allocations are recorded on the ranks that profile; those on a CPU are not.
     """
     if rank not in profiled_ranks(settings):
         yield
@@ -294,9 +293,9 @@ def memory_snapshot(settings: Settings, rank: int) -> Iterator[None]:
 
 
 class MemoryLog:
-    """RUN_DIR/memory/rank-K.json: what a rank holds at moments of its run.
+    """Writes RUN_DIR/memory/rank-K.json: the memory use of a rank at several moments of its run.
 
-    It is on disk at once: a rank that runs out of memory has no time to say it.
+    It is written at once, since a rank that runs out of memory cannot write it later.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -306,7 +305,7 @@ class MemoryLog:
         self.note(joined=device.memory_bytes())  # before anything is built
 
     def stepped(self) -> None:
-        """Note what is held after a step: the first one, and those that hold more."""
+        """Record the memory use after the first step, and after steps that use more."""
         if not self._memory.stepped:
             self.note(stepped=device.memory_bytes())
         elif device.peak_memory_bytes() > _GROWTH * self._written_peak:
@@ -314,14 +313,14 @@ class MemoryLog:
 
     @property
     def now(self) -> RankMemory:
-        """With the peak so far."""
-        # The kernel's resident peak is counted in coarse steps, and may lie below what was held.
+        """The memory use, with the peak so far."""
+        # The kernel's resident peak has a coarse resolution, and may be below the measured values.
         held = max(self._memory.joined, self._memory.loaded, self._memory.stepped)
         overhead = max(self._memory.overhead, device.memory_overhead_bytes())
         return replace(self._memory, peak=max(held, device.peak_memory_bytes()), overhead=overhead)
 
     def note(self, **moments: int) -> None:
-        """Write what is held now, and the moments given by name."""
+        """Write the current peak, and the memory use at named moments."""
         self._memory = replace(self._memory, **moments)
         memory = self.now
         self._written_peak = memory.peak

@@ -1,5 +1,5 @@
-"""The small files of a model beside its weights: configuration, tokenizer, generation settings; and the chat template,
-by which other programs ask the model: whether it is the one that trains."""
+"""The small files of a model (configuration, tokenizer, generation settings), and whether its chat template, which
+other programs use, is the one of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Weights in any format, and what belongs to a training run, is not copied from the model's own folder.
+# Weights in any format and files of a training run are not copied from the model's folder.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json", ".md", ".png")
 _RUN_FILES = (
     "run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json", "adapter_config.json",
@@ -35,10 +35,10 @@ _RUN_FILES = (
 def scored_config(
     config: Mapping[str, Any], folder: Path, count: int, problem_type: str | None = None
 ) -> dict[str, Any]:
-    """Return the config.json of a model with scores, made of a language model's or of its own.
+    """Return the config.json of a classifier or reward model, given its own or that of a language model.
 
     Args:
-        folder: has the tokenizer, whose padding it gets.
+        folder: has the tokenizer, whose padding token the config gets.
         count, problem_type: as `as_saved` takes them.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -49,68 +49,67 @@ def scored_config(
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json that says the dtype of the weights, as torch names it, wherever it says one, and no more how
-    those that were read are quantized."""
-    said: dict[str, Any] = json.loads(json.dumps(config))
-    said.pop("quantization_config", None)
-    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may say it, too.
-    said.setdefault("dtype" if "torch_dtype" not in said else "torch_dtype", None)
-    for part in (said, said.get("text_config") or {}, said.get("vision_config") or {}):
+    """Return a config.json with a torch dtype and without quantization."""
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    changed.pop("quantization_config", None)
+    # Transformers 5 writes "dtype", Transformers 4 "torch_dtype"; parts of a vision-language model may have it, too.
+    changed.setdefault("dtype" if "torch_dtype" not in changed else "torch_dtype", None)
+    for part in (changed, changed.get("text_config") or {}, changed.get("vision_config") or {}):
         part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
-    return said
+    return changed
 
 
 def small_files(folder: Path) -> list[Path]:
-    """List the files of a model's folder that a model made from it has, too."""
+    """List the files of a model's folder that are copied into a model trained from it."""
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _RUN_FILES)
     return [path for path in found if not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED)]
 
 
 def copy_small_files(source: Path, target: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer of a model; config.json says the dtype of the weights, as torch prints it."""
+    """Copy configuration and tokenizer of a model; config.json gets `dtype`, as torch prints it."""
     for file in small_files(source):
         shutil.copyfile(file, target / file.name)
     config = read_config(source)
-    if (said := with_dtype(config, dtype.removeprefix("torch."))) != config:
-        (target / CONFIG).write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if (changed := with_dtype(config, dtype.removeprefix("torch."))) != config:
+        (target / CONFIG).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def chat_template_notes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
-    """Return what to say of the chat template that is saved, and what to warn of."""
+    """Return notes and warnings on the chat template that is saved."""
     if (template := _other_template(settings, tokenizer)) is None:
         return [], []
     if not tokenizer.chat_template:
         try:
             as_jinja(template, tokenizer)
         except ValueError as error:
-            return [], [_unwritten(template, error)]
+            return [], [_not_saved(template, error)]
         return [f"the tokenizer has no chat template: {CHAT_TEMPLATE} with the text of {template.name} is saved"], []
     if settings.data.template is None:  # ms-swift's for the model
         return [], []
     thinking = Thinking(settings.data.enable_thinking)
     difference = prompt_difference(template, tokenizer, thinking, settings.data.default_system or "")
-    return [], [_asked_otherwise(template, difference)] if difference else []
+    return [], [_prompts_differ(template, difference)] if difference else []
 
 
 def write_chat_template(settings: Settings, source: Path, folder: Path) -> None:
-    """Write the template that trains into a folder with a model, where the tokenizer in `source` has none."""
+    """Write the template of training into a model's folder if the tokenizer in `source` has none."""
     if has_chat_template(source):
         return
     tokenizer = load_tokenizer(source)
     if not tokenizer.chat_template and (template := _other_template(settings, tokenizer)) is not None:
         try:
             text = as_jinja(template, tokenizer)
-        except ValueError:  # said when the run began
+        except ValueError:  # reported at the start of the run
             return
         (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
 
 
 def _other_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """Return what trains if it is not the tokenizer's own chat template; None of texts, too, and of prompts of
-    reinforcement learning, which have keys of their own."""
+    """Return the template of training if it is not the tokenizer's chat template; None also for plain text, and for the
+    prompts of reinforcement learning, which have other settings."""
     data = settings.data
     if settings.run.stage == "pt" or (data.template is None and not data.swift_version):
         return None
@@ -118,16 +117,16 @@ def _other_template(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> T
     return None if isinstance(template, ChatTemplate) else template
 
 
-def _unwritten(template: Template, error: ValueError) -> str:
+def _not_saved(template: Template, error: ValueError) -> str:
     return (
         f"the tokenizer has no chat template, and template {template.name} cannot be saved as one: {error}; "
         f"`megatune infer`, vLLM and others cannot chat with the model until its folder has a {CHAT_TEMPLATE}"
     )
 
 
-def _asked_otherwise(template: Template, difference: str) -> str:
+def _prompts_differ(template: Template, difference: str) -> str:
     return (
         f"template {template.name} is not the tokenizer's chat template, which is saved with the model: "
-        f"`megatune infer`, vLLM and others will ask it with {difference}, and its answers may be bad; "
+        f"`megatune infer`, vLLM and others will prompt it with {difference}, and its answers may be bad; "
         "remove template to train with the tokenizer's"
     )

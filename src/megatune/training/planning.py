@@ -1,6 +1,5 @@
-"""What a plan takes from here: the machine that a command runs on, and how long rows are: those of the data where they
-are at hand, else what was stated; and the plan that is made again once a run has its rows, before its weights are
-loaded."""
+"""Input of the planner: this machine, the lengths of the data's rows, and the plan for the actual rows of a run before
+its weights are loaded."""
 
 from __future__ import annotations
 
@@ -31,22 +30,22 @@ if TYPE_CHECKING:
 def this_machine(
     processes: int, num_gpus: int, calibration: str | Path | None = None, env: Mapping[str, str] = os.environ
 ) -> tuple[Machine | None, str]:
-    """Describe this machine, with the factors that were fitted to it; or return None and why it cannot be planned for.
+    """Return this machine with its calibration; or None and the reason why it cannot be planned for.
 
     Args:
         processes: of the run, on this machine.
-        num_gpus: that it shows (`launch.devices.count_gpus`), 0 to compute on the CPU.
-        calibration: a file of `megatune plan --calibrate`; None takes the one of this device.
+        num_gpus: visible GPUs (`launch.devices.count_gpus`), 0 to use the CPU.
+        calibration: a file of `megatune plan --calibrate`; None for the one of this device.
 
     Raises:
-        MegatuneError: INPUT, where the calibration cannot be read.
+        MegatuneError: INPUT, if the calibration cannot be read.
     """
     from megatune.launch.devices import count_cpus, free_memory, list_gpus
     from megatune.plan.catalogue import cpu_machine, device_by_driver_name, find_machine
     from megatune.plan.catalogue.own import calibration_for
 
     if not num_gpus:
-        # As `launch.processes` gives them to ranks.
+        # As `launch.processes` divides them among ranks.
         threads = env.get("OMP_NUM_THREADS", "").strip()
         each = int(threads) if threads.isdigit() and int(threads) else max(1, count_cpus() // processes)
         cores = min(count_cpus(), processes * each)
@@ -55,7 +54,7 @@ def this_machine(
         gpus = list_gpus(env)
         known = [device for gpu in gpus if (device := device_by_driver_name(gpu.name)) is not None]
         if not gpus or len(known) < len(gpus):
-            names = ", ".join(sorted({gpu.name for gpu in gpus})) or "what nvidia-smi does not tell of"
+            names = ", ".join(sorted({gpu.name for gpu in gpus})) or "GPUs that nvidia-smi does not list"
             return None, f"the catalogue does not have {names}: give its numbers to megatune plan (docs/devices.md)"
         smallest = min(range(len(gpus)), key=lambda index: gpus[index].memory)
         machine = find_machine(known[smallest].name, gpus_per_node=processes)
@@ -68,7 +67,7 @@ _BF16_SINCE = (8, 0)
 
 
 def this_gpu(env: Mapping[str, str] = os.environ) -> Gpu:
-    """Describe the GPUs of this machine by the first one."""
+    """Return the first GPU of this machine, for all of them."""
     from megatune.launch.devices import compute_capability, list_gpus
     from megatune.plan.catalogue import device_by_driver_name
 
@@ -80,12 +79,12 @@ def this_gpu(env: Mapping[str, str] = os.environ) -> Gpu:
     return Gpu(name, None if capability is None else capability >= _BF16_SINCE)
 
 
-_MOST = 100_000  # lengths that are summed up; of more, as many at equal distances
-_OTHERWISE = "--document_length and --longest_document say otherwise"
+_MAX_LENGTHS = 100_000  # of more rows, this many are taken at equal distances
+_OVERRIDE = "--document_length and --longest_document say otherwise"
 
 
 def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
-    """Return rows of the data that settings name: as an earlier run had them, or from a sample of it."""
+    """Return row lengths of the data: from an earlier run into the same folder, or from a sample of the data."""
     from megatune.data.sampled import first_remote_dataset, sampled_lengths, text_counter
 
     whole = f"rows are taken to be {settings.data.cutoff_len:,} tokens long, cutoff_len"
@@ -93,21 +92,21 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
         if (prepared := _prepared(settings)) is not None:
             return prepared
         if missing := first_remote_dataset(settings):
-            return PlannedRows(note=f"{missing} is not in files here: {whole} ({_OTHERWISE})")
+            return PlannedRows(note=f"{missing} is not in files here: {whole} ({_OVERRIDE})")
         folder = _model_folder(settings)
         if model.architecture.vision is None:
             found = sampled_lengths(settings, None if folder is None else text_counter(folder))
         elif folder is None:
-            return PlannedRows(note=f"no processor of pictures is at hand: {whole} ({_OTHERWISE})")
+            return PlannedRows(note=f"no processor of pictures is at hand: {whole} ({_OVERRIDE})")
         else:
             found = sampled_lengths(settings, encoder=_encoder(settings, folder))
     except MegatuneError as error:
-        return PlannedRows(note=f"the data cannot be looked at ({error.findings[0].what}): {whole} ({_OTHERWISE})")
+        return PlannedRows(note=f"the data cannot be looked at ({error.findings[0].what}): {whole} ({_OVERRIDE})")
     if not found.documents:
-        return PlannedRows(note=f"the data has no row to look at: {whole} ({_OTHERWISE})")
+        return PlannedRows(note=f"the data has no row to look at: {whole} ({_OVERRIDE})")
     weighted = sum(size * size for size in found.documents) / sum(found.documents)
     rows = found.documents
-    if settings.packing:  # but for the last ones, rows are full
+    if settings.packing:  # all rows but the last ones are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
     lengths = RowLengths.of(rows, found.origin, document=weighted, pictures=found.pictures if found.is_exact else None)
     tokens = sum(found.documents) * found.rows / (found.encoded or found.rows) if found.is_whole else None
@@ -122,7 +121,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
 
 
 def _model_folder(settings: Settings) -> Path | None:
-    """Return the folder with the model's tokenizer, as far as it is here."""
+    """Return the folder with the model's tokenizer if it is on this machine."""
     name = settings.model.model_name_or_path
     folder = None if name is None else Path(name).expanduser()
     if name is not None and folder is not None and not folder.is_dir():
@@ -140,7 +139,7 @@ def _encoder(settings: Settings, folder: Path) -> Encoder:
 
 
 def _cached(name: str, revision: str, cache_dir: str | None) -> Path | None:
-    """Return the folder of a hub's model whose tokenizer was fetched before."""
+    """Return the cache folder of a model on the Hugging Face hub, if its tokenizer was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -152,7 +151,7 @@ def _cached(name: str, revision: str, cache_dir: str | None) -> Path | None:
 
 
 def _prepared(settings: Settings) -> PlannedRows | None:
-    """Return the rows that a run into the same folder noted, of the same model and data; None where there are none."""
+    """Return the rows that an earlier run into the same folder recorded for the same model and data, if any."""
     from megatune.plan.run.record import PLAN_NAME, read_records
 
     output = settings.run.output_dir
@@ -167,15 +166,15 @@ def _prepared(settings: Settings) -> PlannedRows | None:
 
 
 def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
-    """Sum up the lengths of rows, as the planner wants them: of answers where a row is a pair of them."""
+    """Summarize the lengths of rows for the planner; of pairs, the lengths of their answers."""
     import numpy as np  # `megatune plan` does without
 
     spans = rows.spans
     documents = np.sort(spans[:, 1] - spans[:, 0])
     per_row = 2 if rows.is_pairs else 1
     lengths = np.sort(-(-rows.row_lengths() // per_row)) if rows.is_packed else documents
-    if len(lengths) > _MOST:
-        lengths = lengths[np.linspace(0, len(lengths) - 1, _MOST).astype(np.int64)]
+    if len(lengths) > _MAX_LENGTHS:
+        lengths = lengths[np.linspace(0, len(lengths) - 1, _MAX_LENGTHS).astype(np.int64)]
     weighted = float(np.square(documents, dtype=np.float64).sum() / max(1, documents.sum()))
     return RowLengths.of(
         lengths.tolist(), "of all rows", document=weighted, pictures=pictures.tokens / len(rows) if len(rows) else 0.0
@@ -186,10 +185,10 @@ def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: L
     """Plan a run for these rows.
 
     Args:
-        asked: what the user wrote, in whose words advice is given.
+        asked: the user's settings, to give advice with the keys of the user's file.
 
     Raises:
-        MegatuneError: SETTINGS, where it cannot fit.
+        MegatuneError: SETTINGS, if the run does not fit into memory.
     """
     seen = (pictures.of_row, pictures.largest) if case.model.architecture.vision is not None else None
     return with_rows(case, lengths, seen, loaded=asked)

@@ -1,11 +1,11 @@
-"""The reference of preference training: a model that is in memory for one pass, before training or before each step.
+"""The reference model of preference training.
 
-Its log-probabilities of all answers are computed once, and kept next to the rows:
+Its log-probabilities of all answers are computed once, before training, and cached next to the rows:
 
-    ROWS/PART/reference-KEY.npy    fp32 [documents], as `TokenRows.spans` has them
+    ROWS/PART/reference-KEY.npy    fp32 [documents], in the order of `TokenRows.spans`
 
-KEY is of the reference's weights, of the rows and of the dtype. Of streamed rows they are computed step by step, by the
-model that is trained without its adapters.
+KEY is a digest of the reference's weights, the rows and the dtype. For streamed rows, the trained model without its
+adapters computes them before each step.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from megatune.training.loaders import Loaders, without_unreadable
 from megatune.training.resume import digest_base
 from megatune.training.storage.files import sync
 
-_FORMAT = 1  # of what the values mean
+_FORMAT = 1  # version of the file format
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What answers are compared with.
+    """The reference model.
 
     Attributes:
-        model_dir, settings: what its model is made from.
+        model_dir, settings: to load its model.
         digest: of its weights.
-        is_loaded: the model that is trained, without its adapters, is the reference once it is loaded.
-        is_start: training starts from the reference, so that the first step has margins of 0. Not with ld_alpha, which
-            weighs the tokens of the policy alone.
+        is_loaded: the trained model, when loaded and without its adapters, is the reference.
+        is_start: training starts from the reference, so that the first step has margins of 0. False with ld_alpha,
+            which weights the tokens of the policy only.
     """
 
     context: RankContext
@@ -77,20 +77,21 @@ class Reference:
 
     @property
     def architecture(self) -> Architecture:
-        """Of its model."""
+        """The architecture of the reference model."""
         return load_architecture(self.model_dir)
 
     def added(self, feed: Feed, loaders: Loaders, load: Callable[[], LoadedModel]) -> tuple[Feed, LoadedModel]:
-        """Load the model that is trained, and give every prepared row the reference's log-probabilities. Collective.
+        """Load the trained model, and add the reference's log-probabilities to all prepared rows. Collective.
 
-        What no earlier run has left is computed: by another model before it, or by this one before it has an optimizer.
+        Values that no earlier run cached are computed: by the reference model before the trained one is loaded, or by
+        the trained model before its optimizer is created.
 
         Args:
-            feed: its prepared rows; streamed ones are left to `of_step`.
-            load: loads the model that is trained.
+            feed: the prepared rows; for streamed ones see `of_step`.
+            load: loads the trained model.
 
         Raises:
-            MegatuneError: NOT_FINITE, where the reference overflows; and what loading it raises.
+            MegatuneError: NOT_FINITE, if the reference overflows; and any error of loading it.
         """
         steps = feed.rows
         if not isinstance(steps, PreparedSteps):
@@ -99,16 +100,16 @@ class Reference:
         companions = None if feed.companions is None else feed.companions.rows
         optional = (feed.evaluation, companions, feed.companions_evaluation)
         parts = [steps.rows, *(rows for rows in optional if rows is not None)]
-        missing = [rows for rows in parts if groups.sum_over_ranks(int(not self._is_kept(rows)))]
+        missing = [rows for rows in parts if groups.sum_over_ranks(int(not self._is_cached(rows)))]
         kept = {rows.digest: self._path(rows) for rows in parts}
         began = time.monotonic()
         if missing and not self.is_loaded:
             with _same_random_numbers():
-                kept |= self._computed_by_another(missing, loaders)
+                kept |= self._compute_separately(missing, loaders)
         loaded = load()
         if missing and self.is_loaded:
             with _same_random_numbers(), without_adapters(loaded.model):
-                kept |= self._computed(loaded.model, missing, loaders)
+                kept |= self._compute(loaded.model, missing, loaders)
         how = f"computed in {time.monotonic() - began:.1f} s" if missing else "computed by an earlier run"
         line = f"log-probabilities of the reference: {how}, in {kept[steps.rows.digest].parent.parent}"
 
@@ -126,9 +127,9 @@ class Reference:
         return with_values, loaded
 
     def of_step(self, model: list[Chunk], batches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the reference's log-probabilities, of the model without its adapters. Collective.
+        """Add the log-probabilities of the model without its adapters to micro-batches. Collective.
 
-        Ranks before the last pipeline stage need none.
+        Ranks before the last pipeline stage do not need them.
         """
         with without_adapters(model):
             found = step_log_probs(model, batches)
@@ -140,27 +141,27 @@ class Reference:
         ]
 
     def _path(self, rows: TokenRows) -> Path:
-        made_from = f"{_FORMAT} {self.digest} {rows.digest} {self.settings.precision.params_dtype}"
-        return rows.directory.absolute() / f"reference-{xxhash.xxh3_128_hexdigest(made_from.encode())}.npy"
+        key = f"{_FORMAT} {self.digest} {rows.digest} {self.settings.precision.params_dtype}"
+        return rows.directory.absolute() / f"reference-{xxhash.xxh3_128_hexdigest(key.encode())}.npy"
 
-    def _is_kept(self, rows: TokenRows) -> bool:
+    def _is_cached(self, rows: TokenRows) -> bool:
         with suppress(OSError, ValueError):
             values = np.load(self._path(rows), mmap_mode="r", allow_pickle=False)
             return values.shape == (len(rows.spans),) and values.dtype == np.float32
         return False
 
-    def _computed_by_another(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
+    def _compute_separately(self, parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
         self.context.beat("load the reference", 0, limit=self.settings.run.ddp_timeout)
         other = load_model(self.model_dir, self.settings, loaders.coords, trained=False)
         with without_adapters(other.model):
-            kept = self._computed(other.model, parts, loaders)
+            kept = self._compute(other.model, parts, loaders)
         del other
         gc.collect()
         torch.cuda.empty_cache()
         return kept
 
-    def _computed(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
-        """Compute and keep the values of some parts; return where they are, by digest of the part."""
+    def _compute(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
+        """Compute and cache the values of some parts; return their files by the digests of the parts."""
         refuse, has_pictures = self.settings.data.on_bad_row == "error", loaders.vision is not None
 
         def readable(batches: list[Batch]) -> list[Batch]:
@@ -180,59 +181,56 @@ class Reference:
                 what = f"the reference gives {number} of {len(values)} answers no finite log-probability"
                 why = f"{self.model_dir} overflows in {self.settings.precision.params_dtype}, or holds damaged weights"
                 raise MegatuneError(Finding(what, why=why, fix="write bf16: true"), ExitCode.NOT_FINITE)
-            kept[rows.digest] = self._keep(rows, values)
+            kept[rows.digest] = self._cache(rows, values)
         return kept
 
-    def _keep(self, rows: TokenRows, values: np.ndarray) -> Path:
-        """Write the values, one process of each machine; return where, on every rank. Collective."""
+    def _cache(self, rows: TokenRows, values: np.ndarray) -> Path:
+        """Write the values in one process of each machine; return the file on every rank. Collective."""
         written = ""
         if self.context.local_rank == 0:
             path = self._path(rows)
             try:
                 _write(path, values)
-            except OSError as error:  # rows that others keep may be closed to us
-                beside = self.context.run_dir / f"rows-{self.context.node_rank}" / rows.directory.name
-                print(
-                    f"cannot write {path}: {error.strerror}; it is written to {beside}, for this run only", flush=True
-                )
-                path = beside.absolute() / path.name
+            except OSError as error:  # rows of another user may be read-only
+                folder = self.context.run_dir / f"rows-{self.context.node_rank}" / rows.directory.name
+                print(f"cannot write {path}: {error.strerror}; written to {folder}, for this run only", flush=True)
+                path = folder.absolute() / path.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write(path, values)
             written = str(path)
-        # Ranks of a machine are next to each other.
+        # The ranks of a machine are consecutive.
         return Path(groups.all_gather_object(written)[self.context.rank - self.context.local_rank])
 
 
 def open_reference(
     context: RankContext, settings: Settings, source: Path, base: str, resumed: Path | None
 ) -> Reference | None:
-    """Return the reference of a run, None where no loss compares with one. Collective.
+    """Return the reference of a run, None if its loss has none. Collective.
 
     Args:
-        source: the folder of the model that the run started from.
-        base: digest of the model that adapters belong to; "" without adapters.
+        source: the folder of the initial model.
+        base: digest of the adapters' base model; "" without adapters.
         resumed: the checkpoint that the run resumes from.
 
     Raises:
-        MegatuneError: INPUT, when ref_model cannot be used; SETTINGS, when it does not fit the layout.
+        MegatuneError: INPUT, if ref_model cannot be used; SETTINGS, if it does not fit the layout.
     """
     if not make_objective(settings).has_reference:
         return None
     preference, finetuning = settings.preference, settings.finetuning
     has_adapters = finetuning.finetuning_type == "lora"
-    # What is trained further: an adapter, and with it modules that are trained whole.
-    goes_on = finetuning.continues_adapter
+    continues = finetuning.continues_adapter  # with its fully trained modules
     if preference.ref_model is not None:
         model_dir = fetched_on_node(context, "ref_model", preference.ref_model, MAIN, settings)
         _check_fits(context, settings, load_architecture(source), model_dir)
         chain, is_loaded, is_start = list(preference.ref_model_adapters), False, False
         digest = ""
     else:
-        chain = finetuning.adapter_name_or_path[: -1 if goes_on else None] if has_adapters else []
-        model_dir, digest, is_start = source, base, not goes_on
+        chain = finetuning.adapter_name_or_path[: -1 if continues else None] if has_adapters else []
+        model_dir, digest, is_start = source, base, not continues
         is_loaded = resumed is None
         if has_adapters:
-            is_loaded = not (finetuning.additional_target and (goes_on or resumed is not None))
+            is_loaded = not (finetuning.additional_target and (continues or resumed is not None))
     changes: dict[str, Any] = {"adapter_name_or_path": chain, "create_new_adapter": True, "additional_target": []}
     if chain or has_adapters:
         changes["finetuning_type"] = "lora"
@@ -242,8 +240,7 @@ def open_reference(
 
 
 def _check_fits(context: RankContext, settings: Settings, architecture: Architecture, model_dir: Path) -> None:
-    """Refuse a reference that the layout does not suit, or that reads pictures in another way than the model that is
-    trained."""
+    """Check that the reference fits the layout, and preprocesses images and videos as the trained model does."""
     own = load_architecture(model_dir)
     findings = [replace(each, where=f"ref_model: {model_dir}") for each in check(settings, own, context.world_size)]
     if own.model_type != architecture.model_type and (own.vision is not None or architecture.vision is not None):
@@ -256,7 +253,7 @@ def _check_fits(context: RankContext, settings: Settings, architecture: Architec
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Train with the random numbers of a run that finds the reference's values computed."""
+    """Restore the RNG state, so that training is the same whether the values are computed or cached."""
     state = device.rng_state()
     try:
         yield
@@ -265,7 +262,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """Write an .npy file, whole or not at all; other runs, and other machines, may write the same one."""
+    """Write an .npy file atomically; other runs and machines may write the same one."""
     content = io.BytesIO()
     np.save(content, values, allow_pickle=False)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
@@ -279,10 +276,9 @@ def _write(path: Path, values: np.ndarray) -> None:
 
 
 class _LogProbs:
-    """Keeps log-probabilities of documents, and asks for nothing to be reported: an objective without a loss.
+    """An objective without a loss or metrics that collects the log-probabilities of documents.
 
-    They are summed as losses of pairs sum them: where policy and reference are the same model, so are these, to the
-    last digit.
+    They are summed as in the pair losses, so that equal policy and reference models give bitwise equal values.
     """
 
     metric_names = ()
@@ -304,7 +300,7 @@ def step_log_probs(model: list[Chunk], batches: Sequence[Batch]) -> list[Tensor]
     Collective.
 
     Args:
-        model: computed in eval mode.
+        model: run in eval mode.
         batches: this data-parallel rank's micro-batches of a step.
     """
     found = _LogProbs()
@@ -324,8 +320,8 @@ def row_log_probs(
     """Compute log p(labels) of every document of all rows: fp32 [documents], on every rank. Collective.
 
     Args:
-        steps, loader: each row once.
-        readable: leaves what cannot be computed out of a step's micro-batches.
+        steps, loader: yield each row once.
+        readable: masks sequences with unreadable pictures in a step's micro-batches.
         on_step: called before each step, with its number.
     """
     values = torch.zeros(len(steps.rows.spans), dtype=torch.float32, device=device.current())
@@ -338,10 +334,10 @@ def row_log_probs(
         for step, of_step in loader:
             on_step(step)
             yield readable(of_step)
-            # What was yielded is computed now.
+            # The batches that were yielded are computed by now.
             for rows, own in zip(loader.places(step), found.of_micro_batches, strict=False):
                 numbers = steps.rows.document_numbers(steps.row_ids(step)[rows.start : rows.stop])
-                if keeps:  # documents behind those of the rows are padding
+                if keeps:  # documents after those of the rows are padding
                     values[device.send(torch.from_numpy(numbers))] = own[: len(numbers)]
             found.of_micro_batches.clear()
             progress.to(min((step + 1) * steps.global_batch_size, len(steps.rows)))

@@ -1,5 +1,5 @@
-"""max_restarts and on_bad_step: go_back: a run that crashed, hung or went back continues from its newest checkpoint by
-itself; and OUTPUT/bad_steps.jsonl: each bad step with its rows and what became of it, over all processes of a run."""
+"""Restarts of a run from its newest checkpoint after a crash or a hang (max_restarts) or a bad step (on_bad_step:
+go_back), and OUTPUT/bad_steps.jsonl, which records the bad steps of all processes of a run with their rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatune.launch.supervisor import counted_signals
 from megatune.training.storage.files import json_line, read_json_lines, write_atomically, writing
 from megatune.training.storage.store import list_checkpoints
 
-# A process that failed, died, or hung. Settings, data and numbers are the same the next time.
+# A process failed, died or hung. A restart does not help with errors in settings, data or numbers.
 _RESTARTED = {ExitCode.PROCESS_DIED, ExitCode.INTERNAL, ExitCode.OUT_OF_MEMORY}
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0  # seconds, doubled from restart to restart
 _POLL_SECONDS = 0.1
-# Where a run goes on from what it has saved itself, which is whole.
-_OF_OWN_CHECKPOINT = {
+# Settings to resume from a checkpoint of this run.
+_RESUME_SETTINGS = {
     "resume_from_checkpoint": None,
     "overwrite_output_dir": False,
     "no_load_optim": False,
@@ -34,7 +34,7 @@ _OF_OWN_CHECKPOINT = {
 
 
 def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
-    """Refuse max_restarts, and on_bad_step: go_back, where nobody could start all ranks again.
+    """Check that all ranks can be restarted, for max_restarts and on_bad_step: go_back.
 
     Raises:
         MegatuneError: SETTINGS.
@@ -57,10 +57,8 @@ def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
         what, why = f"max_restarts: {asked} under torchrun", "torchrun starts the processes, so it restarts them"
         fix = f"remove it, and write torchrun --max-restarts {asked}"
     elif asked and nnodes > 1:
-        what, why = (
-            f"max_restarts: {asked} with NNODES={nnodes}",
-            "restarting several machines together is not supported",
-        )
+        what = f"max_restarts: {asked} with NNODES={nnodes}"
+        why = "restarting several machines together is not supported"
         fix = f"remove it, or start with torchrun --nnodes {nnodes} --max-restarts {asked}"
     else:
         return
@@ -68,14 +66,13 @@ def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
 
 
 def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: Path, stop_file: Path) -> int:
-    """Run until it is done, or ends in a way that a restart does not mend: after at most max_restarts crashes, and the
-    times that on_bad_step lets it go back.
+    """Run, and restart up to max_restarts times after crashes and hangs, and whenever on_bad_step goes back.
 
     Args:
-        run: runs once, as `supervisor.run_ranks`, and leaves run_dir/report.json, to which the restarts are added.
+        run: runs once, as `supervisor.run_ranks`, and writes run_dir/report.json, to which the restarts are added.
 
     Returns:
-        The exit code of the last run; STOPPED or INTERRUPTED where that was asked for between two of them.
+        The exit code of the last run; STOPPED or INTERRUPTED if a stop was requested between two of them.
     """
     assert settings.run.output_dir is not None
     output_dir = Path(settings.run.output_dir)
@@ -90,46 +87,43 @@ def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: 
         ended = _add_to_report(report, restarts)
         goes_back = code == ExitCode.NOT_FINITE and len(bad_steps.went_back()) > times_back
         crashes = [one for one in restarts if one["exit_code"] != ExitCode.NOT_FINITE]
-        is_mended = goes_back or (code in _RESTARTED and len(crashes) < asked.max_restarts)
-        if ended is None or not is_mended:
+        restarts_now = goes_back or (code in _RESTARTED and len(crashes) < asked.max_restarts)
+        if ended is None or not restarts_now:
             return code
-        own = [path for path, written in _checkpoints(output_dir).items() if before.get(path) != written]
-        start = own[-1].name if own else None  # None: nothing of this run is saved, so it starts as it was asked to
+        new = [path for path, written in _checkpoints(output_dir).items() if before.get(path) != written]
+        start = new[-1].name if new else None  # None: this run has saved nothing, so it starts with unchanged settings
         restart = {"from": start, "exit_code": code, "cause": _cause(ended), "ended": ended["ended"]}
         if any((one["from"], one["cause"]) == (start, restart["cause"]) for one in crashes):
-            print(
-                f"megatune: not started again: from {start or 'its start'} it has already ended in this way",
-                file=sys.stderr,
-            )
+            why = f"from {start or 'its start'} it has already ended in this way"
+            print(f"megatune: not restarted: {why}", file=sys.stderr)
             return code
         wait = 0.0 if goes_back else min(_FIRST_WAIT * 2 ** len(crashes), _LONGEST_WAIT)
         restarts.append(restart)
         times_back += goes_back
         if goes_back:
-            line = f"goes back to {start or 'where it began'}"
+            line = f"goes back to {start or 'its start'}"
         else:
-            place = f"from {start}" if start else "from its start"
-            line = f"restart {len(crashes) + 1} of {asked.max_restarts}, {place}, in {wait:.0f} s"
+            line = f"restart {len(crashes) + 1} of {asked.max_restarts}, from {start or 'its start'}, in {wait:.0f} s"
         print(f"megatune: {line}", file=sys.stderr, flush=True)
         if (end := _wait(wait, stop_file)) is not None:
             return end
         if start:
-            resume = asked.model_copy(update=_OF_OWN_CHECKPOINT)
+            resume = asked.model_copy(update=_RESUME_SETTINGS)
             settings = settings.model_copy(update={"run": resume})
 
 
 def _checkpoints(output_dir: Path) -> dict[Path, int]:
-    """Return the checkpoints, smallest step first, and when each was written: a later one may have its name."""
+    """Return the checkpoints in order of steps, with their modification times: a later one may have the same name."""
     return {path: path.stat().st_mtime_ns for path in list_checkpoints(output_dir)}
 
 
 def _cause(ended: dict[str, Any]) -> str:
-    """Return how a run ended in words that are the same for another rank, process or step."""
+    """Return the cause of a run's end without numbers, so that it does not depend on rank, process or step."""
     return re.sub(r"\d+", "N", "; ".join(finding["what"] for finding in ended["findings"]))
 
 
 def _add_to_report(report: Path, restarts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Add the restarts to the report, and return it; None where there is none: a disk may be full."""
+    """Add the restarts to the report, and return it; None if there is no report, since a disk may be full."""
     with contextlib.suppress(OSError, ValueError):
         ended: dict[str, Any] = json.loads(report.read_text())
         if restarts:
@@ -139,7 +133,7 @@ def _add_to_report(report: Path, restarts: list[dict[str, Any]]) -> dict[str, An
 
 
 def _wait(seconds: float, stop_file: Path) -> int | None:
-    """Wait, and return how to end where somebody asks for that meanwhile."""
+    """Wait; return an exit code if a stop is requested meanwhile."""
     deadline = time.monotonic() + seconds
     with counted_signals() as signals:
         while time.monotonic() < deadline:
@@ -155,16 +149,16 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 class BadStepsFile:
-    """The file of one run."""
+    """The bad_steps.jsonl of a run."""
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / BAD_STEPS_FILE
 
     def begin(self, resume_step: int | None) -> list[dict[str, Any]]:
-        """Drop what the run will come to again, and return the times that it went back.
+        """Remove the records of steps that will be trained again; return the records of going back.
 
         Args:
-            resume_step: steps done before this process; None where the run starts anew.
+            resume_step: steps done before this process; None for a new run.
 
         Raises:
             MegatuneError: CANNOT_WRITE.
@@ -180,11 +174,11 @@ class BadStepsFile:
         return self.went_back()
 
     def went_back(self) -> list[dict[str, Any]]:
-        """Return the records of the times that the run went back to a checkpoint."""
+        """Return the records of bad steps after which the run went back to a checkpoint."""
         return list(filter(_goes_back, read_json_lines(self.path)))
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Keep a bad step.
+        """Append a bad step.
 
         Raises:
             MegatuneError: CANNOT_WRITE.

@@ -1,7 +1,7 @@
-"""Which checkpoint a run resumes from: the newest whole one; and the base that adapters belong to, by its digest.
+"""Chooses and verifies the checkpoint to resume from, and digests the base model of adapters.
 
-All ranks together compare sizes and small files with the manifest. Files whose blocks have digests of their own are
-compared while they are loaded (`bridge.checked_files`), so that nothing is read twice.
+All ranks together compare sizes and small files with the manifest. Files with block digests are verified while they are
+loaded (`bridge.checked_files`), so that nothing is read twice.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from megatune.training.storage.store import list_checkpoints, newest_verified
 
 _POLL_SECONDS = 0.2
 _GATHER_SECONDS = 1.0
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 
 def choose_checkpoint(
     context: RankContext, settings: Settings, output_dir: Path, damaged: Mapping[Path, Sequence[Finding]] | None = None
 ) -> tuple[Path | None, list[str]]:
-    """Choose the checkpoint to resume from, None for none, and say what a user should know of the choice. Collective.
+    """Choose the checkpoint to resume from, or None, and return notes for the user. Collective.
 
     Args:
-        damaged: what was found in checkpoints while they were loaded, as `load_checkpoint` raises it; the rest is
-            compared while it is loaded next. None: everything is compared here.
+        damaged: findings of `load_checkpoint` on damaged checkpoints; files with block digests are verified later,
+            while they are loaded. None verifies all files here.
 
     Raises:
-        MegatuneError: INPUT, when the one asked for is not whole, or none of those that are there is.
+        MegatuneError: INPUT, if the requested checkpoint, or all existing ones, are damaged.
     """
     asked = settings.run.resume_from_checkpoint
     notes: list[str] = []
@@ -82,15 +82,15 @@ def choose_checkpoint(
 def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, whole: bool) -> list[Finding]:
     """Compare the files of a checkpoint with its manifest, each rank a share of the bytes. Collective.
 
-    A state of terabytes takes longer than any collective operation may: ranks leave notes in the store, as often as
-    they have read on, and look for those of the others.
+    Terabytes take longer to read than a collective operation may take, so ranks post their progress to the store and
+    poll for that of the others.
 
     Args:
-        notes: gets a line on how much was read, and how fast.
-        whole: read all of the files that have digests of blocks, too.
+        notes: gets a line on the bytes read and the throughput.
+        whole: also read files with block digests completely.
 
     Returns:
-        What is wrong, on every rank; nothing where the checkpoint is whole and can be resumed from.
+        Findings, on every rank; none if the checkpoint is complete and can be resumed from.
     """
     context.beat("verify", 0)
     try:
@@ -124,7 +124,7 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
 
 
 def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
-    """Split files over ranks by bytes, the largest first, each to the rank that has the fewest bytes so far."""
+    """Distribute files over ranks by size: the largest first, each to the rank with the fewest bytes so far."""
     found: list[list[FileDigest]] = [[] for _ in range(world_size)]
     sizes = [0] * world_size
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
@@ -135,7 +135,7 @@ def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest
 
 
 def _problem_of_head(checkpoint: Path, file: FileDigest) -> str:
-    """Say what is wrong with the size of a safetensors file, or with its header."""
+    """Return the problem of a safetensors file's size or header, or ""."""
 
     def matches() -> bool:
         check = ReadCheck(checkpoint.resolve())
@@ -155,8 +155,8 @@ def _verify_share(
     heads: Sequence[FileDigest],
     progress: _Reading,
 ) -> None:
-    """Read this rank's files, and the headers of others, and post what is wrong with them."""
-    num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MOST_THREADS))
+    """Read this rank's files and the headers of others, and post their problems."""
+    num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MAX_THREADS))
     with ThreadPoolExecutor(num_threads) as threads:
         futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
         futures += [threads.submit(_problem_of_head, checkpoint, file) for file in heads]
@@ -164,16 +164,16 @@ def _verify_share(
         while pending:
             _, pending = wait(pending, _POLL_SECONDS)
             progress.post(None)
-    # Another machine may see another file system: say which one it is.
+    # Another machine may see another file system, so name it.
     suffix = f" (on {socket.gethostname()})" if context.node_rank else ""
     progress.post([problem + suffix for future in futures if (problem := future.result())])
 
 
 class _Reading:
-    """Bytes that this rank has read, noted in the store for rank 0, which shows the sum.
+    """Counts the bytes that this rank has read, and posts them to the store for rank 0, which shows the sum.
 
     Attributes:
-        shown: of all ranks.
+        shown: the progress of all ranks.
     """
 
     def __init__(self, context: RankContext, key: str, shown: Progress) -> None:
@@ -188,7 +188,7 @@ class _Reading:
             self._read += num_bytes
 
     def post(self, problems: list[str] | None) -> None:
-        """Note what is read, and at the end what is wrong. No beat without progress: a disk that hangs is noticed."""
+        """Post the bytes read, and at the end the problems. No beat without progress: a hung disk is noticed."""
         if self._read > self._posted or problems is not None:
             self._posted = self._read
             groups.store_set(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
@@ -197,7 +197,7 @@ class _Reading:
             self.gather()
 
     def gather(self) -> list[tuple[int, list[str] | None]]:
-        """Read every rank's note: bytes, and what is wrong once it has read all."""
+        """Read every rank's note: bytes, and the problems after it has read all files."""
         posted = [groups.store_get(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
         notes = [json.loads(note) if note else (0, None) for note in posted]
         self._gathered = time.monotonic()
@@ -206,13 +206,13 @@ class _Reading:
 
 
 def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> str:
-    """Digest the files of a model's weights, and of the adapters that are merged into them; each rank reads a share.
+    """Digest the weights of a model and of the adapters merged into it; each rank reads a share. Collective.
 
-    Collective. Digests are kept between runs, of files that are not changed: a start does not read its base twice.
+    Digests of unchanged files are cached between runs.
 
     Returns:
-        32 hexadecimal digits, the same on every rank, which neither names of files nor their order change; other ones
-        where the base is quantized.
+        32 hexadecimal digits, the same on every rank, which do not depend on the names and order of files, but on the
+        quantization of the base.
     """
     finetuning = settings.finetuning
     context.beat("digest", 0, limit=settings.run.ddp_timeout)

@@ -1,4 +1,4 @@
-"""What every rank of a training run does, from meeting the others to the final model."""
+"""The target function of every rank of a training run, from the rendezvous to the final model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
 from megatune.training.conversion import merge_run
-from megatune.training.feed import Feed, ModelLimits, RunData, on_its_day, opened_data
+from megatune.training.feed import Feed, ModelLimits, RunData, opened_data, with_template_date
 from megatune.training.loaders import Loaders, loader_workers
 from megatune.training.loop import Trainer
 from megatune.training.measurements import MemoryLog, check_profiled_steps, memory_snapshot
@@ -58,21 +58,21 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
     """Run the target that `launch` starts in every rank.
 
     Args:
-        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", what was planned, or None;
-            "plan", lines on it; "num_gpus", that this machine shows; "asked", what the user wrote, without secrets;
-            "model_dir", where the launcher put the files of a model on a hub; "began", when the user started it, of
-            `time.monotonic`.
+        payload: "settings", valid ones; "run_yaml", the text of OUTPUT/run.yaml; "case", the planned case, or None;
+            "plan", lines on the plan; "num_gpus", visible GPUs of this machine; "asked", the user's settings without
+            secrets; "model_dir", the folder into which the launcher downloaded the model, if it did; "began", the start
+            of the run by `time.monotonic`.
 
     Returns:
         DONE or STOPPED.
 
     Raises:
-        MegatuneError: whatever keeps the run from starting or continuing, with its exit code.
+        MegatuneError: any problem that prevents the run from starting or continuing, with its exit code.
     """
     settings: Settings = payload["settings"]
-    # A rank that waits too long says so itself a moment later: for what, and where.
+    # The rendezvous times out first and names what it waits for.
     context.beat("join", 0, limit=settings.run.ddp_timeout + _JOIN_GRACE)
-    _quiet()
+    _silence_libraries()
     device.require_gpus(payload.get("num_gpus", 0))
     ranks, address = (context.rank, context.world_size, context.local_rank), (context.master_addr, context.master_port)
     local, announce = context.local_world_size, context.announce
@@ -90,7 +90,7 @@ def train(context: RankContext, payload: dict[str, Any]) -> int:
 
 
 def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, **options: Any) -> int:
-    """Run `_train_from` the newest checkpoint that is whole, as far as loading it shows."""
+    """Run `_train_from` the newest checkpoint; if loading shows that it is damaged, from the one before it."""
     damaged: dict[Path, Sequence[Finding]] = {}
     while True:
         try:
@@ -121,7 +121,8 @@ def _train_from(
     architecture = load_architecture(source, *settings.task)
     experts = settings.experts if asked is None else with_model_defaults(asked, architecture)[0].settings.experts
     finetuning = resolve_finetuning(settings.finetuning, architecture)
-    settings = on_its_day(settings.model_copy(update={"finetuning": finetuning, "experts": experts}), resumed)
+    updates = {"finetuning": finetuning, "experts": experts}
+    settings = with_template_date(settings.model_copy(update=updates), resumed)
     try:
         with memory_snapshot(settings, context.rank), opened_data(context, settings, source, resumed) as data:
             planned: list[Preflight] = []
@@ -139,7 +140,7 @@ def _train_from(
 
 
 def _open_output(output_dir: Path) -> None:
-    """Make the folder, and tidy what a killed run left in it."""
+    """Create the output folder, and remove partial files that a killed run left in it."""
     with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         clean_partials(output_dir)
@@ -148,24 +149,24 @@ def _open_output(output_dir: Path) -> None:
 def _begin_output(
     settings: Settings, run_yaml: str, case: Case | None, data: RunData, asked: Loaded | None, resumed: Path | None
 ) -> list[Preflight]:
-    """Note what this run does and what is planned for it: last of all checks, so that a refused run changes nothing.
+    """Write run.yaml and the plan, after all other checks, so that a refused run changes nothing.
 
     Returns:
-        The plan for its rows, where one was made.
+        The plan for the actual rows, if there is one.
 
     Raises:
-        MegatuneError: SETTINGS, where it cannot fit with the rows that there are; CANNOT_WRITE.
+        MegatuneError: SETTINGS, if the run does not fit into memory with these rows; CANNOT_WRITE.
     """
     assert settings.run.output_dir is not None
     output_dir, state = Path(settings.run.output_dir), read_state(resumed) if resumed is not None else None
     later_checkpoints(settings, resumed, state.step if state is not None else 0)
     planned = []
-    if case is not None and data.lengths is not None and data.pictures is not None:  # not of a stream
+    if case is not None and data.lengths is not None and data.pictures is not None:  # not streamed
         planned = [plan_rows(case, data.lengths, data.pictures, asked)]
         case = planned[0].planned.case if planned[0].planned is not None else case
     with writing(output_dir):
         write_atomically(output_dir / "run.yaml", run_yaml)
-        if case is None:  # an earlier run's plan is not this one's
+        if case is None:  # remove the plan of an earlier run
             (output_dir / PLAN_NAME).unlink(missing_ok=True)
         else:
             begin_record(output_dir, case, state.step if state is not None else 0)
@@ -184,7 +185,7 @@ def _build_trainer(
     """Load model, optimizer and training state.
 
     Args:
-        begin: called once all checks have passed, before anything is loaded.
+        begin: called after all checks have passed, before anything is loaded.
     """
     assert settings.run.output_dir is not None
     store = CheckpointStore(Path(settings.run.output_dir))
@@ -240,8 +241,7 @@ def _open_rows(
     coords: RankCoordinates,
     reference: Reference | None,
 ) -> tuple[Feed, Loaders, Answerer | None]:
-    """Return the rows of the steps, with what is said of them, what makes micro-batches of them, and what writes
-    answers."""
+    """Return the rows with their report, the data loaders, and the answerer if there is one."""
     models = [load_architecture(source), *([reference.architecture] if reference is not None else [])]
     limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
     feed, tokenizer = data.feed(schedule, limits), load_tokenizer(source)
@@ -262,7 +262,7 @@ def _open_rows(
 def _callbacks(
     context: RankContext, settings: Settings, output_dir: Path, step: int, feed: Feed, source: Path
 ) -> CallbackList:
-    """Make the callbacks of rank 0; the others have none."""
+    """Create the callbacks on rank 0; other ranks have none."""
     if context.rank != 0:
         return CallbackList()
     logs = context.run_dir / "logs"
@@ -278,7 +278,7 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
     trainer.context.beat("tidy", state.step, limit=float("inf"))
     on_rank_0(lambda: remove_checkpoints(later_checkpoints(settings, resumed, state.step)), is_long=True)
     gc.collect()
-    gc.freeze()  # what start-up made stays; the collector need not look at it again and again
+    gc.freeze()  # objects of the start-up live to the end: exclude them from later collections
     device.synchronize()
     trainer.memory.note(stage=trainer.assembly.coords.pp_rank, loaded=device.memory_bytes())
     outcome = trainer.run()
@@ -291,25 +291,20 @@ def _run(trainer: Trainer, resumed: Path | None, start: Start) -> int:
             kept = trainer.store.checkpoint(state.step).name
             print(f"stopped {why}: {kept} is kept; the same command resumes from there", flush=True)
         return ExitCode.STOPPED
-    trainer.context.beat("finish", state.step, limit=float("inf"))  # where files cannot be linked, they are copied
+    trainer.context.beat("finish", state.step, limit=float("inf"))  # copies files if they cannot be linked
     chosen = on_rank_0(lambda: _finish(trainer, output_dir), is_long=True)
     if trainer.context.rank == 0:
-        # However long a push takes, no other rank waits for it.
+        # No other rank waits for a push or a merge, so that they may take any time.
         trainer.context.beat("push", state.step, limit=float("inf"))
         trainer.callbacks.on_final_model(chosen)
     if settings.checkpoint.merge_lora and trainer.context.rank == 0:
-        # Nor for this.
         trainer.context.beat("merge", state.step, limit=float("inf"))
         print(merge_run(settings, trainer.source, output_dir), flush=True)
     return ExitCode.DONE
 
 
 def _finish(trainer: Trainer, output_dir: Path) -> Path:
-    """Put the final model into the output folder itself: the best one where that was asked for, else the last.
-
-    Returns:
-        Its checkpoint.
-    """
+    """Link the last or best checkpoint's model into the output folder, and return that checkpoint."""
     last = trainer.store.checkpoint(trainer.state.step)
     best = trainer.best_checkpoint if trainer.settings.evaluation.load_best_model_at_end else None
     finalize_model(best or last, output_dir)
@@ -319,9 +314,8 @@ def _finish(trainer: Trainer, output_dir: Path) -> Path:
     return best or last
 
 
-def _quiet() -> None:
-    """Silence what libraries say that is not about this run: Transformers' progress bars and advice about generation,
-    and how many data workers torch would have taken, of the cores it sees."""
+def _silence_libraries() -> None:
+    """Silence Transformers' progress bars and advice on generation, and torch's advice on data workers."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,5 +1,4 @@
-"""Which steps a run takes: where epochs end, what is evaluated and saved when, which step is the last, and how much
-time they may take."""
+"""The schedule of a run: epochs, the steps that evaluate and save, the number of steps, and the time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from megatune.config.settings import Settings, whole_steps
 from megatune.data.order import steps_per_epoch
 
-# The last save may be slower than those before: others use the disk, too.
+# The last save may be slower than those before, since others use the disk, too.
 _SAVES = 2
 
 
@@ -20,9 +19,9 @@ class RunSchedule:
 
     Attributes:
         global_batch_size: rows per optimizer step.
-        steps_per_epoch: the last of them may be a short one; None where data is streamed and the number is not known.
+        steps_per_epoch: the last one may be short; None for streamed data, whose length is unknown.
         save_every, evaluate_every, generate_every: steps; 0 for never (the last step is always saved).
-        delay: steps before which nothing is evaluated, and no answer written; the last step is.
+        delay: number of steps before the first evaluation and the first answers, except for those of the last step.
     """
 
     global_batch_size: int
@@ -35,10 +34,7 @@ class RunSchedule:
 
     @classmethod
     def plan(cls, settings: Settings, num_rows: int | None, dp_size: int) -> RunSchedule:
-        """Derive the schedule from the settings.
-
-        Without `num_rows`, rows are streamed, which the settings' rules allow with max_steps only.
-        """
+        """Derive the schedule from the settings. `num_rows` is None for streamed data, which requires max_steps."""
         batch = settings.batch
         size = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * dp_size
         per_epoch = None if num_rows is None else steps_per_epoch(num_rows, size)
@@ -54,11 +50,11 @@ class RunSchedule:
 
     @property
     def num_epochs(self) -> float | None:
-        """Passes over the rows."""
+        """Epochs of the whole run."""
         return self.epoch_of(self.total_steps)
 
     def epoch_of(self, step: int) -> float | None:
-        """Return the passes done after `step` steps."""
+        """Return the number of epochs after `step` steps."""
         return None if self.steps_per_epoch is None else step / self.steps_per_epoch
 
     def saves_at(self, step: int) -> bool:
@@ -70,7 +66,7 @@ class RunSchedule:
         return self._is_due(step, self.evaluate_every)
 
     def generates_at(self, step: int) -> bool:
-        """Return whether answers are written after this step."""
+        """Return whether answers are generated after this step."""
         return self._is_due(step, self.generate_every)
 
     def _is_due(self, step: int, every: int) -> bool:
@@ -78,18 +74,17 @@ class RunSchedule:
 
 
 class TimeBudget:
-    """The time that a run may take, of this rank's clock: with exit_duration_in_mins it ends by itself, with a
-    checkpoint, before that is over.
+    """The time limit of a run (exit_duration_in_mins), by this rank's clock, within which the last checkpoint is saved.
 
-    What is to come is judged by what was: the longest stretch from one step to the next, with whatever came between,
-    and the longest save. Before the first save, the time of loading is taken, which moves as many bytes.
+    Estimates use the longest time from one step to the next, including everything in between, and the longest save.
+    Before the first save, the time of loading is used instead, which moves as many bytes.
 
     Args:
-        minutes: from `began` on; None for no limit.
-        began: when the run was started, seconds of `time.monotonic`, which is the same in all processes of a machine.
+        minutes: after `began`; None for no limit.
+        began: the start of the run by `time.monotonic`, which is the same in all processes of a machine.
 
     Attributes:
-        spent: what `is_spent` has returned last.
+        spent: the last result of `is_spent`.
     """
 
     def __init__(self, minutes: float | None, began: float) -> None:
@@ -102,7 +97,7 @@ class TimeBudget:
         self._loading = 0.0
 
     def is_spent(self) -> bool:
-        """Return whether the step that begins now must be the last, to be saved in time; call it before each."""
+        """Return whether the next step must be the last one to be saved in time. Call it before each step."""
         if self.minutes is None:
             return False
         now = time.monotonic()
@@ -116,5 +111,5 @@ class TimeBudget:
         return self.spent
 
     def saved(self, seconds: float) -> None:
-        """Note how long a save kept training waiting."""
+        """Record for how long a save blocked training."""
         self._longest_save = max(self._longest_save or 0.0, seconds)

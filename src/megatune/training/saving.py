@@ -1,10 +1,9 @@
-"""Saves a run's checkpoints, at once or in the background, one at a time.
+"""Saves checkpoints synchronously or in the background, one at a time.
 
-Either way ranks do the same: each copies what it writes into the host's memory, from which a thread of its own writes
-and digests it (`bridge.file_stream`), and leaves the digests for rank 0, whose thread completes the folder, commits it
-and deletes what is beyond save_total_limit. In the background training continues once the copies are ordered; otherwise
-a few buckets of memory are filled and written in turn. Threads tell each other through the store, for which nobody
-waits in a collective operation.
+Each rank copies its tensors to host memory, from which a thread writes and digests them (`bridge.file_stream`), and
+posts the digests. The thread of rank 0 completes and commits the folder, and deletes checkpoints beyond
+save_total_limit. In the background, training continues after the copies are enqueued; otherwise a few host buffers are
+reused. Threads communicate through the store, without collective operations.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ from megatune.training.storage.store import CheckpointStore, rotate
 from megatune.training.train_state import TrainState
 
 _WRITTEN, _COMMITTED = "written", "committed"
-# What of a machine's free memory copies may take: the page cache has a use for some of it, too.
-_LARGEST_SHARE = 0.8
-_NICENESS = 10  # of threads that write
+_MAX_MEMORY_FRACTION = 0.8  # of free host memory for copies; the page cache needs some, too
+_NICENESS = 10  # of writer threads
 
 
 class CheckpointSaver:
-    """One rank's part of saving.
+    """Saves checkpoints on one rank.
 
     Args:
-        source: the model's own folder: its tokenizer and configuration go into checkpoints.
-        beat: called while this rank waits, as long as anything goes on.
+        source: the model's folder, from which tokenizer and configuration are copied.
+        beat: called while this rank waits, as long as there is progress.
     """
 
     def __init__(
@@ -56,47 +54,47 @@ class CheckpointSaver:
         self._store, self._assembly, self._settings, self._source = store, assembly, settings, source
         self._beat, self._buffers, self._count = beat, HostBuffers(), 0
         self._in_flight: _Save | None = None
-        self._said: set[str] = set()
-        self._had_place = store.output_dir.is_dir()
+        self._printed: set[str] = set()
+        self._had_output_dir = store.output_dir.is_dir()
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint was begun in the background and `settle` has not returned it; the same on all ranks."""
+        """Whether `settle` has to be called for a checkpoint in the background; the same on all ranks."""
         return self._in_flight is not None
 
     def has_ended(self) -> bool:
-        """Return whether the checkpoint in flight is committed or has failed, as rank 0 knows; False on other ranks."""
+        """Return on rank 0 whether the checkpoint in flight is committed or has failed; False on other ranks."""
         return self._in_flight is not None and self._assembly.coords.rank == 0 and not self._in_flight.is_alive()
 
     def save(
-        self, state: TrainState, *, background: bool = False, beside: Mapping[str, bytes] | None = None
+        self, state: TrainState, *, background: bool = False, extra: Mapping[str, bytes] | None = None
     ) -> Path | None:
-        """Save the checkpoint of `state.step`. Collective; none is in flight.
+        """Save the checkpoint of `state.step`. Collective. No checkpoint may be in flight.
 
         Args:
-            beside: small files by name that go beside the training state; rank 0's.
+            extra: small files by name that rank 0 adds to the training state.
 
         Returns:
-            Where it is; None while it is written in the background.
+            The checkpoint; None while it is written in the background.
 
         Raises:
-            MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+            MegatuneError: CANNOT_WRITE; earlier checkpoints are unchanged.
         """
-        assert not self.in_flight, "settle the one before"
+        assert not self.in_flight, "call settle first"
         gather_parameters(self._assembly.model)
-        files = CheckpointFiles(self._assembly, self._settings, state, beside)
-        copies = max(0, files.num_bytes - self._buffers.num_bytes)  # what the last copies were made into is there
+        files = CheckpointFiles(self._assembly, self._settings, state, extra)
+        copies = max(0, files.num_bytes - self._buffers.num_bytes)  # buffers of the last save are reused
         claims = groups.all_gather_object((socket.gethostname(), copies, free_memory()))
         needed = groups.sum_over_ranks(files.num_bytes)
         if self._settings.checkpoint.save_format == "torch_dist":
             needed += groups.sum_over_ranks(files.model_bytes)
-        on_rank_0(lambda: self._ensure_place(needed))
+        on_rank_0(lambda: self._ensure_space(needed))
         folder = on_rank_0(lambda: self._store.begin(state.step))
         background = background and self._has_memory(claims)
-        # A model alone is not resumed from, and nobody would read its digests of blocks.
+        # A checkpoint without training state is never resumed from, so its block digests would not be read.
         check = not self._settings.checkpoint.save_only_model
         shows = self._assembly.coords.rank == 0 and not background
-        progress = Progress("saving", files.num_bytes, shows=shows)  # of this rank; all have about as much
+        progress = Progress("saving", files.num_bytes, shows=shows)  # of this rank; all have about as many bytes
         limit = None if background else MIN_BUCKETS
         stream = FileStream(folder, self._buffers, limit=limit, check=check, on_write=progress.add)
         finish = self._finish_of(folder, state)
@@ -111,16 +109,16 @@ class CheckpointSaver:
             return save.result(self._beat)
 
     def settle(self) -> Path | None:
-        """Wait for the checkpoint in flight, if there is one, and return it. Collective.
+        """Wait for the checkpoint in flight, if any, and return it. Collective.
 
         Raises:
-            MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+            MegatuneError: CANNOT_WRITE; earlier checkpoints are unchanged.
         """
         save, self._in_flight = self._in_flight, None
         return None if save is None else save.result(self._beat)
 
     def _finish_of(self, folder: Path, state: TrainState) -> Callable[[Sequence[FileDigest]], Path]:
-        """Return what rank 0 does once all files are written; later steps do not change it."""
+        """Return the function that completes the checkpoint on rank 0. Later steps do not affect it."""
         step, best_step = state.step, state.best_step
         assembly, settings, source, store = self._assembly, self._settings, self._source, self._store
         model = {key: getattr(settings.model, key) for key in ("model_name_or_path", "model_revision")}
@@ -137,45 +135,44 @@ class CheckpointSaver:
 
         return finish
 
-    def _ensure_place(self, num_bytes: int) -> None:
+    def _ensure_space(self, num_bytes: int) -> None:
         output_dir = self._store.output_dir
-        if self._had_place and not output_dir.is_dir():
+        if self._had_output_dir and not output_dir.is_dir():
             gone = "it is recreated, without the checkpoints and logs that were in it"
             print(f"warning: {output_dir} was removed while the run writes to it: {gone}", flush=True)
         ensure_room(output_dir, num_bytes)
 
     def _has_memory(self, claims: Sequence[tuple[str, int, int]]) -> bool:
-        """Return whether every machine holds the copies of its ranks, and say once what that takes, or where it is
-        not so."""
+        """Return whether every machine has memory for the copies of its ranks. Prints the result once."""
         wanted: dict[str, int] = {}
         free: dict[str, int] = {}
         for host, num_bytes, available in claims:
             wanted[host] = wanted.get(host, 0) + num_bytes
             free[host] = min(free.get(host, available), available)
         host = max(wanted, key=lambda host: wanted[host] / max(1, free[host]))
-        fits = wanted[host] <= _LARGEST_SHARE * free[host]
+        fits = wanted[host] <= _MAX_MEMORY_FRACTION * free[host]
         has = f"{amount(wanted[host])} of the {amount(free[host])} of memory that are free on {host}"
         if fits:
-            self._say(f"async_save: copies take {has}")
+            self._print_once(f"async_save: copies take {has}")
         else:
-            self._say(f"warning: not saved in the background, for which copies would take {has}")
+            self._print_once(f"warning: not saved in the background, for which copies would take {has}")
         return fits
 
-    def _say(self, line: str) -> None:
+    def _print_once(self, line: str) -> None:
         kind = line.partition(":")[0]
-        if self._assembly.coords.rank == 0 and kind not in self._said:
-            self._said.add(kind)
+        if self._assembly.coords.rank == 0 and kind not in self._printed:
+            self._printed.add(kind)
             print(line, flush=True)
 
 
 class _Save(threading.Thread):
-    """A checkpoint that is written.
+    """Writes a checkpoint.
 
     Args:
         needed: bytes of the whole checkpoint's tensors.
-        finish: digests of all ranks -> the checkpoint; for rank 0.
-        number: of the saves so far.
-        is_nice: training goes on meanwhile, and comes first where processors are short.
+        finish: completes the checkpoint on rank 0, given the digests of all ranks.
+        number: number of the save.
+        is_nice: lower the thread's priority, for training to continue at full speed.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class _Save(threading.Thread):
         *,
         is_nice: bool,
     ) -> None:
-        # A run that fails does not wait for it: what is not committed is not there.
+        # A daemon thread, so that a failing run does not wait: an uncommitted checkpoint is discarded.
         super().__init__(name=f"save-{folder.name}", daemon=True)
         self._stream, self._folder, self._needed, self._token = stream, folder, needed, f"{folder} {number}"
         self._finish, self._world_size, self._is_nice = finish, world_size, is_nice
@@ -198,9 +195,9 @@ class _Save(threading.Thread):
         self._has_written = False
 
     def run(self) -> None:
-        """Write this rank's files and, on rank 0, finish the checkpoint once all ranks have written theirs."""
+        """Write this rank's files and, on rank 0, complete the checkpoint after all ranks have written theirs."""
         if self._is_nice:
-            os.nice(_NICENESS)  # on Linux of this thread alone
+            os.nice(_NICENESS)  # on Linux, only for this thread
         outcome: object
         try:
             with device.bind_thread(self._device), writing(self._folder, self._needed):
@@ -218,7 +215,7 @@ class _Save(threading.Thread):
             post_outcome(_COMMITTED, self._token, outcome)
 
     def result(self, beat: Callable[[], None]) -> Path:
-        """Wait until the checkpoint is committed, and return it; the same on every rank.
+        """Wait until the checkpoint is committed; return it on every rank.
 
         Raises:
             MegatuneError: CANNOT_WRITE.
@@ -227,12 +224,12 @@ class _Save(threading.Thread):
         for pause in groups.poll_intervals():
             if (found := find_outcome(_COMMITTED, self._token, 0)) is not None:
                 break
-            if self._has_written or self._stream.written > written:  # a disk that hangs is noticed
+            if self._has_written or self._stream.written > written:  # no beat without progress: a hung disk is noticed
                 written = self._stream.written
                 beat()
             time.sleep(pause)
         assert found is not None
         self.join()
         if self._error is not None:
-            raise self._error  # the cause, of which the others only heard
+            raise self._error  # the original error; other ranks raise a relayed one
         return found.result()

@@ -16,15 +16,15 @@ from megatune.training.train_state import checkpoints_to_try
 
 
 class RunModel:
-    """What a run starts from, as one process of each machine finds it out.
+    """The model that a run starts from, as one process of each machine resolves it.
 
     Args:
-        asks: whether this process may ask a hub; one of each machine does.
+        asks: whether this process sends requests to a hub; one of each machine does.
 
     Attributes:
-        settings: with the commit as model_revision, once `config_dir` knows it.
+        settings: with the commit as model_revision, after `config_dir`.
         origins: of the settings that were changed here.
-        lines: what a user is told of the model, once `config_dir` knows it.
+        lines: notes on the model for the user, after `config_dir`.
     """
 
     def __init__(self, settings: Settings, *, asks: bool) -> None:
@@ -35,17 +35,17 @@ class RunModel:
         self._model: Model | None = None
 
     def config_dir(self, name: str) -> Path | None:
-        """Return the folder with the model's config.json; None where another process asks the hub for it.
+        """Return the folder with the model's config.json; None if another process requests it from the hub.
 
         Raises:
-            MegatuneError: as `hub.models.open_model`; INPUT, when there is no such checkpoint to resume from.
+            MegatuneError: as `hub.models.open_model`; INPUT, if the checkpoint to resume from does not exist.
         """
         model = self.settings.model
         if is_hub_id(name) and model.mcore_model is None:
             if (checkpoint := _resumed_checkpoint(self.settings)) is not None:
-                with suppress(MegatuneError):  # said where the checkpoint is verified
+                with suppress(MegatuneError):  # reported when the checkpoint is verified
                     metadata = read_manifest(checkpoint).metadata
-                    if metadata.get("model_name_or_path") == name:  # the commit that the run began with
+                    if metadata.get("model_name_or_path") == name:  # the commit that the run started with
                         self._pin(metadata["model_revision"], checkpoint.name)
                 if (checkpoint / CONFIG).is_file():
                     return checkpoint  # else it has adapters only
@@ -67,8 +67,7 @@ class RunModel:
         return found.config_dir()
 
     def fetch(self) -> str | None:
-        """Fetch what a run reads of a model on a hub, or put the parts of a Megatron model together, and return the
-        folder; None where neither is needed."""
+        """Download a model on a hub, or convert a Megatron model, and return the folder; None if neither is needed."""
         return str(self._model.fetch()) if self._model is not None else None
 
     def _pin(self, commit: str, origin: str) -> None:
@@ -77,7 +76,7 @@ class RunModel:
 
 
 def _resumed_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint that the run resumes from, as far as that can be known before all of it is verified."""
+    """Return the checkpoint that the run probably resumes from, before it is verified."""
     asked, found = settings.run.resume_from_checkpoint, checkpoints_to_try(settings)
     if isinstance(asked, str):
         if not Path(asked).is_dir():

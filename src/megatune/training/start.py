@@ -1,6 +1,6 @@
-"""Starts a run whose settings are read: after all checks, its ranks, or this process as one of torchrun's.
+"""Starts a run: runs all checks, then starts its ranks, or joins those of torchrun.
 
-What all checks find is reported at once. Nothing here imports torch.
+All findings are reported together. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from megatune.training.train_state import rerun_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What this process knows of a run that it is to start.
+    """A run that this process is about to start.
 
     Attributes:
-        loaded: the settings, in their world where it could be decided.
-        rank_env: this process's among those of torchrun; None where it starts the ranks itself.
-        world: of the ranks to start; None under torchrun, and where `problems` say why there is none.
-        num_gpus: of this machine.
-        first: whether this process writes output_dir: the first machine's, or rank 0 under torchrun.
-        lines: on what its GPUs decide where it is not written.
+        loaded: the settings, resolved for the world size if it is known.
+        rank_env: this process's rank if torchrun started it, else None.
+        world: the ranks to start; None under torchrun, and if `problems` prevent one.
+        num_gpus: GPUs of this machine.
+        first: whether this process writes output_dir (on the first machine, or rank 0 under torchrun).
+        lines: notes on defaults that depend on the GPUs.
     """
 
     loaded: Loaded
@@ -55,12 +55,12 @@ class Launch:
 
     @staticmethod
     def of(loaded: Loaded, env: Mapping[str, str] = os.environ) -> Launch:
-        """Decide the world of settings, or find what contradicts."""
+        """Decide the world of a run; contradictions become `problems`."""
         rank_env, num_gpus, settings = torchrun_env(env), count_gpus(env), loaded.settings
         world, problems = None, tuple[Finding, ...]()
         if rank_env is None:
             asked = settings.run.num_processes
-            # What num_processes must be a multiple of is a rule of settings, which names the sizes.
+            # If num_processes is set, a rule of the settings checks what it must be a multiple of, and names the sizes.
             smallest = settings.parallel.smallest_world if asked is None else 1
             try:
                 world = decide_world(smallest, num_processes=asked, num_devices=num_gpus, env=env)
@@ -90,13 +90,13 @@ class Launch:
 
 @dataclass(slots=True)
 class Outcome(Checked):
-    """What the checks found: errors, lines for the user, and the plan."""
+    """Results of the checks: errors, lines for the user, and the plan."""
 
     plan: Preflight = field(kw_only=True)
 
 
 def _check_plan(launch: Launch, found: Outcome) -> None:
-    """Check the settings with the model, the world and this machine; then the disk, for checkpoints of that model."""
+    """Check the settings against the model, the world and this machine, and the disk space for its checkpoints."""
     loaded, here = launch.loaded, launch.rank_env or launch.world
     directory = launch.model.config_dir
     if here is None or loaded.settings.run.memory_check == "off":
@@ -128,7 +128,7 @@ def check_all(launch: Launch) -> Outcome:
     """Run every check.
 
     Raises:
-        MegatuneError: with the findings of all of them, and the least of their exit codes.
+        MegatuneError: the findings of all checks, with the lowest of their exit codes.
     """
     settings, nnodes = launch.loaded.settings, launch.world.nnodes if launch.world else 1
     found = Outcome(plan=Preflight(settings=settings))
@@ -146,10 +146,10 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     """Check a run, start its ranks or join torchrun's, and return the exit code.
 
     Args:
-        lines: returns what is printed first of valid settings, in their world.
+        lines: returns the lines to print first, given valid settings.
 
     Raises:
-        MegatuneError: everything that is wrong, before any process starts.
+        MegatuneError: all findings, before any process starts.
     """
     from megatune.launch.context import log_path
     from megatune.launch.output import divert_lost_output
@@ -187,14 +187,14 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
     why = "says which part was larger than planned, and what helps" if plan.planned else "says what it held"
     advice = f"megatune: `megatune explain {output_dir}` {why}"
     with OutputLock(output_dir) if launch.first else contextlib.nullcontext():
-        if launch.first:  # the last run's, which says nothing about this one
+        if launch.first:  # the report of an earlier run
             (run_dir / "report.json").unlink(missing_ok=True)
         if rank_env is not None:
             return run_under_torchrun(target, payload, rank_env, run_dir, stop_file=stop, out_of_memory_advice=advice)
         assert world is not None, "its findings ended the checks"
-        if world.nnodes == 1:  # of several machines none may wait for one that fetches: their ranks fetch
+        if world.nnodes == 1:  # with several machines, ranks download the model, so that no machine waits for another
             payload["model_dir"] = model.fetch()
-        # Files in the wild set ddp_timeout to years; a rank that shows no step for half an hour hangs all the same.
+        # Some published files set ddp_timeout to years; a rank without progress for half an hour hangs all the same.
         hang_timeout = min(settings.run.ddp_timeout, HANG_SECONDS)
 
         def run_once(now: Settings) -> int:
@@ -208,17 +208,17 @@ def start(loaded: Loaded, lines: Callable[[Loaded], list[str]] = lambda loaded: 
 
 
 def prepare_devices(env: MutableMapping[str, str], *, use_cpu: bool) -> None:
-    """Set what CUDA and torch read when they start, in the environment that ranks inherit; what a user set stays."""
+    """Set variables that CUDA and torch read when they start. Variables that the user set keep their values."""
     if use_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-        # Rows of many lengths would leave a GPU's memory in pieces that no tensor fits into.
+        # Rows of many lengths would fragment the GPU's memory.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _diagnosis(output_dir: Path, advice: str) -> str:
-    """Return what `megatune explain OUTPUT` says of memory beyond how the run ended; the advice where nothing was
-    planned, and "" where memory was not the cause."""
+    """Return the report of `megatune explain OUTPUT` on memory: the advice if there was no plan, "" if memory was not
+    the cause."""
     from megatune.plan.run.trouble import diagnose, ran_out_of_memory
 
     if not ran_out_of_memory(output_dir):
@@ -230,10 +230,10 @@ def _diagnosis(output_dir: Path, advice: str) -> str:
 
 
 def _with_repository(settings: Settings) -> Settings:
-    """Return the settings with the repository to push to, which exists and is writable, as far as its hub says.
+    """Create the repository to push to if needed, and return the settings with its id.
 
     Raises:
-        MegatuneError: INPUT, where the hub refuses.
+        MegatuneError: INPUT, if the hub refuses.
     """
     from megatune.hub.repository import use_modelscope
     from megatune.hub.upload import prepare_repository
@@ -247,10 +247,7 @@ def _with_repository(settings: Settings) -> Settings:
 
 
 def use_secrets(secrets: Mapping[str, str]) -> None:
-    """Put secrets, by "group.name", into variables of this process and those that it starts, and out of its arguments.
-
-    A variable that is set already gives way: what is written for a run is meant for it.
-    """
+    """Move secrets, by "group.name", from this process's arguments into its environment, overriding variables."""
     from megatune.hub.repository import use_modelscope
     from megatune.hub.upload import TOKEN_VARIABLES
 
@@ -260,5 +257,5 @@ def use_secrets(secrets: Mapping[str, str]) -> None:
     }
     for path, secret in secrets.items():
         os.environ[variables[path]] = secret
-        # Libraries that note a run's command line would note this one.
+        # Libraries that record the command line would record the secret.
         sys.argv = [word.replace(secret, "***") for word in sys.argv]

@@ -1,5 +1,5 @@
-"""Several runs of one file with other values of some settings: what is varied, the trials, each as `megatune train` in
-its own folder, and which of them is best."""
+"""Hyperparameter sweeps: runs one settings file with different values, each trial as `megatune train` in a separate
+folder, and compares the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TAKES = "KEY=VALUE,VALUE or, with --search tpe, KEY=LOW..HIGH or KEY=LOW..HIGH:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, evenly by their logarithm if `log`, whole numbers if `whole`."""
+    """A range from `low` to `high`: log-uniform if `log`, integers if `whole`."""
 
     low: float
     high: float
@@ -45,14 +45,14 @@ class Range:
 
 
 Space = Mapping[str, tuple[str, ...] | Range]
-Values = Mapping[str, str]  # of one trial, as they are typed
+Values = Mapping[str, str]  # of one trial, as typed on the command line
 
 
 def read_space(texts: Iterable[str], findings: list[Finding], *, ranges: bool) -> Space:
-    """Read KEY=VALUES of each --set; note what is wrong.
+    """Parse KEY=VALUES of each --set; add problems to `findings`.
 
     Args:
-        ranges: whether a range can be searched.
+        ranges: whether ranges are supported, as in a search.
     """
     space: dict[str, tuple[str, ...] | Range] = {}
     for text in texts:
@@ -90,7 +90,7 @@ def _number(text: str) -> float | None:
 
 
 def grid(space: Space) -> list[Values]:
-    """Return every combination; of a range its two ends, which is what can be checked before a search."""
+    """Return all combinations of values, with the two ends of each range, to check them before a search."""
     ends = [_ends(each) if isinstance(each, Range) else each for each in space.values()]
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*ends)]
 
@@ -101,24 +101,24 @@ def _ends(span: Range) -> tuple[str, str]:
 
 
 def name_of(values: Values) -> str:
-    """Return the name of a trial's folder, which is that of its values."""
+    """Return the name of a trial's folder, from its values."""
     return re.sub(r"[^\w.+-]+", "-", "_".join(f"{key}-{text}" for key, text in values.items()))
 
 
-_TAIL = 10  # of a trial's logged losses, the last tenth counts
+_TAIL = 10  # a trial's loss is the mean over the last 1 / _TAIL of its log
 
 
 @dataclass
 class Sweep:
-    """One sweep.
+    """A sweep.
 
     Attributes:
-        source, overrides: the settings file, and what all trials change in it.
-        output: the folder of the trials' folders.
-        trials: that a search makes; 0 for a grid.
-        parallel: trials at a time; the GPUs of this machine are shared out among them.
-        metric: of metrics.jsonl; "" takes eval_loss, or loss where nothing is evaluated.
-        maximize: more of the metric is better.
+        source, overrides: the settings file, and the overrides of all trials.
+        output: the parent of the trials' folders.
+        trials: the number of trials of a search; 0 for a grid.
+        parallel: the number of trials at a time, which divide the GPUs of this machine.
+        metric: of metrics.jsonl; "" for eval_loss, or for loss without evaluation.
+        maximize: whether a higher metric is better.
     """
 
     source: str
@@ -135,31 +135,31 @@ class Sweep:
     _stop: int = 0  # the signal that asked for the end
 
     def check(self) -> None:
-        """Check the settings of all trials, of a search those at the ends of its ranges.
+        """Check the settings of all trials; for a search, those at the ends of its ranges.
 
         Raises:
-            MegatuneError: with everything that is wrong, each problem once, with the first trial that has it.
+            MegatuneError: all findings, each with the first trial that has it.
         """
         found: dict[Finding, Finding] = {}
         code, names = ExitCode.SETTINGS, set[str]()
         for values in grid(self.space):
             if (name := name_of(values)) in names:
-                why, fix = "their values differ in signs only", "write other values, or sweep them one by one"
-                alike = Finding(f"two trials have the folder {name}", "--set", why, fix)
-                found[alike] = alike
+                why, fix = "their values differ only in signs", "write other values, or sweep them one by one"
+                collision = Finding(f"two trials have the folder {name}", "--set", why, fix)
+                found[collision] = collision
             names.add(name)
             try:
                 check_all(Launch.of(load(self.source, self.words(values))))
             except MegatuneError as error:
                 code = error.exit_code
                 for each in error.findings:
-                    place = f"{each.where} (trial {name_of(values)})".strip()
-                    found.setdefault(replace(each, where=""), replace(each, where=place))
+                    where = f"{each.where} (trial {name_of(values)})".strip()
+                    found.setdefault(replace(each, where=""), replace(each, where=where))
         if found:
             raise MegatuneError(found.values(), code)
 
     def run(self) -> int:
-        """Run what is not finished, and return the exit code: that of the first trial that failed, if any did."""
+        """Run all unfinished trials; return the exit code of the first one that failed, if any."""
         with writing(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -176,7 +176,7 @@ class Sweep:
         return next((code for _, _, code in self._ended.values() if code), int(ExitCode.DONE))
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Ask the trials that run to save and end; Ctrl-C reaches them by itself."""
+        """Ask the running trials to save and stop. Ctrl-C reaches them by itself."""
         self._stop = number
         for process in [*self._running] if number == signal.SIGTERM else []:
             process.send_signal(number)
@@ -197,8 +197,8 @@ class Sweep:
                 say(f"{name}: {words}{'' if value is None else f', {value:.6g}'}")
 
     def words(self, values: Values) -> list[str]:
-        """Return what a trial changes in the file."""
-        # A trial that was stopped continues; a file for single runs may say otherwise.
+        """Return the overrides of a trial."""
+        # A stopped trial resumes, even if the file sets overwrite_output_dir.
         more = ("overwrite_output_dir=false", f"output_dir={json.dumps(str(self.output / name_of(values)))}")
         return [*self.overrides, *(f"{key}={text}" for key, text in values.items()), *more]
 
@@ -217,14 +217,14 @@ class Sweep:
                 self.command(values), stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
             )
         self._running.add(process)
-        if self._stop:  # asked while it was started
+        if self._stop:  # requested while the process was starting
             process.terminate()
         code = process.wait()
         self._running.discard(process)
         return code if code >= 0 else ExitCode.PROCESS_DIED
 
     def _finished(self, name: str) -> float | None:
-        """Return the metric of a trial that is finished; None of another one."""
+        """Return the metric of a finished trial, else None."""
         folder = self.output / name
         try:
             report = json.loads((folder / "launch" / "report.json").read_text(encoding="utf-8"))
@@ -233,7 +233,7 @@ class Sweep:
         return self._value(folder) if report.get("outcome") == "done" else None
 
     def _value(self, folder: Path) -> float:
-        """Return the last value of the metric, of a loss the mean of its last tenth; NaN where none was logged."""
+        """Return the last value of the metric, or the mean of the last tenth of the loss; NaN if none was logged."""
         records = read_json_lines(folder / "metrics.jsonl")
         names = (self.metric,) if self.metric else ("eval_loss", "loss")
         for name in names:
@@ -243,7 +243,7 @@ class Sweep:
         return float("nan")
 
     def _searched(self) -> Iterator[Values]:
-        """Yield what Optuna's sampler proposes after the trials that ended; the same ones after a resume."""
+        """Yield the values that Optuna's sampler proposes, the same ones after a resume."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -263,7 +263,7 @@ class Sweep:
             yield values
 
     def table(self) -> list[str]:
-        """Return the trials that ended, the best first, as lines; and write them and a plot next to the trials.
+        """Return a table of the ended trials, the best first; write it and a plot to the output folder.
 
         Raises:
             MegatuneError: CANNOT_WRITE.
@@ -275,7 +275,8 @@ class Sweep:
             return []
         head = [*self.space, self.metric or "loss", "folder"]
         cells = [
-            [*values.values(), self._said(value, code), str(self.output / name)] for name, (values, value, code) in rows
+            [*values.values(), self._result(value, code), str(self.output / name)]
+            for name, (values, value, code) in rows
         ]
         with writing(self.output):
             self._draw(rows)
@@ -287,14 +288,13 @@ class Sweep:
             (self.output / "sweep.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         return [*columns([head, *cells], left=range(len(head))), f"plot: {self.output / 'sweep.png'}"]
 
-    def _said(self, value: float | None, code: int) -> str:
-        """Say what a trial came to."""
+    def _result(self, value: float | None, code: int) -> str:
         if value is None:
             return f"exit code {code}"
         return f"no {self.metric or 'loss'} was logged" if math.isnan(value) else f"{value:.6g}"
 
     def _draw(self, rows: Sequence[tuple[str, tuple[Values, float | None, int]]]) -> None:
-        """Draw the losses of the trials, and the metric by each setting."""
+        """Plot the losses of the trials, and the metric over each setting."""
         figure = new_figure(8, 3 + 3 * len(self.space))
         axes = figure.subplots(1 + len(self.space), 1, squeeze=False)[:, 0]
         for name, (values, value, _) in rows:

@@ -1,5 +1,5 @@
-"""How far a run has come, and a run that continues from there: from which checkpoint, whether it may, and with which
-other settings; without torch, for start-up checks."""
+"""The training state of a run, and checks of whether a run may resume from a checkpoint with changed settings. Imports
+no torch, for the checks before a start."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ STATE_NAME = "state.json"
 
 @dataclass(slots=True)
 class TrainState:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: optimizer steps done.
-        rows_digest: of all that determines the rows (data/cache/key.py).
-        rows_parts: what they are made of, in words, each with a digest of its own; {} where that is not known.
-        global_batch_size: rows per step; with `seed` it determines which rows a step trains.
-        best_loss, best_step: the lowest evaluation loss so far, and the step it was measured at.
-        stream: where streamed data resumes (data/streaming/blocks.py); None without streaming.
-        base: digest of what adapters are beside (training/resume.py); "" without adapters.
-        reference: digest of the model that pairs are compared with (training/reference.py); "" without one.
-        objective: the loss's own state (`TrainingObjective.state_dict`).
-        updates: of the optimizer, where a step may have several.
-        bad_steps: how many were skipped (training/bad_steps.py).
-        rope_scaling: the setting, as YAML writes it; "" where config.json was left as it is.
-        new_tokens: those that are added to the model, as YAML writes them; "" where none are.
-        recent_losses, recent_grad_norms: of the last steps that were not bad.
+        rows_digest: digest of everything that determines the rows (data/cache/key.py).
+        rows_parts: description -> digest of each input of the rows; {} if unknown.
+        global_batch_size: rows per step; with `seed` it determines the rows of each step.
+        best_loss, best_step: the lowest evaluation loss so far, and its step.
+        stream: the position in streamed data (data/streaming/blocks.py); None without streaming.
+        base: digest of the adapters' base model (training/resume.py); "" without adapters.
+        reference: digest of the reference model (training/reference.py); "" without one.
+        objective: the state of the objective (`TrainingObjective.state_dict`).
+        updates: optimizer updates, if a step may have several.
+        bad_steps: the number of skipped steps (training/bad_steps.py).
+        rope_scaling: the setting as YAML; "" if config.json is not changed.
+        new_tokens: tokens added to the model, as YAML; "" for none.
+        recent_losses, recent_grad_norms: of the last good steps.
     """
 
     step: int = 0
@@ -65,22 +65,22 @@ class TrainState:
 
 
 def read_state(checkpoint: Path) -> TrainState | None:
-    """Read how far the run had come; None where the checkpoint is a model only."""
+    """Read the training state of a checkpoint; None if it has only a model."""
     path = checkpoint / TRAINING_FOLDER / STATE_NAME
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
-    if "reward_sum" in content:  # until November 2026 the state of BCO, whatever the loss
+    if "reward_sum" in content:  # until November 2026: the state of BCO, for every loss
         content["objective"] = {name: content[name] for name in ("reward_sum", "reward_pairs")}
     return TrainState(**{each.name: content[each.name] for each in fields(TrainState) if each.name in content})
 
 
-# Of `rows_parts`: the content of the rows, which another version of megatune may make otherwise of the same files.
+# A key of `rows_parts`: the content of the rows, which may differ between versions of megatune for the same files.
 ROWS = "the prepared rows"
 
 
 def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, seed: int) -> Iterator[Finding]:
-    """Yield what would change the order of rows and is known before any data is read."""
+    """Yield changes of the row order that are known before any data is read."""
     size = "rows per step (batch size × accumulation × data-parallel size)"
     for what, before, after in ((size, state.global_batch_size, global_batch_size), ("seed", state.seed, seed)):
         if before != after:
@@ -91,10 +91,10 @@ def changed_batch(checkpoint: Path, state: TrainState, global_batch_size: int, s
 
 
 def changed_data(checkpoint: Path, state: TrainState, parts: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what would make other rows and is known before they are made.
+    """Yield changes of the rows that are known before they are prepared.
 
     Args:
-        parts: some of those that this run's rows are made of (`data.cache.key.local_parts`).
+        parts: some of the inputs of this run's rows (`data.cache.key.local_parts`).
     """
     before = {part: digest for part, digest in state.rows_parts.items() if part in parts}
     after = {part: parts[part] for part in before}
@@ -109,10 +109,10 @@ def _other_rows(checkpoint: Path, why: str) -> Finding:
 
 
 def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> Iterator[Finding]:
-    """Yield why a run may not continue from the state of a checkpoint: rows, batch, base or reference were changed.
+    """Yield changes of rows, batch, base or reference since a checkpoint, after which a run cannot continue from it.
 
     Args:
-        expected: what this run would train on.
+        expected: the initial state of this run.
     """
     yield from changed_batch(checkpoint, state, expected.global_batch_size, expected.seed)
     found = {parts[ROWS] for parts in (state.rows_parts, expected.rows_parts) if ROWS in parts}
@@ -126,14 +126,12 @@ def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> 
     elif state.reference != expected.reference:
         what = "answers were compared with another reference"
         why = "the weights of ref_model, or of the model that the run started from, have changed since then"
-        fix = (
-            "name the reference that the run began with, or start again from the model with overwrite_output_dir: true"
-        )
+        fix = "name the earlier reference, or start again from the model with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
 
 
 def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Name what the rows are made of and was not the same before."""
+    """Return the inputs of the rows that have changed."""
     if not before or not after:
         return "a file of the data sets, the tokenizer, the template or another data setting was changed"
     changed = [part for part in after if part in before and before[part] != after[part]]
@@ -160,7 +158,7 @@ _CHANGES = (
 
 
 def _changed_model(checkpoint: Path, state: TrainState, settings: Settings) -> Iterator[Finding]:
-    """Yield that another model would be trained from here on. The factor follows from data settings and the model."""
+    """Yield changes of the model's settings."""
     before, after = (state.rope_scaling, state.new_tokens), changes_of(settings)
     for (what, none, why), was, is_now in zip(_CHANGES, before, after, strict=True):
         if was != is_now:
@@ -169,11 +167,11 @@ def _changed_model(checkpoint: Path, state: TrainState, settings: Settings) -> I
             yield Finding(f"{what} {was or none}, and {verb} {is_now or none} in this run", str(checkpoint), why, fix)
 
 
-_OF_THE_BATCH = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
+_BATCH_SETTINGS = ("batch.per_device_train_batch_size", "batch.gradient_accumulation_steps", "run.seed")
 
 
 def checkpoints_to_try(settings: Settings) -> list[Path]:
-    """Return the checkpoints that the run may resume from, in its order, before any of their files is verified."""
+    """Return the checkpoints that the run may resume from, in order of preference, before they are verified."""
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         return [Path(asked)]
@@ -188,52 +186,51 @@ def checkpoint_to_try(settings: Settings) -> Path | None:
 
 
 def check_rerun(settings: Settings, world_size: int | None, invalid: Collection[str] = ()) -> None:
-    """Refuse what a run cannot continue from and what it would mix up, as far as small files show it.
+    """Check by small files that a run can continue from its checkpoint, and does not mix with another run.
 
     Args:
-        world_size: processes of the whole run; None where that is not known.
-        invalid: "group.name" of settings that were refused.
+        world_size: processes of the whole run; None if unknown.
+        invalid: "group.name" of invalid settings.
 
     Raises:
-        MegatuneError: SETTINGS, where rows would be others or come in another order; CANNOT_WRITE, see
-            `later_checkpoints`.
+        MegatuneError: SETTINGS, if the rows or their order have changed; CANNOT_WRITE, see `later_checkpoints`.
     """
-    if settings.run.output_dir is None:  # refused elsewhere
+    if settings.run.output_dir is None:  # reported elsewhere
         return
     resumed = checkpoint_to_try(settings)
     state = _readable_state(resumed) if resumed is not None else None
     if resumed is not None and state is None:
-        return  # ranks verify it, and name what is damaged or take an older one
+        return  # ranks verify it, and report the damage or use an older one
     later_checkpoints(settings, resumed, state.step if state is not None else 0)
     if state is None or resumed is None:
         return
     findings: list[Finding] = []
     parallel, batch = settings.parallel, settings.batch
-    if world_size is not None and not {*_OF_THE_BATCH} & {*invalid}:
+    if world_size is not None and not {*_BATCH_SETTINGS} & {*invalid}:
         replicas = world_size // parallel.model_parallel_size
         rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps * replicas
         findings += changed_batch(resumed, state, rows, settings.run.seed)
     if not any(path.startswith("model.") for path in invalid):
         findings += _changed_model(resumed, state, settings)
     if not any(path.startswith("data.") for path in invalid):
-        with contextlib.suppress(MegatuneError):  # what is wrong with the data itself is found elsewhere
+        with contextlib.suppress(MegatuneError):  # problems of the data itself are reported elsewhere
             findings += changed_data(resumed, state, local_parts(settings))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 
 
 def later_checkpoints(settings: Settings, resumed: Path | None, step: int) -> list[Path]:
-    """Return an earlier run's checkpoints beyond the step that this run begins at, which the user said to delete: the
-    next resume would take them for this run's.
+    """Return an earlier run's checkpoints after the step at which this run begins, which overwrite_output_dir deletes:
+    the next resume would use them.
 
     Raises:
-        MegatuneError: CANNOT_WRITE, when there are some and the user did not.
+        MegatuneError: CANNOT_WRITE, if there are some, without overwrite_output_dir.
     """
     assert settings.run.output_dir is not None
     output_dir, asked = Path(settings.run.output_dir), settings.run.resume_from_checkpoint
     beyond = [path for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
     if not beyond or (resumed is not None and not isinstance(asked, str)):
-        return []  # an automatic resume skipped these as damaged; the run replaces them when it comes to their steps
+        return []  # an automatic resume skipped these as damaged; the run replaces them when it reaches their steps
     if not settings.run.overwrite_output_dir:
         what = f"{output_dir} holds {', '.join(path.name for path in beyond[-3:])} of an earlier run"
         why = f"this run begins at step {step}, and the next resume could not distinguish them from its own"
@@ -243,20 +240,17 @@ def later_checkpoints(settings: Settings, resumed: Path | None, step: int) -> li
 
 
 def rerun_lines(settings: Settings, run_yaml: str) -> list[str]:
-    """Return a line on the checkpoint and one for each setting that differs from those it was trained with.
+    """Return a line on the checkpoint and one for each setting that has changed since; [] for a new or unchanged run.
 
     Args:
-        run_yaml: the text of this run's OUTPUT/run.yaml, while the file still has the earlier one's.
-
-    Returns:
-        Nothing where the run starts from its model, or continues unchanged.
+        run_yaml: the text of this run's OUTPUT/run.yaml, while the file still is the earlier run's.
     """
     begins = checkpoint_to_try(settings)
     if begins is None or not (begins.parent / "run.yaml").is_file():
         return []
     then, now = _values((begins.parent / "run.yaml").read_text(errors="replace")), _values(run_yaml)
-    of_the_start = {path.partition(".")[2] for path in marked(Mark.START)}
-    changed = [key for key in now if key in then and key not in of_the_start and then[key] != now[key]]
+    ignored = {path.partition(".")[2] for path in marked(Mark.START)}
+    changed = [key for key in now if key in then and key not in ignored and then[key] != now[key]]
     if not changed:
         return []
     fresh = "overwrite_output_dir: true starts from the model; another output_dir keeps both"
@@ -267,7 +261,7 @@ def rerun_lines(settings: Settings, run_yaml: str) -> list[str]:
 
 
 def _readable_state(checkpoint: Path) -> TrainState | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):  # damaged: said where its digests are compared
+    with contextlib.suppress(OSError, ValueError, TypeError):  # damaged: reported when its digests are compared
         return read_state(checkpoint)
     return None
 
@@ -276,5 +270,5 @@ def _values(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError:
-        return {}  # somebody else's run.yaml
+        return {}  # not written by megatune
     return content if isinstance(content, dict) else {}

@@ -1,5 +1,5 @@
-"""What any training loop is built of: one optimizer step from its micro-batches, its checks, and its learning rate,
-which is Transformers' own, as a pure function of the step."""
+"""One optimizer step over its micro-batches, its checks, and the learning rate of Transformers' schedulers as a pure
+function of the step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _CROSS_ENTROPY = CrossEntropy()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step; equal on all ranks.
+    """The result of one optimizer step, equal on all ranks.
 
     Attributes:
         totals: loss, normalizer and metrics.
         grad_norm: L2 norm of all gradients before clipping.
-        updated: False where nothing has changed: weights, the optimizer's state and biases of routers.
-        problem: why the step was refused; None where it was not. One that was not updated all the same overflowed in
-            fp16, which is the loss scale's own affair.
-        seconds: of "forward_backward" and of "optimizer" on this rank, where they were asked for.
+        updated: whether weights, optimizer state and router biases were updated.
+        problem: why `check` rejected the step, or None. A step without a problem that was not updated overflowed in
+            fp16, which the loss scaler handles.
+        seconds: time of "forward_backward" and of "optimizer" on this rank, if `timed`.
     """
 
     totals: StepTotals
@@ -49,7 +49,7 @@ class StepResult:
 
 
 def not_finite(loss: float, grad_norm: float) -> str | None:
-    """Return what is wrong with a step's numbers, None where they are finite."""
+    """Return the problem of a step's loss and gradient norm, or None if they are finite."""
     numbers = {"loss": loss, "gradient norm": grad_norm}
     return ", ".join(f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)) or None
 
@@ -60,7 +60,7 @@ def train_step(
     objective: Objective = _CROSS_ENTROPY,
     *,
     learning_rate: float,
-    judge: Callable[[float, float], str | None] = not_finite,
+    check: Callable[[float, float], str | None] = not_finite,
     votes: Votes = NO_VOTES,
     checked_step: int | None = None,
     timed: bool = False,
@@ -70,16 +70,16 @@ def train_step(
 
     Args:
         batches: this data-parallel rank's micro-batches.
-        judge: gets the loss and the norm of all gradients, the same on all ranks; where it returns why the step is to
-            be refused, nothing is changed.
-        votes: what this rank asks of all; for `StepTotals`.
-        checked_step: compare gradients and weights between the ranks that hold copies of them, and report this step's
-            number where they differ; None leaves the check out.
-        busy: of this rank, for `StepTotals`.
-        timed: wait for the device between the parts of the step, to say how long each takes.
+        check: takes the loss and the gradient norm, which are equal on all ranks. If it returns a problem, the update
+            is skipped.
+        votes: the requests of this rank, for `StepTotals`.
+        checked_step: the step's number, to compare gradients and weights between ranks that hold copies of them; None
+            for no comparison.
+        busy: the busy time of this rank, for `StepTotals`.
+        timed: synchronize the device between the parts of the step to measure each.
 
     Raises:
-        MegatuneError: NOT_FINITE, where copies differ.
+        MegatuneError: NOT_FINITE, if copies differ.
     """
     seconds: dict[str, float] = {}
     began = time.monotonic()
@@ -95,14 +95,14 @@ def train_step(
 
     def accepts(grad_norm: float) -> bool:
         nonlocal problem
-        # The loss is read where the norm was waited for, and is no second wait.
-        problem = judge(totals.loss, grad_norm)
+        # The device was synchronized to read the norm, so that reading the loss needs no second wait.
+        problem = check(totals.loss, grad_norm)
         return problem is None
 
     updated, grad_norm = optimizer.step(assembly.optimizer, learning_rate, accepts)
     if not updated:
         if problem is None and not math.isfinite(totals.loss):
-            problem = judge(totals.loss, grad_norm)
+            problem = check(totals.loss, grad_norm)
         for bias, value in zip(biases, before, strict=True):
             bias.copy_(value)
     if checked_step is not None:
@@ -114,10 +114,10 @@ def train_step(
 
 
 def check_gradients(assembly: Assembly, step: int) -> None:
-    """Compare gradients after they were summed, before the optimizer uses them; collective.
+    """Compare reduced gradients between ranks before the optimizer uses them. Collective.
 
-    Each replica holds all sums where the optimizer is not distributed, and its share where it is: that is held by
-    tensor-parallel ranks only. `step` is counted from 1, for the report.
+    Replicas hold copies only if the optimizer is not distributed; else only tensor-parallel ranks do. `step` is counted
+    from 1.
 
     Raises:
         MegatuneError: NOT_FINITE, see `check_agreement`.
@@ -133,7 +133,7 @@ def check_gradients(assembly: Assembly, step: int) -> None:
 
 
 def check_weights(assembly: Assembly, step: int, **values: float) -> None:
-    """Compare weights after an update, and numbers that every rank holds, such as `grad_norm`; collective.
+    """Compare weights after an update, and numbers that every rank holds, such as `grad_norm`. Collective.
 
     Raises:
         MegatuneError: NOT_FINITE, see `check_agreement`.
@@ -146,13 +146,13 @@ def check_weights(assembly: Assembly, step: int, **values: float) -> None:
 
 
 def _name(local: LocalParameter, assembly: Assembly) -> str:
-    """Name the first of the Hugging Face tensors that the parameter is made of, and how many more there are."""
+    """Return the name of the first Hugging Face tensor in a parameter, and the number of the others."""
     first, *others = local.hf_shapes(assembly.architecture)
     return f"{first} (and {len(others)} more in one tensor)" if others else first
 
 
 def not_finite_gradients(assembly: Assembly) -> dict[int, list[str]]:
-    """Name the parameters whose gradients are not finite, by rank; collective."""
+    """Return the names of the parameters whose gradients are not finite, by rank. Collective."""
     shards = optimizer.main_shards(assembly.optimizer)
     mine = [
         name
@@ -170,11 +170,11 @@ SCHEDULER_TYPES = (
 
 
 def warmup_steps_of(warmup_steps: float, warmup_ratio: float | None, total_steps: int) -> int:
-    """Count warm-up steps as Transformers does.
+    """Compute the number of warm-up steps as Transformers does.
 
     Args:
-        warmup_steps: a number of steps from 1 on; below 1 it is a ratio of `total_steps` (Transformers 5).
-        warmup_ratio: ratio of `total_steps`, used where `warmup_steps` is 0.
+        warmup_steps: a number of steps if at least 1, else a ratio of `total_steps` (Transformers 5).
+        warmup_ratio: a ratio of `total_steps`, used if `warmup_steps` is 0.
     """
     if warmup_steps >= 1:
         return int(warmup_steps)
@@ -182,20 +182,19 @@ def warmup_steps_of(warmup_steps: float, warmup_ratio: float | None, total_steps
 
 
 class LearningRateSchedule:
-    """The learning rate of every optimizer step, equal to Transformers' `get_scheduler` bit for bit.
+    """The learning rate of each step, bitwise equal to that of Transformers' `get_scheduler`.
 
-    It has no state: a resume asks for the next step and gets the rate the uninterrupted run would have used.
-    As in Transformers, "constant" has no warm-up (that is "constant_with_warmup"), and the first step of a warm-up
-    has a learning rate of 0.
+    It has no state, so that a resumed run uses the same rates as an uninterrupted one. As in Transformers, "constant"
+    has no warm-up (use "constant_with_warmup"), and the first step of a warm-up has a learning rate of 0.
 
     Args:
         learning_rate: the peak.
-        lr_scheduler_kwargs: arguments of the type, under Transformers' names (min_lr, num_decay_steps, ...).
+        lr_scheduler_kwargs: arguments of the scheduler, under Transformers' names (min_lr, num_decay_steps, ...).
         warmup_steps: steps of linear warm-up; see `warmup_steps_of`.
 
     Raises:
         ValueError: a type that is not in SCHEDULER_TYPES.
-        MegatuneError: SETTINGS, where the arguments do not fit the type or the run has no room for the phases.
+        MegatuneError: SETTINGS, if the arguments do not fit the type, or the phases do not fit the run.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class LearningRateSchedule:
         kwargs = dict(lr_scheduler_kwargs or {})
         decay = kwargs.get("num_decay_steps") if lr_scheduler_type == "warmup_stable_decay" else None
         if isinstance(decay, int) and kwargs.get("num_stable_steps") is None and warmup_steps + decay > total_steps:
-            # Transformers would accept a negative stable phase, and the rate would jump into the middle of the decay.
+            # Transformers accepts a negative stable phase, and the rate would jump into the middle of the decay.
             phases = f"warm-up of {warmup_steps} and decay of {decay} steps"
             fix = f"set num_decay_steps to at most {max(0, total_steps - warmup_steps)}"
             raise _refused(f"{phases} do not fit a run of {total_steps} steps", fix=fix)
@@ -223,21 +222,21 @@ class LearningRateSchedule:
 
     @classmethod
     def of(cls, settings: OptimizerSettings, total_steps: int) -> Self:
-        """Make the schedule of a run of so many steps."""
+        """Create the schedule of a run of `total_steps`."""
         warmup = warmup_steps_of(settings.warmup_steps, settings.warmup_ratio, total_steps)
         shape = settings.lr_scheduler_type, settings.lr_scheduler_kwargs
         return cls(settings.learning_rate, *shape, warmup, total_steps)
 
     def at(self, step: int) -> float:
-        """Return the learning rate of optimizer step number `step`, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return self.learning_rate * self._factor(step)
 
 
 def _factor_of_step(
     learning_rate: float, lr_scheduler_type: str, kwargs: dict[str, Any], warmup_steps: int, total_steps: int
 ) -> Callable[[int], float]:
-    """Take Transformers' own multiplier of the learning rate out of the scheduler it builds."""
-    if kwargs and lr_scheduler_type in ("constant", "constant_with_warmup"):  # get_scheduler drops them without a word
+    """Return the multiplier of the learning rate, as a function of the step, from Transformers' scheduler."""
+    if kwargs and lr_scheduler_type in ("constant", "constant_with_warmup"):  # get_scheduler ignores them
         raise TypeError(f"unexpected arguments: {', '.join(kwargs)}")
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from megatune.config.settings import PrecisionSettings, Settings
 from megatune.errors import ExitCode
-from megatune.launch.supervisor import Look, run_ranks
+from megatune.launch.supervisor import OnPoll, run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.localize import LOGITS, LOSS, Location, locate
 from megatune.verify.results import WHOLE_GRADIENT, Difference, Results, Trace, check_errors, check_layouts, compare
@@ -47,14 +47,14 @@ class _Side:
     payload: dict[str, Any]
     world: World
 
-    def compute(self, folder: Path, look: Look | None = None) -> Results:
+    def compute(self, folder: Path, look: OnPoll | None = None) -> Results:
         """Compute logits, loss, gradients and the outputs of every place, in a subfolder."""
         folder = folder / self.name
         folder.mkdir()
         world = replace(self.world, master_port=find_free_port())
         # Not inside the temporary folder, since error messages refer to the ranks' logs.
         run_dir = Path(tempfile.mkdtemp(prefix="megatune-verify-logs-"))
-        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir, look=look)
+        code = run_ranks(self.target, {**self.payload, "folder": str(folder)}, world, run_dir, on_poll=look)
         if code in (ExitCode.DONE, ExitCode.INPUT):  # the finding is complete without the logs
             shutil.rmtree(run_dir)
         if code != ExitCode.DONE:
@@ -69,7 +69,7 @@ def verify_layout(
     world: World,
     *,
     reference_dir: str | Path | None = None,
-    look: Look | None = None,
+    look: OnPoll | None = None,
 ) -> Verdict:
     """Compute logits, loss and gradients in the layout of `settings` and with Transformers, and compare them.
 

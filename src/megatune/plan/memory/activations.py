@@ -169,11 +169,7 @@ def _run_lengths(values: Iterable[T]) -> tuple[tuple[T, int], ...]:
 
 @lru_cache(4096)
 def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memory:
-    """Return the memory of a layer: attention, and feed-forward or experts, with norms and residual connections.
-
-    Args:
-        modules: recompute_modules.
-    """
+    """Return the memory of a layer with its norms and residual connections; `modules` are recompute_modules."""
     before, after = shapes.architecture.pre_norms, shapes.architecture.post_norms
     attention, rest = (branch[before : -1 - after] for branch in decoder_layer(shapes, sparse))
     inner = _experts(shapes, rest, modules) if sparse else memory_of(rest)

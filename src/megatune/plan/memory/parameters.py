@@ -263,11 +263,8 @@ def _parts(rules: StateConfig, stage: int) -> tuple[BufferElements, ...]:
 def _closed_parts(
     rules: StateConfig, chunks: tuple[ChunkContent, ...], first: int | None
 ) -> tuple[BufferElements, ...]:
-    """Return the elements of the fullest rank for each kind: the most in `updated`, the fewest in `on_host`.
-
-    Args:
-        first: elements of a full bucket in the first chunk; None for one bucket.
-    """
+    """Return the elements of the fullest rank for each kind: the most in `updated`, the fewest in `on_host`. `first` is
+    the size of a full bucket in the first chunk; None for one bucket."""
     held, optimizer, parts = rules.held, rules.optimizer, []
     full = [first, *[None] * (len(chunks) - 1)]
     for kind in rules.kinds:

@@ -148,11 +148,8 @@ def routed_experts(shapes: Shapes) -> Iterator[Operator]:
 def _biased(
     shapes: Shapes, operator: Operator, rows: float, columns: float, experts: int, *, weighed: bool = False
 ) -> Operator:
-    """Add biases to a product's R rows by a product with a [R, experts] matrix that selects each row's expert.
-
-    Args:
-        weighed: the matrix has the rows' probabilities, which have a gradient.
-    """
+    """Add biases to a product's R rows by a product with a [R, experts] matrix that selects each row's expert; if
+    `weighed`, with the rows' probabilities, which have a gradient."""
     if not shapes.architecture.add_bias_linear or shapes.engine.products == "streams":  # which fuse it
         return operator
     ahead, back = Product(rows, columns, experts, shapes.itemsize), Product(rows, experts, columns, shapes.itemsize)

@@ -111,11 +111,8 @@ def send(group: Group, size: float) -> float:
 
 
 class Exchange(NamedTuple):
-    """Seconds of communication that is not overlapped, for one layer and micro-batch: forward and backward, by kind.
-
-    Attributes:
-        calls: number of collectives and messages, overlapped or not.
-    """
+    """Seconds of communication that is not overlapped, for one layer and micro-batch, forward and backward by kind;
+    `calls` are the numbers of all collectives and messages."""
 
     tensor: tuple[float, float] = (0.0, 0.0)
     context: tuple[float, float] = (0.0, 0.0)

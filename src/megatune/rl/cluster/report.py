@@ -15,8 +15,8 @@ from megatune.launch.context import log_path
 from megatune.launch.failure import Failure, Kind
 from megatune.launch.processes import RankState
 from megatune.launch.report import (
-    AGAIN,
     OUT_OF_MEMORY_KILL,
+    RESUME_HINT,
     SIGNAL_REASONS,
     RankActivity,
     find_hung,
@@ -75,7 +75,7 @@ def failed(run_dir: Path, name: str, failure: Failure, place: Place | None) -> t
     dead = failure.exit_code == ExitCode.PROCESS_DIED and not failure.traceback
     verb = "" if dead else "failed: "
     why = "it lost its peers; none of them failed before it" if failure.kind is Kind.COLLECTIVE else ""
-    fix = f"read {log_path(run_dir, name)}; {AGAIN}"
+    fix = f"read {log_path(run_dir, name)}; {RESUME_HINT}"
     return (Finding(f"{where}, {where_in_run}, {verb}{failure.summary}", "", why, fix),)
 
 
@@ -105,7 +105,7 @@ def hung(
     if call is not None:
         silence = f"no answer to {call.method} within {call.limit:.0f} s"
     why = hang_reason(state, activities)
-    fix = f"read the stacks in {log_path(run_dir, culprit.role + '-*')}; {AGAIN}"
+    fix = f"read the stacks in {log_path(run_dir, culprit.role + '-*')}; {RESUME_HINT}"
     return Finding(f"{culprit.name} on host {culprit.host} hung {where}: {silence}", "", why, fix), culprit
 
 
@@ -122,7 +122,7 @@ def service(name: str, pid: int, place: Place | None) -> Finding:
     """Say that a process of Ray's own is gone."""
     where = progress_text(*place) if place else "while starting"
     what = f"Ray's {name} (process {pid}) on host {socket.gethostname()}, {where}, died"
-    return Finding(what, "", SIGNAL_REASONS[9], AGAIN)
+    return Finding(what, "", SIGNAL_REASONS[9], RESUME_HINT)
 
 
 def write(run_dir: Path, actors: Sequence[Actor], culprit: str, error: MegatuneError, traceback: str) -> None:

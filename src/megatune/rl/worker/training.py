@@ -210,7 +210,7 @@ class TrainedWorker(ModelWorker):
         self._need("weights", "optimizer")
         self.context.beat("save", step, limit=self.settings.run.ddp_timeout)
         self.step = self.state.step = step
-        path = self._saver.save(self.state, beside=beside)
+        path = self._saver.save(self.state, extra=beside)
         assert path is not None, "not in the background"
         return str(path)
 

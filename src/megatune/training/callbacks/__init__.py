@@ -1,4 +1,4 @@
-"""Everything around the training step, called by the loop on rank 0: who is called, and when a step is logged."""
+"""The callbacks of a run, which the loop calls on rank 0, and the steps that are logged."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def build_callbacks(
     source: Path | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> CallbackList:
-    """Build what the settings ask for, as one callback that the loop calls.
+    """Build the callbacks that the settings request.
 
     Args:
-        output_dir: with plan.json, where there is a plan to hold the run against (`begin_record`).
-        resume_step: steps already done; what an earlier run logged beyond them is dropped.
-        quarantine: keeps the names of unreadable pictures, where on_bad_row asks for it.
-        log_dir: gets what libraries of trackers and hubs print; output_dir/logs unless given.
-        source: the folder of the model that the run started from.
-        stop_requested: whether somebody wants the run to end.
+        output_dir: has plan.json if there is a plan to compare the run with (`begin_record`).
+        resume_step: steps already done; log records of an earlier run after them are dropped.
+        quarantine: records unreadable pictures, with on_bad_row: quarantine.
+        log_dir: for the output of libraries of trackers and hubs; output_dir/logs by default.
+        source: the folder of the initial model.
+        stop_requested: whether the run was asked to stop.
     """
     name, shown, asked = run_name(settings, output_dir), Shown.of(settings), asked_trackers(settings)
     log_dir = log_dir or output_dir / "logs"
@@ -85,7 +85,7 @@ def build_callbacks(
 
 
 class CallbackList(Callback):
-    """Several callbacks as one. One that raises is named in a warning, once, and not called again.
+    """Calls several callbacks. One that raises is disabled with a warning.
 
     Args:
         callbacks: called in this order.
@@ -99,7 +99,7 @@ class CallbackList(Callback):
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)  # seconds of recent steps
         self._num_steps = 0  # of this process
         self._began = time.monotonic()
-        self._level = logging.WARNING  # of what callbacks raise
+        self._level = logging.WARNING  # for exceptions of callbacks
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         self._began = time.monotonic()
@@ -108,7 +108,7 @@ class CallbackList(Callback):
     def on_step_end(self, report: StepReport) -> None:
         self._num_steps += 1
         if self._num_steps == 2:
-            self._pace.clear()  # the first step warms up, and says nothing about the pace
+            self._pace.clear()  # the first step includes the warm-up
         self._pace.append(report.seconds)
         self._unlogged.append(report)
         self._call("on_step_end", report)
@@ -133,9 +133,9 @@ class CallbackList(Callback):
         self._call("on_save", path)
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        if summary.outcome == "failed":  # what has ended the run is reported, such as a full disk, and not again here
+        if summary.outcome == "failed":  # the cause, such as a full disk, is reported elsewhere
             self._level = logging.DEBUG
-        if self._unlogged:  # a run that ends between two log lines
+        if self._unlogged:  # the run ends between two log lines
             self._log()
         self._call("on_train_end", summary)
 
@@ -163,7 +163,7 @@ class CallbackList(Callback):
 
 
 def _merged(steps: list[StepReport], *, elapsed_seconds: float, eta_seconds: float) -> LogReport:
-    """Make one report of several steps, as `LogReport` says."""
+    """Merge the reports of several steps, see `LogReport`."""
     last = steps[-1]
     sums = ("num_tokens", "num_input_tokens", "seconds", "data_seconds", "unreadable_pictures")
     added: dict[str, Any] = {name: sum(getattr(step, name) for step in steps) for name in sums}

@@ -1,7 +1,7 @@
-"""The moments of a run that a callback can act on, what it gets, and the record of a log line, an evaluation or a
-notice: made once, and projected to files and trackers.
+"""The callback interface, its arguments, and the records of log lines, evaluations and notices.
 
-metrics.jsonl has records as they are; `trainer_line`, `history_entry` and `Shown.scalars` are what others have of them.
+metrics.jsonl has all fields of a record; `trainer_line`, `history_entry` and `Shown.scalars` select those of other
+files and of trackers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatune.training.run_schedule import RunSchedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbers:
-    """What a step and a log line both report, over all ranks.
+    """The numbers of a step or a log line, over all ranks.
 
     Attributes:
-        step: optimizer steps done, this one among them.
+        step: optimizer steps done, including this one.
         total_steps: optimizer steps of the whole run.
-        epoch: passes over the training rows done, with the fraction; None in the first pass over streamed ones.
-        loss: mean over the step's trained tokens or, of preference training, pairs.
-        learning_rate: what this step used.
+        epoch: epochs done, as a fraction; None in the first epoch of streamed data.
+        loss: mean over the step's trained tokens, or over pairs in preference training.
+        learning_rate: of this step.
         grad_norm: L2 norm of all gradients before clipping.
         num_tokens: trained tokens (labels that are not -100).
-        num_input_tokens: tokens the model has read, without padding.
+        num_input_tokens: input tokens without padding.
         seconds: from the end of the last step to the end of this one, without evaluation and saving.
-        data_seconds: of these, how long this rank has waited for the step's micro-batches.
-        unreadable_pictures: how many could not be decoded; their documents are left out of the loss.
+        data_seconds: the part of it in which this rank waited for micro-batches.
+        unreadable_pictures: images and videos that could not be decoded; their documents are left out of the loss.
         tokens_per_second: input tokens per second, over all devices.
-        model_tflops: 10^12 model floating-point operations per second and device, those of a vision encoder left out.
-        mfu: share of the device's peak that model_tflops is, 0 to 1; None where the peak is not known.
-        memory_gib: most memory a rank has held, GiB (of the device; of the process on a CPU).
-        metrics: what the objective and the model's layers report, by name.
+        model_tflops: 10^12 model floating-point operations per second and device, without a vision encoder.
+        mfu: model_tflops relative to the device's peak, 0 to 1; None if the peak is unknown.
+        memory_gib: peak memory of a rank in GiB (of the device; of the process on a CPU).
+        metrics: metrics of the objective and of the model's layers, by name.
     """
 
     step: int
@@ -61,15 +61,15 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(_Numbers):
-    """One optimizer step.
+    """The report of one optimizer step.
 
     Attributes:
-        row_tokens: mean length of the rows of this rank's micro-batches, padding included.
+        row_tokens: mean length of the rows of this rank's micro-batches, including padding.
         longest_row: the longest of them.
-        document_tokens: mean length of the documents in packed rows; None where a row is one document.
-        picture_tokens: mean of these rows' tokens of pictures.
-        skipped: gradients overflowed (fp16), or the step was bad, so the weights have not changed.
-        is_bad: loss or gradients were not finite, or beyond a bound.
+        document_tokens: mean length of the sequences in packed rows; None without packing.
+        picture_tokens: mean number of picture tokens in these rows.
+        skipped: the weights were not updated, because gradients overflowed (fp16) or the step was bad.
+        is_bad: loss or gradients were not finite, or above a bound.
     """
 
     row_tokens: float = 0.0
@@ -82,17 +82,17 @@ class StepReport(_Numbers):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport(_Numbers):
-    """The steps since the last log line, as one.
+    """The merged report of all steps since the last log line.
 
-    The loss is the mean of the steps' losses, as the Transformers Trainer logs it, and so are metrics; bad steps are
-    left out of both where there are others. Learning rate,
-    gradient norm and epoch are those of the last step; tokens and seconds are sums; rates are means over their time.
+    Loss and metrics are means over the steps, as in the Transformers Trainer, without bad steps if there are others.
+    Learning rate, gradient norm and epoch are those of the last step; tokens and seconds are sums; rates are means over
+    time.
 
     Attributes:
-        num_steps: how many steps these are.
-        num_skipped: how many of them were skipped.
-        elapsed_seconds: since this process began to train, with evaluation and saving.
-        eta_seconds: the remaining steps at the pace of recent ones, without evaluation and saving.
+        num_steps: the number of steps.
+        num_skipped: the number of skipped steps.
+        elapsed_seconds: since this process began to train, including evaluation and saving.
+        eta_seconds: of the remaining steps at the recent pace, without evaluation and saving.
     """
 
     num_steps: int
@@ -103,11 +103,11 @@ class LogReport(_Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a user should know of while the run continues.
+    """A warning while the run continues.
 
     Attributes:
         text: for the terminal.
-        values: for metrics.jsonl, with `step` and the text.
+        values: for metrics.jsonl, in addition to `step` and the text.
     """
 
     step: int
@@ -121,13 +121,13 @@ class EvalReport:
 
     Attributes:
         step: optimizer steps done.
-        epoch: passes over the training rows done.
-        loss: mean over all trained tokens, or pairs, of the evaluation rows; None where responses were scored.
-        perplexity: exp(loss), of tokens' losses; None of others.
+        epoch: epochs done.
+        loss: mean over all trained tokens, or pairs, of the evaluation rows; None if only answers were scored.
+        perplexity: exp(loss) of token losses; None for other losses.
         num_tokens: trained tokens.
-        seconds: time it took.
-        unreadable_pictures: how many could not be decoded; their documents are left out.
-        metrics: what the objective reports, by name.
+        seconds: duration.
+        unreadable_pictures: images and videos that could not be decoded; their documents are left out.
+        metrics: metrics of the objective, by name.
     """
 
     step: int
@@ -142,11 +142,11 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Answers that were written with the weights after a step.
+    """Answers generated with the weights after a step.
 
     Attributes:
         rows: the lines of generations.jsonl: step, id, where, prompt, response, label, score, tokens and finish.
-        scores: of all of them, by name.
+        scores: over all answers, by name.
     """
 
     step: int
@@ -155,21 +155,20 @@ class Generated:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were written."""
+        """The number of generated tokens."""
         return sum(row["tokens"] for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSummary:
-    """A run that ends, in whatever way.
+    """The end of a run.
 
     Attributes:
-        outcome: "finished" did all steps, "stopped" was asked to end and can be resumed, "interrupted" by
-            Ctrl-C, "failed" raised.
+        outcome: "finished" (all steps), "stopped" (on request, can be resumed), "interrupted" (Ctrl-C) or "failed".
         step: optimizer steps done.
-        seconds: time this process trained, with evaluation and saving.
-        memory: what ranks held: of all of them, but of a run that failed only of this one.
-        best_checkpoint, best_loss: where the evaluation loss was lowest; None without evaluation.
+        seconds: training time of this process, including evaluation and saving.
+        memory: memory use of all ranks; of a failed run, only of this rank.
+        best_checkpoint, best_loss: the checkpoint with the lowest evaluation loss; None without evaluation.
     """
 
     outcome: Literal["finished", "stopped", "interrupted", "failed"]
@@ -182,54 +181,53 @@ class TrainSummary:
 
 
 class Callback:
-    """Acts around the training step; every method does nothing unless a subclass says otherwise."""
+    """The base class of callbacks. All methods do nothing by default."""
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
-        """Before the first step of this process."""
+        """Called before the first step of this process."""
 
     def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
-        """Before a step, or a step of an evaluation, with pictures that could not be decoded."""
+        """Called before a training or evaluation step with pictures that could not be decoded."""
 
     def on_step_end(self, report: StepReport) -> None:
-        """After every optimizer step."""
+        """Called after every optimizer step."""
 
     def on_log(self, report: LogReport) -> None:
-        """After the first step of this process, every logging_steps and the last step."""
+        """Called after the first step of this process, every logging_steps and the last step."""
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Before `on_log`, `on_evaluate` or `on_notice`: the same as JSON values (see `Record`), which files
-        and trackers keep."""
+        """Called before `on_log`, `on_evaluate` and `on_notice` with the same content, for files and trackers."""
 
     def on_notice(self, notice: Notice) -> None:
-        """After a step that is out of the ordinary, and before `on_step_end` of it."""
+        """Called after a bad or slow step, before its `on_step_end`."""
 
     def on_evaluate(self, report: EvalReport) -> None:
-        """After every evaluation."""
+        """Called after every evaluation."""
 
     def on_generate(self, generated: Generated) -> None:
-        """After answers were written, and before `on_evaluate` with their scores."""
+        """Called after answers were generated, before `on_evaluate` with their scores."""
 
     def on_save(self, path: Path) -> None:
-        """After a checkpoint is committed at `path`."""
+        """Called after a checkpoint is committed at `path`."""
 
     def on_train_end(self, summary: TrainSummary) -> None:
-        """At the end, also of a run that stopped or failed."""
+        """Called at the end, also of a run that stopped or failed."""
 
     def on_final_model(self, path: Path) -> None:
-        """After the final model is in the output folder; it is that of the checkpoint at `path`."""
+        """Called after the final model, which is that of the checkpoint at `path`, is in the output folder."""
 
 
-# JSON values by name: the fields of LogReport with its metrics; those of EvalReport with theirs, all with the prefix
-# eval_ but step and epoch; or step, text and values of a notice.
+# JSON values by name: the fields and metrics of a LogReport; those of an EvalReport, with the prefix eval_ except for
+# step and epoch; or step, text and values of a notice.
 Record: TypeAlias = dict[str, Any]
 
-# Keys that every record of steps has, null where they are no part of the loss.
+# Keys that every log record has, null if they are not part of the loss.
 _ALWAYS = {"load_balancing_loss": None, "z_loss": None}
-# The part of a record that Transformers' log_history has, and its names there.
+# Keys of Transformers' log_history.
 _HISTORY = {key: key for key in ("epoch", "grad_norm", "learning_rate", "loss", "eval_loss", "step")}
 _HISTORY["eval_seconds"] = "eval_runtime"
-_ACCURACIES = ("rewards/accuracies", "accuracy")  # what LLaMA-Factory logs as accuracy
-# What trackers have of fields that are not metrics.
+_ACCURACIES = ("rewards/accuracies", "accuracy")  # logged as accuracy by LLaMA-Factory
+# Fields, in addition to metrics, that trackers get.
 _TRAIN = ("loss", "learning_rate", "grad_norm", "epoch", "data_seconds", "memory_gib")
 _THROUGHPUT = ("tokens_per_second", "model_tflops", "mfu")
 _LOG_FIELDS = {each.name for each in fields(LogReport)}
@@ -252,18 +250,17 @@ def notice_record(notice: Notice) -> Record:
 
 
 def is_log(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of a log line."""
+    """Return whether a record is a log line."""
     return "num_steps" in record
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of an evaluation."""
+    """Return whether a record is an evaluation."""
     return "eval_seconds" in record
 
 
 def trainer_line(record: Mapping[str, Any], total_steps: int, last_log: Mapping[str, Any]) -> Record:
-    """Return LLaMA-Factory's line of trainer_log.jsonl; `last_log` is the last record of a log line, which has the
-    times."""
+    """Return LLaMA-Factory's line of trainer_log.jsonl, with the times of the last log record."""
     if is_log(record):
         values = {"loss": record["loss"], "lr": record["learning_rate"], "epoch": record["epoch"]}
         if found := [record[name] for name in _ACCURACIES if name in record]:
@@ -282,24 +279,24 @@ def trainer_line(record: Mapping[str, Any], total_steps: int, last_log: Mapping[
 
 
 def evaluation_results(record: Mapping[str, Any]) -> Record:
-    """Return what eval_results.json has of the record of an evaluation."""
+    """Return the content of eval_results.json."""
     kept = {key: record[key] for key in ("eval_loss", "eval_perplexity") if record[key] is not None}
     metrics = {key: value for key, value in record.items() if key.startswith("eval_") and key not in _EVAL_FIELDS}
     return {"epoch": record["epoch"], **kept, **metrics, "eval_runtime": record["eval_seconds"]}
 
 
 def history_entry(record: Mapping[str, Any]) -> Record:
-    """Return what Transformers' log_history has of a record; names with a slash are TRL's."""
+    """Return the entry of Transformers' log_history. Names with a slash are TRL's."""
     named = {_HISTORY[key]: record[key] for key in _HISTORY if key in record}
     return {**named, **{key: value for key, value in record.items() if "/" in key}}
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the switches of logging leave in on the console and in trackers.
+    """The numbers that the console and trackers show.
 
     Attributes:
-        lines: which metrics a line on the console has; None: all.
+        lines: metrics of a line on the console; None for all.
     """
 
     throughput: bool = True
@@ -311,11 +308,11 @@ class Shown:
         return Shown(settings.logging.log_throughput, settings.logging.log_validation_ppl)
 
     def of_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return those of a line on the console."""
+        """Select the metrics of a line on the console."""
         return metrics if self.lines is None else {name: metrics[name] for name in self.lines if name in metrics}
 
     def scalars(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return what trackers have of a record, under the Transformers Trainer's tags: train/NAME, eval/NAME."""
+        """Return the values for trackers, under the Transformers Trainer's tags: train/NAME, eval/NAME."""
         if is_log(record):
             kept = {*_TRAIN, *(_THROUGHPUT if self.throughput else ())}
             found = {f"train/{key}": value for key, value in record.items() if key in kept or key not in _LOG_FIELDS}

@@ -1,4 +1,4 @@
-"""Training on the screen: a progress bar on a terminal, plain lines elsewhere."""
+"""Console output of training: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatune.training.callbacks.base import (
 )
 from megatune.training.run_schedule import RunSchedule
 
-DETAILS_NAME = "start.log"  # in output_dir: all that is known of a run before its first step
+DETAILS_NAME = "start.log"  # in output_dir: the details of a run before its first step
 _SHOWN_ANSWERS, _SHOWN_CHARACTERS = 2, 70
 _SHORT_NAMES = {"load_balancing_loss": "balance"}
-# Waiting for data, of the seconds of steps: what a log line mentions, and what a warning is worth, given once, from the
-# fifth step of a process on and without its first two, in which workers start and files are read for the first time.
-_NOTABLE_WAIT, _LONG_WAIT, _WARM_UP, _JUDGED = 0.05, 0.1, 2, 5
+# Time spent waiting for data, as a fraction of the step time, that log lines show, and for which a warning is printed
+# once, after _MIN_STEPS, without the first _WARM_UP steps, in which workers start.
+_NOTABLE_WAIT, _LONG_WAIT, _WARM_UP, _MIN_STEPS = 0.05, 0.1, 2, 5
 _WAIT_ADVICE = (
     "    why: micro-batches are built more slowly than they are trained\n"
     "    fix: raise dataloader_num_workers (processes that build them ahead); with streaming: true raise"
@@ -43,9 +43,9 @@ class Console(Callback):
 
     Args:
         resume_step: steps done before this process.
-        console: where to print; standard output unless given.
-        shown: what the switches of logging leave in.
-        details: the file with what is known of the run before its first step; None where there is none.
+        console: standard output by default.
+        shown: the numbers to show.
+        details: the file with the details of the run, if there is one.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Console(Callback):
         self._progress: Progress | None = None
         self._num_steps = 0  # of this process
         self._warned = False
-        self._unreadable: set[str] = set()  # files that were named
-        self._seconds = self._data_seconds = 0.0  # of the steps after those that warm up
+        self._unreadable: set[str] = set()  # reported files
+        self._seconds = self._data_seconds = 0.0  # of the steps after the warm-up
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         resumed = f", resumed after step {self._resume_step}" if self._resume_step else ""
@@ -100,7 +100,7 @@ class Console(Callback):
 
     def on_log(self, report: LogReport) -> None:
         self._tell(log_line(report, self._shown))
-        if not self._warned and self._num_steps >= _JUDGED and self._data_seconds > _LONG_WAIT * self._seconds:
+        if not self._warned and self._num_steps >= _MIN_STEPS and self._data_seconds > _LONG_WAIT * self._seconds:
             share = self._data_seconds / self._seconds
             self._print(f"warning: {share:.0%} of the time is spent waiting for data\n{_WAIT_ADVICE}")
             self._warned = True
@@ -129,7 +129,7 @@ class Console(Callback):
             self._print(f"best: {summary.best_checkpoint}  eval_loss {summary.best_loss:.4f}")
 
     def _tell(self, line: str) -> None:
-        """Print what is neither a warning nor a result."""
+        """Print a line unless the run is quiet."""
         if not is_quiet():
             self._print(line)
 
@@ -139,7 +139,7 @@ class Console(Callback):
         if self._console.is_terminal and self._bars.print(text):
             return
         self._console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        self._console.file.flush()  # a pipe would hold lines back for minutes
+        self._console.file.flush()  # a pipe would buffer lines for minutes
 
 
 def log_line(report: LogReport, shown: Shown = SHOW_ALL) -> str:
@@ -175,7 +175,7 @@ def evaluation_line(report: EvalReport, shown: Shown = SHOW_ALL) -> str:
 
 
 def _one_line(text: str, *, last: bool = False) -> str:
-    """Return the beginning of a text, or its end, as a short line."""
+    """Return the beginning, or the end, of a text as one short line."""
     line = " ".join(text.split())
     if len(line) <= _SHOWN_CHARACTERS:
         return repr(line)
@@ -193,7 +193,7 @@ def _metrics(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _short(value: float) -> str:
-    """Return three digits, whether the machine is a laptop or a data center."""
+    """Format a value with three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

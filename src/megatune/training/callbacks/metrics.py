@@ -1,7 +1,6 @@
-"""The files of numbers: every logged step and evaluation as JSON lines and for TensorBoard, and the outcome of a run.
+"""Files of metrics: JSON lines and TensorBoard events of logged steps and evaluations, and the results of a run.
 
-metrics.jsonl, generations.jsonl and plan.json are ours; the others are where Transformers' and LLaMA-Factory's users
-look for them.
+metrics.jsonl, generations.jsonl and plan.json are megatune's; the others are those of Transformers and LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import json_line, read_json_lines, write_atomically
 
 METRICS_NAME, GENERATIONS_NAME = "metrics.jsonl", "generations.jsonl"
-_WARM_UP = 2  # steps that are not timed for plan.json, of a run that has more
+_WARM_UP = 2  # first steps, whose times are left out of plan.json
 
 
 class _JsonLines(Callback):
     """A file of JSON lines that survives kill -9 and continues after a resume.
 
-    Records whose `step_key` is above the steps done before this process, and a torn last line, are dropped from it.
+    At the start, records whose `step_key` is above `resume_step`, and an incomplete last line, are removed.
     """
 
     def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
@@ -63,12 +62,12 @@ class _JsonLines(Callback):
         self._file.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; a number that is not finite becomes null, as JSON has no other word for it."""
+        """Append a record. Numbers that are not finite become null."""
         self._file.write(json_line(record))
 
 
 class Metrics(_JsonLines):
-    """metrics.jsonl: records as they are."""
+    """Writes metrics.jsonl: all records."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / METRICS_NAME, "step", resume_step)
@@ -78,7 +77,7 @@ class Metrics(_JsonLines):
 
 
 class Generations(_JsonLines):
-    """generations.jsonl: each answer that was written, with its prompt."""
+    """Writes generations.jsonl: all generated answers, with their prompts."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / GENERATIONS_NAME, "step", resume_step)
@@ -89,7 +88,7 @@ class Generations(_JsonLines):
 
 
 class TrainerLog(_JsonLines):
-    """trainer_log.jsonl, with LLaMA-Factory's keys and formats."""
+    """Writes trainer_log.jsonl, with LLaMA-Factory's keys and formats."""
 
     def __init__(self, output_dir: Path, resume_step: int = 0) -> None:
         super().__init__(output_dir / "trainer_log.jsonl", "current_steps", resume_step)
@@ -107,7 +106,7 @@ class TrainerLog(_JsonLines):
 
 
 class Results(Callback):
-    """trainer_state.json with its log_history, train_results.json, eval_results.json and all_results.json."""
+    """Writes trainer_state.json with log_history, train_results.json, eval_results.json and all_results.json."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -162,9 +161,9 @@ class Results(Callback):
 
 
 class TensorBoard(Callback):
-    """TensorBoard event files, under the tags that the Transformers Trainer uses.
+    """Writes TensorBoard event files, with the tags of the Transformers Trainer.
 
-    The folder's name is the run's in TensorBoard, which hides events after the steps done before this process.
+    TensorBoard shows the folder's name as the run's name, and hides earlier events after `resume_step`.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0, shown: Shown = SHOW_ALL) -> None:
@@ -181,7 +180,7 @@ class TensorBoard(Callback):
             self._writer.add_scalar(tag, value, record["step"])
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """Show a text, as Markdown."""
+        """Add a Markdown text."""
         self._writer.add_text(tag, text, step)
 
     def on_save(self, path: Path) -> None:
@@ -192,17 +191,17 @@ class TensorBoard(Callback):
 
 
 def begin_record(output_dir: Path, case: Case, first_step: int) -> None:
-    """Note what is planned, before anything can go wrong. Of a resumed run, what it noted before stays."""
+    """Write the plan to plan.json. A resumed run keeps its earlier records."""
     earlier: list[plan_record.RunRecord] = []
     if first_step:
-        with contextlib.suppress(MegatuneError):  # there is none, or it is of another version
+        with contextlib.suppress(MegatuneError):  # no record, or one of another version
             earlier = [record for record in plan_record.read_records(output_dir) if record.measured is not None]
     record = plan_record.RunRecord(case=case, first_step=first_step)
     write_atomically(output_dir / plan_record.PLAN_NAME, plan_record.dump_records([*earlier, record]))
 
 
 class Prediction(Callback):
-    """plan.json: what `begin_record` wrote, completed at every save and at any end; prints how good the plan was."""
+    """Adds measurements to plan.json at every save and at the end, and prints how accurate the plan was."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -219,9 +218,9 @@ class Prediction(Callback):
         self._write(summary.outcome, summary.memory)
         if summary.outcome != "failed" and (lines := list(plan_record.verdict(self._record))):
             print("\n".join(lines), flush=True)
-        with contextlib.suppress(MegatuneError):  # it measured nothing, or the user's folder cannot be written
+        with contextlib.suppress(MegatuneError):  # nothing was measured, or the user's folder is not writable
             if summary.outcome == "finished" and (path := keep_first(self._output_dir)):
-                say(f"plan       later plans on this device take memory beyond tensors from this run: {path}")
+                say(f"plan       later plans on this device use the memory beyond tensors of this run: {path}")
 
     def _write(self, outcome: plan_record.Outcome, memory: tuple[plan_record.RankMemory, ...]) -> None:
         self._record = replace(self._record, outcome=outcome, measured=self._measured(memory))

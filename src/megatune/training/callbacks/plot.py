@@ -1,4 +1,4 @@
-"""training_loss.png: the loss so far, drawn again and again while a run is alive."""
+"""Plots the losses of a run into training_loss.png, repeatedly while it runs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_NAME = "training_loss.png"
-_PAUSE_SECONDS = 30.0
-_FIELDS = {each.name for each in fields(LogReport)}  # what else a record has is a metric
-_LARGEST_SHARE = 0.01  # of a run's time that drawing may take
-# Of preference training and reinforcement learning, drawn beside the loss.
-_BESIDE = ("reward", "rewards/accuracies", "rewards/margins", "accuracy", "margin")
+_MIN_INTERVAL = 30.0  # seconds
+_FIELDS = {each.name for each in fields(LogReport)}  # all other keys of a record are metrics
+_MAX_TIME_FRACTION = 0.01  # of a run's time
+# Metrics of preference training and reinforcement learning with a large panel below the loss.
+_LARGE_PANELS = ("reward", "rewards/accuracies", "rewards/margins", "accuracy", "margin")
 _COLORS = ("tab:blue", "tab:orange")
 _Series = tuple[list[int], list[float]]  # steps and values
 
 
 class LossPlot(Callback):
-    """Draws metrics.jsonl, with what runs before a resume left in it: at most every 30 s, and at any end of the run.
+    """Plots metrics.jsonl, including records before a resume, at most every 30 s and at the end of the run.
 
     Args:
-        small: metrics that have panels below; None: all.
+        small: metrics with small panels; None for all.
     """
 
     def __init__(self, output_dir: Path, small: Collection[str] | None = None) -> None:
         self._small = small
         self._metrics = output_dir / METRICS_NAME
         self._image = output_dir / PLOT_NAME
-        self._next = time.monotonic() + _PAUSE_SECONDS
+        self._next = time.monotonic() + _MIN_INTERVAL
 
     def on_train_end(self, summary: TrainSummary) -> None:
         draw(self._metrics, self._image, self._small)
@@ -48,7 +48,7 @@ class LossPlot(Callback):
         if begin >= self._next:
             draw(self._metrics, self._image, self._small)
             end = time.monotonic()
-            self._next = end + max(_PAUSE_SECONDS, (end - begin) / _LARGEST_SHARE)
+            self._next = end + max(_MIN_INTERVAL, (end - begin) / _MAX_TIME_FRACTION)
 
     on_log = on_evaluate = _draw_if_due
 
@@ -57,7 +57,7 @@ class LossPlot(Callback):
 
 
 def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> bool:
-    """Draw losses, learning rate, gradient norm and metrics as a PNG, and return whether there was anything to draw."""
+    """Plot losses, learning rate, gradient norm and metrics as a PNG; return whether there were any."""
     records = read_json_lines(metrics)
     bad = [record["step"] for record in records if "bad_step" in record]
     records = [record for record in records if "notice" not in record]
@@ -65,13 +65,13 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
     if not loss[0] and not evaluation[0]:
         return False
 
-    beside = [name for name in _BESIDE if any(name in record for record in records)]
-    small = _small_panels(records, beside, only)
+    large = [name for name in _LARGE_PANELS if any(name in record for record in records)]
+    small = _small_panels(records, large, only)
     rows = [list(small)[first : first + 2] for first in range(0, len(small), 2)]
-    figure = new_figure(9 + 2 * bool(beside), 5 + 1.5 * len(rows))
+    figure = new_figure(9 + 2 * bool(large), 5 + 1.5 * len(rows))
     from matplotlib.ticker import MaxNLocator
 
-    top: list[Any] = [["loss", name] for name in beside] or [["loss", "loss"]]
+    top: list[Any] = [["loss", name] for name in large] or [["loss", "loss"]]
     mosaic = [*top, *([*row, row[-1]][:2] for row in rows)]
     heights = [*[2.6 / len(top)] * len(top), *[1] * len(rows)]
     axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
@@ -80,12 +80,12 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
         axes["loss"].axvline(step, color="tab:red", alpha=0.4, linewidth=0.8, label=label)
     _draw_curves(axes["loss"], loss, evaluation, "training loss", "evaluation loss")
     axes["loss"].set_title("training loss")
-    per = "trained tokens" if not beside else "pairs" if len(beside) > 1 else "answers"
-    per = "responses" if "reward" in beside else per
+    per = "trained tokens" if not large else "pairs" if len(large) > 1 else "answers"
+    per = "responses" if "reward" in large else per
     axes["loss"].set_ylabel(f"loss (mean over {per})")
     is_filtered = any("reward_unfiltered" in record for record in records)
     kind = "training, groups that the filter keeps" if is_filtered else "training"
-    for name in beside:
+    for name in large:
         _draw_curves(axes[name], _series(records, name), _series(records, f"eval_{name}"), kind)
         axes[name].set_ylabel(name)
     for name, lines in small.items():
@@ -105,12 +105,12 @@ def draw(metrics: Path, image: Path, only: Collection[str] | None = None) -> boo
 
 
 def _small_panels(
-    records: list[dict[str, Any]], beside: list[str], only: Collection[str] | None
+    records: list[dict[str, Any]], large: list[str], only: Collection[str] | None
 ) -> dict[str, dict[str, _Series]]:
-    """Return what each small panel shows: lines by their names. Both answers of a pair are in one panel."""
+    """Return the lines of each small panel by name. Both answers of a pair share a panel."""
     panels = {"learning rate": {"": _series(records, "learning_rate")}}
     panels["gradient norm"] = {"": _series(records, "grad_norm")}
-    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS - {*beside}
+    names = {key for record in records for key in record if not key.startswith("eval_")} - _FIELDS - {*large}
     for name in sorted(names if only is None else names & {*only}):
         if (series := _series(records, name))[0]:
             panel, _, answer = name.rpartition("/")
@@ -120,7 +120,7 @@ def _small_panels(
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Average with weights that fall exponentially, over about a twentieth of the values, to both sides of each."""
+    """Smooth with exponentially decaying weights to both sides, over about a twentieth of the values."""
     decay = 1 - 1 / max(1.0, len(values) / 20)
     before, after = _decaying_sums(values, decay), _decaying_sums(values[::-1], decay)[::-1]
     return [
@@ -130,7 +130,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def _decaying_sums(values: list[float], decay: float) -> list[tuple[float, float]]:
-    """Sum for each value it and its predecessors, each weighted by decay ** distance, and those weights."""
+    """Return for each value the sum of it and its predecessors weighted by decay ** distance, and of the weights."""
     sums, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = value + decay * total, 1 + decay * weight
@@ -154,7 +154,7 @@ def _draw_curves(
 
 
 def _series(records: list[dict[str, Any]], key: str) -> _Series:
-    """Return steps and finite values of one key."""
+    """Return the steps and finite values of a key."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     points = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]

@@ -1,5 +1,4 @@
-"""The model for others: README.md, which says what it was made of, how, and with what result; and the model on a hub,
-pushed at every save and at the end from a process of its own, at most one at a time."""
+"""Writes the model card, and pushes models to a hub at every save and at the end, in one separate process at a time."""
 
 from __future__ import annotations
 
@@ -44,16 +43,16 @@ _STAGES = {
     "cls": "training of a classifier",
 }
 _LIBRARIES = ("torch", "megatron-core", "transformers", "peft", "safetensors")
-# Of the machine, or said elsewhere in the card.
-_LEFT_OUT = ("run.output_dir", "run.run_name", "model.model_name_or_path", "model.cache_dir", "data.dataset")
+# Settings of the machine, or in other parts of the card.
+_EXCLUDED = ("run.output_dir", "run.run_name", "model.model_name_or_path", "model.cache_dir", "data.dataset")
 _HUB = re.compile(r"(?:hf|ms)::", re.IGNORECASE)
 
 
 class Card(Callback):
-    """Writes the card of the final model into the output folder, and of checkpoints where they are pushed.
+    """Writes the model card of the final model into the output folder, and those of pushed checkpoints.
 
     Args:
-        source: the folder of the model that the run started from; its card may say which license it has.
+        source: the folder of the initial model, whose card may name a license.
     """
 
     def __init__(self, settings: Settings, output_dir: Path, source: Path | None = None) -> None:
@@ -63,13 +62,13 @@ class Card(Callback):
         self.write(self._output_dir / CARD)
 
     def write(self, path: Path) -> None:
-        """Write the card, unless a user has written one there."""
+        """Write the card, but do not replace one that a user wrote."""
         if path.exists() and OWN_CARD not in path.read_text(encoding="utf-8", errors="replace"):
             return
         path.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """Return the card: Markdown below its YAML."""
+        """Return the card: YAML front matter and Markdown."""
         front = yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True)
         return f"---\n{front}---\n{OWN_CARD}\n\n" + "\n".join(self._body())
 
@@ -114,7 +113,7 @@ class Card(Callback):
         return {**found, **self._planned()}
 
     def _planned(self) -> dict[str, str]:
-        """Return what was planned and what it came to."""
+        """Return planned and measured values."""
         if not (self._output_dir / PLAN_NAME).is_file():
             return {}
         try:
@@ -134,7 +133,7 @@ class Card(Callback):
         return {
             info.name: f"`{shown(_public(value))}`".replace("|", "\\|").replace("\n", " ")
             for path, info in all_settings().items()
-            if path not in _LEFT_OUT and Mark.SECRET not in info.marks
+            if path not in _EXCLUDED and Mark.SECRET not in info.marks
             if (value := setting_value(self._settings, path)) != info.default
         }
 
@@ -156,7 +155,7 @@ def _versions() -> dict[str, str]:
 
 
 def _public(value: Any) -> Any:
-    """Return a value with the last part of each path of this machine in it."""
+    """Return a value with each local path shortened to its last part."""
     if isinstance(value, Mapping):
         return {key: _public(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -173,7 +172,7 @@ def _hub_data(name: str) -> str | None:
 
 
 def _license(source: Path | None) -> str | None:
-    """Return the license that a model's card names."""
+    """Return the license in a model's card."""
     try:
         text = (source / CARD).read_text(encoding="utf-8") if source is not None else ""
         block = text.split("---")[1] if text.startswith("---") else ""
@@ -191,20 +190,20 @@ def _has_vision(source: Path | None) -> bool:
 
 _logger = logging.getLogger(__name__)
 _FOLDER = ".push"
-# What a push may take before it counts as one that hangs.
-LONGEST_SECONDS = 600.0
-_SLOWEST_BYTES = 5e6  # a second, beyond that
+PUSH_TIMEOUT = 600.0  # seconds, and more for each byte
+_MIN_BYTES_PER_SECOND = 5e6
 _STOPPED_SECONDS = 30.0
-_NOT_SENT = (TRAINING_FOLDER, "iter_", "latest_checkpointed_iteration")  # nor Megatron's form of the model
+# Training state and the model in Megatron-Core's format are not pushed.
+_NOT_SENT = (TRAINING_FOLDER, "iter_", "latest_checkpointed_iteration")
 _POLL_SECONDS = 0.2
 
 
 class HubPush(Callback):
-    """Pushes checkpoints; of those that come while one is under way the newest is next. No failure reaches the run.
+    """Pushes checkpoints. During a push, only the newest checkpoint is queued. Failures do not end the run.
 
     Args:
-        write_card: writes README.md into a folder that is about to be sent.
-        stop_requested: whether somebody wants the run to end.
+        write_card: writes README.md into a folder before it is pushed.
+        stop_requested: whether the run was asked to stop.
     """
 
     def __init__(
@@ -221,19 +220,19 @@ class HubPush(Callback):
         self._repo_id = settings.checkpoint.hub_model_id or output_dir.absolute().name
         self._waiting: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent, self._deadline = output_dir, 0.0  # of the push that is under way
+        self._sent, self._deadline = output_dir, 0.0  # of the current push
         self._has_warned = False
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
-        self._clean()  # what a killed run left
+        self._clean()  # remove files of a killed run
 
     def on_save(self, path: Path) -> None:
         if self._settings.hub_strategy == "every_save":
             self._waiting = path
-            self._go_on()
+            self._advance()
 
     def on_step_end(self, report: StepReport) -> None:
-        self._go_on()
+        self._advance()
 
     def on_train_end(self, summary: TrainSummary) -> None:
         if summary.outcome == "finished":
@@ -244,11 +243,11 @@ class HubPush(Callback):
         self._clean()
 
     def on_final_model(self, path: Path) -> None:
-        """Push the final model; the bounded wait for it ends when the run is asked to stop."""
-        if self._process is not None:  # a push of an earlier checkpoint, or of this one without its last card
+        """Push the final model, and wait for it until the deadline or a stop request."""
+        if self._process is not None:  # a push of an earlier checkpoint, or of this one with an earlier card
             self._end()
         self._has_warned, self._waiting = False, path
-        self._go_on()
+        self._advance()
         self._wait(self._deadline, self._stop_requested)
         self._give_up("the run was asked to end" if self._stop_requested() else "it hangs")
         self._clean()
@@ -256,8 +255,8 @@ class HubPush(Callback):
     def _clean(self) -> None:
         shutil.rmtree(self._output_dir / _FOLDER, ignore_errors=True)
 
-    def _go_on(self) -> None:
-        """See whether the push under way has ended, and start the next one."""
+    def _advance(self) -> None:
+        """Check whether the current push has ended, and start the next one."""
         if self._process is not None and self._process.poll() is not None:
             answer, self._process = read_answer(self._process), None
             if "repo_id" in answer:
@@ -289,15 +288,15 @@ class HubPush(Callback):
             "folder": str(folder.absolute()),
             "message": f"Model of {path.name}",
         }
-        self._deadline = time.monotonic() + LONGEST_SECONDS + num_bytes / _SLOWEST_BYTES
+        self._deadline = time.monotonic() + PUSH_TIMEOUT + num_bytes / _MIN_BYTES_PER_SECOND
         self._process = start(order, self._log)
 
-    def _wait(self, deadline: float, impatient: Callable[[], bool]) -> None:
-        """Wait for the push under way."""
-        while self._process is not None and time.monotonic() < deadline and not impatient():
+    def _wait(self, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """Wait for the current push."""
+        while self._process is not None and time.monotonic() < deadline and not cancelled():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_POLL_SECONDS)
-                self._go_on()
+                self._advance()
 
     def _give_up(self, why: str) -> None:
         if self._process is not None:
@@ -319,7 +318,7 @@ class HubPush(Callback):
 
 
 def _link_model(checkpoint: Path, folder: Path) -> int:
-    """Make a folder with the model's files of a checkpoint, which may be deleted meanwhile; return their bytes."""
+    """Link the model's files of a checkpoint, which may be deleted meanwhile, into a folder; return their bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     files = [file for file in read_manifest(checkpoint).files if not file.name.startswith(_NOT_SENT)]
     for file in files:

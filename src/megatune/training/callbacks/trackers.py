@@ -1,4 +1,4 @@
-"""Numbers for trackers, each through a pipe to a process of its own: `megatune.training.trackers`."""
+"""Sends metrics to experiment trackers, each through a pipe to a separate process: `megatune.training.trackers`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatune.training.callbacks.metrics import METRICS_NAME
 from megatune.training.run_schedule import RunSchedule
 from megatune.training.storage.files import read_json_lines, write_atomically
 from megatune.training.trackers import IDS_NAME, RunInfo, new_id, read_ids, run_info
-from megatune.training.trackers.worker import SAID_WHY, end_family
+from megatune.training.trackers.worker import EXIT_REPORTED, kill_children
 
 _logger = logging.getLogger(__name__)
 _PIPE_BYTES = 1 << 20  # about a thousand log lines
@@ -30,11 +30,11 @@ FINISH_SECONDS = 30.0
 
 
 class Trackers(Callback):
-    """Reports to trackers. A resumed run continues in the tracker's run, and leaves out the steps that are there.
+    """Reports to trackers. A resumed run continues the tracker's run, and skips steps that it already has.
 
     Args:
         workers: name -> "module:Class" of a `Tracker`.
-        log_dir: gets what the trackers' libraries print.
+        log_dir: for the output of the trackers' libraries.
         resume_step: steps done before this process.
     """
 
@@ -42,14 +42,14 @@ class Trackers(Callback):
         self, settings: Settings, workers: Mapping[str, str], output_dir: Path, log_dir: Path, resume_step: int = 0
     ) -> None:
         self._output_dir, self._log_dir, self._shown = output_dir, log_dir, Shown.of(settings)
-        goes_on = resume_step > 0 and not settings.run.overwrite_output_dir
-        earlier = read_ids(output_dir) if goes_on else {}
+        is_resumed = resume_step > 0 and not settings.run.overwrite_output_dir
+        earlier = read_ids(output_dir) if is_resumed else {}
         ids = {name: earlier.get(name) or new_id(name) for name in workers}
         self._ids = {**earlier, **ids}
         self._workers = {
             name: (target, run_info(settings, name, ids[name], output_dir)) for name, target in workers.items()
         }
-        # What an earlier process logged beyond the checkpoint is still in this file, and in the trackers' runs.
+        # Steps that an earlier process logged after the checkpoint are still in this file, and in the trackers' runs.
         records = read_json_lines(output_dir / METRICS_NAME) if earlier else []
         self._logged = {key: max((r["step"] for r in records if key in r), default=0) for key in ("loss", "eval_loss")}
         self._new = {name for name in workers if name not in earlier}
@@ -77,11 +77,11 @@ class Trackers(Callback):
             process.send({"finish": summary.outcome, "values": values})
         for process in self._running if summary.outcome in ("finished", "stopped") else ():
             process.finish(deadline, FINISH_SECONDS)
-        # Of another run, which others wait for, they outlive this process for a while: see the worker.
+        # After a failure, the processes outlive this one for a while, so that other ranks do not wait: see the worker.
 
 
 class TrackerProcess:
-    """A tracker's process, as rank 0 sees it: never waited for but at the end."""
+    """A tracker's process. Rank 0 waits for it only at the end."""
 
     def __init__(self, name: str, target: str, info: RunInfo, log: Path) -> None:
         self.name, self._log = name, log
@@ -94,14 +94,14 @@ class TrackerProcess:
         module = "megatune.training.trackers.worker"
         words = [sys.executable, "-P", "-m", module, target, str(os.getpid()), str(log.absolute()), name]
         try:
-            # The end of a rank's process group must not cut off its last numbers.
+            # A new session, so that killing the rank's process group does not lose the last numbers.
             self._process = subprocess.Popen(words, stdin=read, start_new_session=True)
         finally:
             os.close(read)
         self.send({"begin": asdict(info)})
 
     def send(self, order: Mapping[str, Any]) -> None:
-        """Put an order into the pipe; one that does not fit is dropped, with a warning once."""
+        """Write a message into the pipe. If it is full, the message is dropped, with one warning."""
         if self._is_off or self._has_ended():
             return
         self._write()
@@ -113,7 +113,7 @@ class TrackerProcess:
             _logger.warning("%s does not keep up: it gets no numbers until it catches up (%s)", self.name, self._log)
 
     def finish(self, deadline: float, limit: float) -> None:
-        """Wait for the end until the deadline, on the monotonic clock, `limit` seconds after it was asked for."""
+        """Wait for the process to end until the deadline, by the monotonic clock, `limit` seconds after the request."""
         while self._rest and not self._is_off and (left := deadline - time.monotonic()) > 0 and not self._has_ended():
             select.select([], [self._pipe], [], min(left, 0.1))
             self._write()
@@ -135,16 +135,16 @@ class TrackerProcess:
             self._has_ended()
 
     def _has_ended(self) -> bool:
-        """Return whether the process is gone; says so once, unless it has said why, or was asked to."""
+        """Return whether the process has ended. Warns once, unless it was asked to end or has reported the cause."""
         code = self._process.poll()
         if code is not None and not self._is_off:
             self._is_off = True
-            if code not in (0, SAID_WHY):
+            if code not in (0, EXIT_REPORTED):
                 _logger.warning("%s ended with code %d and is off for the rest of the run", self.name, code)
         return code is not None
 
     def _kill(self) -> None:
-        """Kill the process and what its library has started."""
-        end_family(self._process.pid)
+        """Kill the process and its children."""
+        kill_children(self._process.pid)
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Plans a new run from the answers of a user, and writes its settings file as text; what is wrong is said by answer."""
+"""Plans a new run from a user's answers, and creates the text of its settings file. Findings are grouped by answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatune.plan.pages.words import describe_layout, describe_machine, duratio
 from megatune.plan.read_question import QuestionReader
 from megatune.plan.rl.answer import plan_rl
 from megatune.plan.rl.question import RLQuestionReader
-from megatune.training.new_run.files import MOST_ROWS, DataFacts, Goal, check_new, look_at, rl_file, training_file
+from megatune.training.new_run.files import MAX_ROWS, DataFacts, Goal, check_new, look_at, rl_file, training_file
 from megatune.training.planning import data_rows, this_machine
 
 T = TypeVar("T")
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What a user said of a new run.
+    """A user's answers about a new run.
 
     Attributes:
         model: a folder, or an id on a hub.
-        data: a file, or what else `dataset` may name.
-        goal: None takes what the data is made for; else full where it fits, and LoRA otherwise.
-        gpus, gpu: number and kind of the GPUs, as `megatune plan` takes them; None takes this machine.
-        output: the settings file to write; None takes a new name in the working folder.
-        runs: the folder in which the run gets one of its own.
+        data: a file, or another value of `dataset`.
+        goal: None to choose by the data, and between full training if it fits, and LoRA.
+        gpus, gpu: number and kind of the GPUs, as for `megatune plan`; None for this machine.
+        output: the settings file to write; None for a new name in the working folder.
+        runs: the parent of the run's output folder.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Answers:
 
 
 class WrongAnswersError(MegatuneError):
-    """What is wrong with answers, by the attribute of `Answers` that it belongs to."""
+    """Findings by attribute of `Answers`."""
 
     def __init__(self, by_answer: Mapping[str, Sequence[Finding]], exit_code: ExitCode) -> None:
         self.by_answer = by_answer
@@ -66,13 +66,13 @@ class WrongAnswersError(MegatuneError):
 
 @dataclass
 class Checks:
-    """Gathers what is wrong with answers, until all of it can be reported at once."""
+    """Collects findings on answers, to report them together."""
 
     wrong: dict[str, list[Finding]] = field(default_factory=dict)
     exit_code: ExitCode = ExitCode.SETTINGS  # that of the first problem
 
     def of(self, name: str, find: Callable[[], T]) -> T | None:
-        """Return what a function finds; or note what it raises about an answer, and return None."""
+        """Call a function and return its result; record the findings that it raises, and return None."""
         try:
             return find()
         except MegatuneError as error:
@@ -83,15 +83,15 @@ class Checks:
             return None
 
     def stop(self) -> None:
-        """Raise everything that was noted, if anything was."""
+        """Raise all recorded findings, if any."""
         if self.wrong:
             raise WrongAnswersError(self.wrong, self.exit_code)
 
 
-_LONGEST = 8192  # tokens of a row that a new run keeps at most
-_RL_LONGEST = 1024  # tokens of a prompt and its response
-_LARGEST_BATCH, _STEPS = 64, 50  # rows of a step; fewer where the run would have fewer steps than this
-# By stage, for all weights and for adapters: learning rates; and epochs.
+_MAX_LENGTH = 8192  # maximum cutoff_len
+_RL_MAX_LENGTH = 1024  # tokens of a prompt and its response
+_MAX_BATCH, _MIN_STEPS = 64, 50  # rows of a step; fewer if the run would have fewer steps than this
+# By stage: learning rates of full training and of adapters; epochs.
 _RATES = {"sft": (1e-5, 1e-4), "pt": (1e-5, 1e-4), "dpo": (5e-7, 5e-6), "rl": (1e-6, 1e-5)}
 _EPOCHS = {"sft": 3.0, "pt": 1.0, "dpo": 1.0}
 _WORDS = {"full": "full fine-tuning", "lora": "LoRA", "dpo": "DPO", "rl": "reinforcement learning"}
@@ -99,13 +99,13 @@ _WORDS = {"full": "full fine-tuning", "lora": "LoRA", "dpo": "DPO", "rl": "reinf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRun:
-    """A run that can be written and started.
+    """A planned run.
 
     Attributes:
         file, text: the settings file.
-        verb: of megatune, which runs the file.
+        verb: the verb of megatune that runs the file.
         here: whether it is planned for this machine.
-        lines: the plan in a few lines: what is trained, devices, layout, memory, time, cost.
+        lines: a summary: trained weights, devices, layout, memory, time, cost.
     """
 
     goal: Goal
@@ -116,7 +116,7 @@ class NewRun:
     lines: tuple[str, ...]
 
     def settings(self) -> Settings:
-        """Return the settings of a run of `megatune train`, as far as rows need them.
+        """Return the settings of a run of `megatune train` that the rows depend on.
 
         Raises:
             MegatuneError: SETTINGS.
@@ -128,15 +128,14 @@ class NewRun:
 
 
 def draft(answers: Answers) -> NewRun:
-    """Look at the data, search the layout, and return the run.
+    """Inspect the data, search a layout, and return the run.
 
     Raises:
-        WrongAnswersError: SETTINGS, INPUT or DATA, with everything that is wrong with the answers; OUT_OF_MEMORY, where
-            no layout fits.
+        WrongAnswersError: SETTINGS, INPUT or DATA, with all findings; OUT_OF_MEMORY, if no layout fits.
     """
     checks = Checks()
     facts = checks.of("data", lambda: _look_at(answers, checks))
-    # Without data, which says what is trained, the other answers are checked by themselves.
+    # Without data, which determines the stage, the other answers are checked separately.
     stage = facts.stage if facts else "sft"
     model = checks.of("model", lambda: find_model(_named("model", answers.model), stage=stage))
     gpu = answers.gpu
@@ -155,13 +154,13 @@ def draft(answers: Answers) -> NewRun:
 
 
 def _look_at(answers: Answers, checks: Checks) -> DataFacts | None:
-    """Find what the data can train; what keeps it only from the goal is a problem of the goal."""
+    """Find the stage that the data fits; if it only does not fit the goal, report that as a finding on the goal."""
     try:
         return look_at(_named("data", answers.data), answers.goal)
     except MegatuneError:
         if answers.goal is None:
             raise
-        facts = look_at(answers.data, None)  # raises what is wrong with the data for any goal
+        facts = look_at(answers.data, None)  # raises problems of the data for any goal
         checks.of("goal", lambda: look_at(answers.data, answers.goal))
         return facts
 
@@ -190,10 +189,10 @@ class _Drafting:
         return self.facts.goal == "rl"
 
     def best(self) -> NewRun:
-        """Return the run that trains what the goal says; without one all weights where they surely fit, else LoRA.
+        """Return the run for the goal; without one, full training if it fits with a margin, else LoRA.
 
         Raises:
-            MegatuneError: what is wrong with the machine or the goal.
+            MegatuneError: findings on the machine or the goal.
         """
         goal = self.answers.goal or self.facts.goal
         found = None if goal == "lora" else self.plan("full")
@@ -202,18 +201,18 @@ class _Drafting:
         return self.run(goal or "full", "full", found)
 
     def plan(self, trained: str) -> Answer:
-        """Search the layout for training all weights ("full"), or adapters ("lora")."""
+        """Search a layout for training all weights ("full") or adapters ("lora")."""
         options = PlanOptions(gpu=self.answers.gpu, gpus=self.answers.gpus, global_batch=self._global_batch)
         words = [f"{key}={shown(value, quoted=True)}" for key, value in self._decided(trained).items()]
         given = ParsedArguments("megatune new", options, [], Arguments(self.answers.model, words, []), [], [], [])
         try:
             return answer(QuestionReader(given, count_gpus, this_machine, rows_of=data_rows).question())
-        except MegatuneError as error:  # model and data are known to be right
+        except MegatuneError as error:  # model and data are already checked
             is_machine = any("--gpu" in finding.fix for finding in error.findings)
             raise WrongAnswersError({"gpu" if is_machine else "goal": error.findings}, error.exit_code) from error
 
     def run(self, goal: Goal, trained: str, found: Answer) -> NewRun:
-        """Return the run in the best layout that was found."""
+        """Return the run with the best layout."""
         if (best := found.best) is None:
             raise self._too_large(found)
         file = self._file(goal)
@@ -232,7 +231,7 @@ class _Drafting:
         return NewRun(goal=goal, file=file, text=head + text, verb=verb, here=here, lines=lines)
 
     def _decided(self, trained: str) -> dict[str, Any]:
-        """Return what is decided before a layout is searched for, by keys of a settings file."""
+        """Return the settings that are decided before the search of a layout, by keys of a settings file."""
         stage = "rl" if self.is_rl else self.facts.stage
         values: dict[str, Any] = {"stage": self.facts.stage, "finetuning_type": trained}
         values |= {"lora_rank": 16} if trained == "lora" else {}
@@ -247,19 +246,19 @@ class _Drafting:
 
     @property
     def _global_batch(self) -> int:
-        """Return rows of a step: a multiple of the devices, of RL so that two steps' rows are groups of eight."""
+        """Return the rows of a step: a multiple of the devices; for RL, so that two steps are groups of eight."""
         world = self.answers.gpus or (count_gpus() if self.answers.gpu is None else 0) or 1
-        rows = _LARGEST_BATCH
+        rows = _MAX_BATCH
         if self.facts.rows and not self.is_rl:
-            rows = max(1, min(rows, int(self.facts.rows * _EPOCHS[self.facts.stage]) // _STEPS))
+            rows = max(1, min(rows, int(self.facts.rows * _EPOCHS[self.facts.stage]) // _MIN_STEPS))
             rows = 1 << (rows.bit_length() - 1)
         multiple = 4 * world if self.is_rl else world
         return -(-rows // multiple) * multiple
 
     @cached_property
     def _cutoff_len(self) -> int:
-        """Return cutoff_len: as long as the longest row, within _LONGEST and the model's positions."""
-        most = min(_RL_LONGEST if self.is_rl else _LONGEST, self.model.architecture.max_position_embeddings)
+        """Return cutoff_len: the length of the longest row, limited by _MAX_LENGTH and the model's positions."""
+        most = min(_RL_MAX_LENGTH if self.is_rl else _MAX_LENGTH, self.model.architecture.max_position_embeddings)
         if self.is_rl:
             return most
         asked = {"model_name_or_path": self.answers.model, "stage": self.facts.stage, "cutoff_len": most, **self._data}
@@ -270,7 +269,7 @@ class _Drafting:
         return min(most, -(-int(lengths.longest * 1.1 + 32) // 128) * 128)  # lengths of a sample are estimates
 
     def _file(self, goal: Goal) -> Path:
-        """Return the file to write: where none is named, one that is not there yet."""
+        """Return the file to write; if none is given, a new one."""
         if self.answers.output is not None:
             return Path(self.answers.output)
         name = f"{Path(self.answers.model).absolute().name}-{goal}"
@@ -278,11 +277,7 @@ class _Drafting:
         return next(path for path in names if not path.exists())
 
     def _summary(self, found: Answer, best: Estimate, text: str) -> list[str]:
-        """Say what the plan is, and what the run costs where it is not this CPU's.
-
-        Args:
-            text: the file.
-        """
+        """Describe the plan and the cost, given the file's text."""
         case = best.case
         lines = [
             f"devices  {describe_machine(case.machine, case.world_size)}",
@@ -298,7 +293,7 @@ class _Drafting:
         return lines
 
     def _rl_time(self, text: str, best: Estimate) -> list[str]:
-        """Plan sampling and training together, which a file of reinforcement learning does in turn."""
+        """Return the time and cost of reinforcement learning, whose steps sample and train."""
         with TemporaryDirectory() as folder:
             file = Path(folder) / "run.yaml"
             file.write_text(text, encoding="utf-8")
@@ -314,8 +309,8 @@ class _Drafting:
         return [line, *_cost(best.case, whole)]
 
     def _run_seconds(self, found: Answer, best: Estimate) -> tuple[float, str] | None:
-        """Return how long the run takes, and of how many steps or tokens that is; None where the rows are not known."""
-        if self.facts.stage == "pt" or not 0 < self.facts.rows < MOST_ROWS:  # texts are joined into rows
+        """Return the duration of the run, and its steps or tokens; None if the number of rows is unknown."""
+        if self.facts.stage == "pt" or not 0 < self.facts.rows < MAX_ROWS:  # texts are packed into rows
             return found.question.run_seconds(best)
         epochs = _EPOCHS[self.facts.stage]
         steps = int(epochs * -(-self.facts.rows // best.case.global_batch_size))

@@ -1,5 +1,4 @@
-"""What a folder offers to a new run: models and files of data, and what the rows of a file are good for; and the
-settings file that is written for it: short, with a comment where a key needs one."""
+"""Finds models and data files for a new run, detects the stage that their rows fit, and writes its settings file."""
 
 from __future__ import annotations
 
@@ -19,32 +18,25 @@ from megatune.plan.launch import layout_settings, planned_lines
 
 Goal = Literal["full", "lora", "dpo", "rl"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
-MOST_ROWS = 20_000  # that are counted
+MAX_ROWS = 20_000  # maximum number of rows to count
 
-# What lies next to data or weights and is neither.
+# Parts of the names of files that are neither data nor weights.
 _OTHER_NAMES = (
-    "config",
-    "tokenizer",
-    "vocab",
-    "merges",
-    "index",
-    "dataset_info",
-    "metrics",
-    "trainer_",
-    "added_tokens",
+    *("config", "tokenizer", "vocab", "merges", "index"),
+    *("dataset_info", "metrics", "trainer_", "added_tokens"),
 )
-_PREFERENCE = (".csv", ".jsonl", ".parquet", ".json")  # the kinds of data files, the first choice first
+_PREFERENCE = (".csv", ".jsonl", ".parquet", ".json")  # suffixes of data files, in order of preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What is known of the data of a new run.
+    """Properties of the data of a new run.
 
     Attributes:
-        stage: that its rows fit: sft, pt or dpo.
-        goal: that its rows are made for; None where full training and LoRA both are.
-        rows: their number, at most MOST_ROWS; 0 where they are not in files here.
-        columns: own name -> usual name, where the names of its columns are not known and were guessed.
+        stage: the stage that its rows fit: sft, pt or dpo.
+        goal: the goal that its rows fit; None if full training and LoRA both do.
+        rows: their number, at most MAX_ROWS; 0 if they are not in local files.
+        columns: column name -> known name, if the names are unknown and were guessed.
     """
 
     stage: str
@@ -54,7 +46,7 @@ class DataFacts:
 
 
 def find_models(folder: Path) -> list[str]:
-    """Return the folders with a Hugging Face model: this one, then those in it, without checkpoints of runs."""
+    """Return this folder, or its subfolders, with a Hugging Face model, without checkpoints of runs."""
     if (folder / "config.json").is_file():
         return [str(folder)]
     inside = sorted(path.parent for path in folder.glob("*/config.json") if not path.parent.name.startswith("."))
@@ -62,27 +54,27 @@ def find_models(folder: Path) -> list[str]:
 
 
 def find_data(folder: Path) -> list[str]:
-    """Return the files that may be data: tables first, in the order of their names."""
+    """Return the files that may be data, in the order of _PREFERENCE."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and data_suffix(path) in _PREFERENCE]
     files = [path for path in files if not any(word in path.name.lower() for word in _OTHER_NAMES)]
     return [str(path) for path in sorted(files, key=lambda path: _PREFERENCE.index(data_suffix(path) or ""))]
 
 
 def look_at(data: str, goal: Goal | None) -> DataFacts:
-    """Find what the rows of the data can train.
+    """Find the stage and goal that the rows of the data fit.
 
     Args:
-        data: as `dataset` names it; what is on a hub is taken for conversations, or for pairs where the goal is dpo.
-        goal: None where the data decides.
+        data: as in `dataset`; data on a hub is assumed to be conversations, or pairs if the goal is dpo.
+        goal: None to decide by the data.
 
     Raises:
-        MegatuneError: as `resolve_datasets`; SETTINGS or DATA, where the goal needs other rows.
+        MegatuneError: as `resolve_datasets`; SETTINGS or DATA, if the goal needs other rows.
     """
     row = next(_rows(data), None)
     if goal is None and row is not None and "ground_truth" in row and _prompt(row) is not None:
         goal = "rl" if not {"response", "output", "answer"} & row.keys() else None
     if goal == "rl":
-        count = sum(1 for _ in islice(_rows(data), MOST_ROWS))
+        count = sum(1 for _ in islice(_rows(data), MAX_ROWS))
         return DataFacts(stage="sft", goal=goal, rows=count, columns=_of_rl(data, row))
     if goal is None:
         goal = "dpo" if row is not None and {"chosen", "rejected"} <= row.keys() else None
@@ -90,12 +82,12 @@ def look_at(data: str, goal: Goal | None) -> DataFacts:
     sources, columns = _resolved(data, stage, row)
     if sources and sources[0].formatting == "text":
         stage = "pt"
-    rows = sum(1 for source in sources for _ in islice(source.rows_from(), MOST_ROWS))
-    return DataFacts(stage=stage, goal=goal, rows=min(rows, MOST_ROWS), columns=columns)
+    rows = sum(1 for source in sources for _ in islice(source.rows_from(), MAX_ROWS))
+    return DataFacts(stage=stage, goal=goal, rows=min(rows, MAX_ROWS), columns=columns)
 
 
 def _resolved(data: str, stage: str, row: Mapping[str, Any] | None) -> tuple[list[DatasetSource], Mapping[str, str]]:
-    """Resolve the data set; where the names of its columns are not known, with a guess of what they are."""
+    """Resolve the data set. If the names of its columns are unknown, guess what they mean."""
     try:
         return resolve_datasets([data], "data", stage, hubs=False), {}
     except MegatuneError as error:
@@ -118,10 +110,10 @@ def _prompt(row: Mapping[str, Any]) -> str | None:
 
 
 def _of_rl(data: str, row: Mapping[str, Any] | None) -> Mapping[str, str]:
-    """Return {} of rows that reinforcement learning reads.
+    """Check that reinforcement learning can read the rows; return {}.
 
     Raises:
-        MegatuneError: INPUT, where the data is not a file here; DATA, where a column is missing.
+        MegatuneError: INPUT, if the data is not a local file; DATA, if a column is missing.
     """
     fix = "name the columns messages (or prompt) and ground_truth; docs/rl-rewards.md describes the rows"
     if row is None:
@@ -138,7 +130,7 @@ def _of_rl(data: str, row: Mapping[str, Any] | None) -> Mapping[str, str]:
 
 _COLUMN = 40
 _GROUP = 8  # responses to each prompt
-# Keys of a layout that a strategy of ROLL's files takes.
+# Keys of a layout that a strategy in ROLL's files accepts.
 _STRATEGY = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "use_distributed_optimizer",
@@ -147,11 +139,11 @@ _STRATEGY = (
 
 
 def training_file(model: str, output_dir: str, decided: Mapping[str, Any], best: Estimate) -> str:
-    """Write the file of `megatune train`.
+    """Return the file of `megatune train`.
 
     Args:
-        decided: what was decided before the search, by keys.
-        best: the layout that was found.
+        decided: settings decided before the search, by key.
+        best: the best layout.
     """
     of_training = ("learning_rate", "num_train_epochs")
     sections = {
@@ -185,10 +177,7 @@ def _section(title: str, settings: Mapping[str, Any], notes: Mapping[str, str]) 
 
 
 def rl_file(model: str, data: str, output_dir: str, decided: Mapping[str, Any], best: Estimate) -> str:
-    """Write the file of `megatune rl`: GRPO, with the answers of the data as mathematics for the reward.
-
-    Roles share all devices in turn.
-    """
+    """Return the file of `megatune rl`: GRPO with math rewards. Roles time-share all devices."""
     case, batch, on_cpu = best.case, best.case.settings.batch, best.case.machine.device.on_cpu
     layout = {key: value for key, value in layout_settings(case).items() if key in _STRATEGY}
     half, dtype = decided["cutoff_len"] // 2, "fp32" if on_cpu else "bf16"
@@ -232,7 +221,7 @@ rewards:
 
 
 def check_new(file: Path) -> None:
-    """Refuse a settings file that is there already.
+    """Check that a settings file does not exist.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -242,7 +231,7 @@ def check_new(file: Path) -> None:
 
 
 def write_settings(file: Path, text: str) -> None:
-    """Write a settings file, which must not be there yet.
+    """Write a new settings file.
 
     Raises:
         MegatuneError: CANNOT_WRITE.

@@ -1,6 +1,5 @@
-"""Durable writes, of files and of folders that are whole or not there; what a user reads when a disk refuses them;
-files of JSON lines, read as they are after any end of the process that wrote them; and the lock for one run at a time
-in an output_dir."""
+"""Atomic and durable writes of files and folders, error messages of failed writes, files of JSON lines, and the lock of
+an output_dir."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from megatune.progress import amount
 _logger = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TORCH_SHORT_WRITE = "unexpected pos "  # all that torch.save says when the disk takes less than it was given
+_TORCH_SHORT_WRITE = "unexpected pos "  # the only text in torch.save's error when the disk is full
 
 
 def sync(path: Path) -> None:
-    """Force a file's content, or the names in a folder, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -39,7 +38,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, nothing between."""
+    """Replace the content of `path` atomically: readers see the old or the new file, also after a crash."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(partial)
@@ -48,7 +47,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def ensure_room(path: Path, bytes_needed: int) -> None:
-    """Refuse a write that the disk of `path` (which need not exist yet) has no room for.
+    """Check that the disk of `path`, which need not exist yet, has enough free space.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -61,19 +60,19 @@ def ensure_room(path: Path, bytes_needed: int) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, bytes_needed: int | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into a MegatuneError (CANNOT_WRITE) that names the target and its free room.
+    """Convert an OSError of the block into a MegatuneError (CANNOT_WRITE) with the target and its free space.
 
-    Writers that wrap a full disk into an error of their own (safetensors, torch_dist) are understood too.
+    Errors with which safetensors and torch_dist report a full disk are converted, too.
 
     Args:
-        path: what the block writes, a file or a folder.
-        bytes_needed: how much the block writes, where it is known.
+        path: the file or folder that the block writes.
+        bytes_needed: the number of bytes that the block writes, if known.
     """
     try:
         yield
     except MegatuneError:
         raise
-    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is not an Exception
         cause = error if isinstance(error, OSError) else _full_disk(error)
         if cause is None:
             raise
@@ -81,7 +80,7 @@ def writing(path: Path, bytes_needed: int | None = None) -> Iterator[None]:
 
 
 def _full_disk(error: BaseException) -> OSError | None:
-    """Return the OSError of a full disk that the text of another error tells of."""
+    """Return an OSError if the text of another error reports a full disk."""
     text = str(error)
     if _TORCH_SHORT_WRITE in text:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -104,19 +103,18 @@ def _finding(path: Path, error: OSError, bytes_needed: int | None) -> Finding:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return `path`, or the nearest above it that is a folder."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
+    """Return `path` or its nearest parent that is a folder."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 class OutputLock(contextlib.AbstractContextManager["OutputLock"]):
     """An exclusive lock on `output_dir`, held from construction to `release` or the end of the process.
 
-    The kernel holds it, so a run that was killed leaves none behind, and no guess is made about who is still alive.
-    The file beside it only says who holds it.
+    It is a kernel lock, so that a killed run releases it. The content of the file only names the holder.
 
     Raises:
-        MegatuneError: CANNOT_WRITE, where another run holds it (named by process, host and age) or the folder cannot
-            be written to.
+        MegatuneError: CANNOT_WRITE, if another run holds it (named by process, host and age) or the folder cannot be
+            written to.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -127,7 +125,7 @@ class OutputLock(contextlib.AbstractContextManager["OutputLock"]):
             holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
-        # A forked data worker would otherwise keep the lock alive after a kill -9 of the process that took it.
+        # Otherwise a forked data worker would keep the lock after a kill -9 of its parent.
         os.register_at_fork(after_in_child=self._close)
 
     def _acquire(self) -> int:
@@ -149,10 +147,10 @@ class OutputLock(contextlib.AbstractContextManager["OutputLock"]):
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     return descriptor
-            os.close(descriptor)  # the run before released it, and removed the file, between the open and the lock
+            os.close(descriptor)  # an earlier run removed the file between the open and the lock
 
     def release(self) -> None:
-        """Give the lock back; releasing twice does nothing."""
+        """Release the lock. A second call has no effect."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             self._close()
@@ -171,18 +169,18 @@ def _held_by(output_dir: Path, holder: bytes) -> Finding:
         record = json.loads(holder)
         age = timedelta(seconds=max(0, round(time.time() - record["started"])))
         who = f"process {record['pid']} on host {record['host']}, started {age} ago"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+    except (ValueError, KeyError, TypeError):  # the holder has not written the file yet
         who = "a process that has just started"
     fix = "wait for that run or stop it, or choose another output_dir"
     return Finding(f"{output_dir} is being written to by another run: {who}", fix=fix)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file; lines that are not whole are passed over, and a file that is not there has none."""
+    """Read the records of a file, or [] if it does not exist. Incomplete lines are skipped."""
     if not path.exists():
         return []
     records = []
-    # `splitlines` would also break at what separates lines elsewhere, such as U+2028, which JSON writes as it is.
+    # `splitlines` would also split at U+2028 and the like, which JSON does not escape.
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -195,14 +193,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return a record as a line; a number that is not finite becomes null, as JSON has no other word for it."""
+    """Return a record as a line. Numbers that are not finite become null."""
     not_finite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps({**record, **not_finite}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield an empty folder beside `target`, which takes its name, and the place of what is there, at the end.
+    """Yield an empty folder that replaces `target` at the end.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -225,7 +223,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Refuse to write over what is read, or over anything that the user did not mean to lose."""
+    """Check that the target is not a source, and is empty or may be overwritten."""
     resolved = target.resolve()
     for source in sources:
         if resolved == source.resolve() or resolved in source.resolve().parents:

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: every file's size and digest, and whether they still hold.
+"""The manifest of a checkpoint: sizes and digests of its files, and their verification.
 
-Digests find damage (a flipped bit loads from safetensors and torch_dist without a word); they do not prove who wrote
-a file.
+Digests detect damage (safetensors and torch_dist load a flipped bit without an error), but they are not signatures.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """A file of a checkpoint: its path inside (with forward slashes), its bytes, its digest (32 hexadecimal digits)."""
+    """A file of a checkpoint: relative path (with forward slashes), size in bytes, digest (32 hexadecimal digits)."""
 
     name: str
     size: int
@@ -37,12 +36,12 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a committed checkpoint says about itself.
+    """The content of a manifest.
 
     Attributes:
         step: optimizer steps done.
-        files: every file of the checkpoint but the manifest itself.
-        metadata: what the training loop wrote along (layout, consumed samples, versions).
+        files: all files of the checkpoint except the manifest itself.
+        metadata: from the training loop (layout, consumed rows, versions).
     """
 
     step: int
@@ -51,14 +50,14 @@ class Manifest:
 
     @property
     def resumable(self) -> bool:
-        """It holds training state, not the model only."""
+        """Whether the checkpoint has training state."""
         return any(file.name.startswith(TRAINING_FOLDER) for file in self.files)
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
-    """Digest files under `root` in parallel threads, in the order of their names, and force them to the disk.
+    """Digest files under `root` in parallel threads, in the order of their names, and flush them to the disk.
 
-    Only the machine that wrote a file can do the latter, on a shared file system.
+    On a shared file system, only the machine that wrote a file can flush it.
     """
     files = sorted(set(paths))
     with ThreadPoolExecutor(max(1, min(len(files), os.cpu_count() or 1, 8))) as threads:
@@ -68,14 +67,14 @@ def digest_files(root: Path, paths: Iterable[Path]) -> list[FileDigest]:
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder whose files are all in place."""
+    """Write the manifest of a folder with all its files."""
     content = {
         "format_version": FORMAT_VERSION,
         "step": manifest.step,
         "metadata": dict(manifest.metadata),
         "files": [asdict(file) for file in manifest.files],
     }
-    content = json.loads(json.dumps(content))  # what a reader will get: tuples are lists, all keys are strings
+    content = json.loads(json.dumps(content))  # as a reader gets it: tuples are lists, all keys are strings
     content["xxh3_128"] = _digest_of_json(content)
     path = checkpoint / MANIFEST_NAME
     path.parent.mkdir(exist_ok=True)
@@ -83,10 +82,10 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it against its own digest (the files are not looked at).
+    """Read a checkpoint's manifest and verify its digest, but not the files.
 
     Raises:
-        MegatuneError: INPUT, where it is absent, damaged or of a format that this version does not read.
+        MegatuneError: INPUT, if it is missing, damaged or of an unsupported format version.
     """
     try:
         content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
@@ -108,9 +107,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None] | None = None) -> str:
-    """Read a file of a checkpoint and say what is wrong with it, "" where it is as the manifest has it.
+    """Read a file of a checkpoint and return its problem, "" if it matches the manifest.
 
-    `on_read` is called with the bytes of every piece that was read.
+    `on_read` is called with the number of bytes of each chunk.
     """
 
     def digest() -> bool:
@@ -120,7 +119,7 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
 
 
 def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]) -> str:
-    """Say what is wrong with a file: with its size, or with its content, which `matches` reads."""
+    """Return the problem of a file's size, or of its content, which `matches` reads; "" for none."""
     try:
         size = (checkpoint / file.name).stat().st_size
         if size != file.size:
@@ -133,8 +132,7 @@ def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]
 
 
 def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Say which files of a checkpoint would be read and are not in its manifest, as where two folders were merged: an
-    index beside weights in one file leads to others."""
+    """Return problems of files that would be read but are not in the manifest, as when two folders were merged."""
     known = {MANIFEST_NAME, *(file.name for file in manifest.files)}
     found = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     return [
@@ -145,7 +143,7 @@ def added_files(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def digest_file(path: Path, *, sync: bool = False, on_read: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Return bytes and digest of a file; reading and hashing both release the interpreter lock."""
+    """Return size and digest of a file. Reading and hashing release the GIL."""
     state = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:

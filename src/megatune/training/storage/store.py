@@ -1,4 +1,4 @@
-"""Checkpoint folders of one output_dir: begin, commit, find, rotate, clean."""
+"""The checkpoint folders of an output_dir: creates, commits, finds, rotates and cleans them."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from megatune.training.storage.manifest import (
 _logger = logging.getLogger(__name__)
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _ITERATION = re.compile(r"iter_\d{7,}")  # of the same model in Megatron-Core's format
-# Without these neither Transformers nor peft loads anything.
+# Transformers and peft load nothing without these.
 _CONFIGS = ("config.json", "adapter_config.json")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# Hidden, so that nothing takes these folders for checkpoints: being written, set aside by a commit, being deleted.
+# Hidden names of folders that are being written, replaced by a commit, or deleted.
 _HIDDEN = re.compile(r"\.(checkpoint-\d+)\.(partial|replaced|deleted)")
 
 
 class CheckpointStore:
-    """Writes checkpoints into `output_dir`. One rank calls `begin` and `commit`; every rank may call the rest.
+    """Writes checkpoints into `output_dir`. One rank calls `begin` and `commit`; every rank may call the other methods.
 
-    The order, with barriers of the caller's between the lines:
+    The order of calls, with barriers in between:
 
         one rank     begin(step)
         every rank   writes its files under partial(step), with their digests (`bridge.file_stream`, `digest_files`)
         one rank     commit(step, all digests gathered, metadata)
 
-    Every method raises MegatuneError (CANNOT_WRITE) where the disk is full or refuses.
+    Every method raises MegatuneError (CANNOT_WRITE) if a write fails.
     """
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = Path(output_dir)
 
     def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is once it is committed."""
+        """Return the folder of the committed checkpoint of `step`."""
         return self.output_dir / f"checkpoint-{step}"
 
     def partial(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is written."""
+        """Return the folder into which the checkpoint of `step` is written."""
         return self.output_dir / f".checkpoint-{step}.partial"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder to write the checkpoint of `step` into; what an interrupted save left there goes."""
+        """Create an empty folder to write the checkpoint of `step` into, replacing that of an interrupted save."""
         partial = self.partial(step)
         with writing(partial):
             _remove(partial)
@@ -65,14 +65,14 @@ class CheckpointStore:
         return partial
 
     def commit(self, step: int, digests: Iterable[FileDigest] = (), metadata: Mapping[str, Any] | None = None) -> Path:
-        """Make the checkpoint of `step` visible, whole, and return it; an older one of the same step is replaced.
+        """Commit the checkpoint of `step` and return its folder. An older one of the same step is replaced.
 
         Args:
-            digests: of files, of all ranks. Files that no rank digested are digested here.
-            metadata: kept in the manifest; anything that json can write.
+            digests: of the files of all ranks. Files without a digest are digested here.
+            metadata: JSON values for the manifest.
 
         Raises:
-            ValueError: a digest that two ranks disagree on, or of a file that is not there or has another size.
+            ValueError: two digests of a file differ, or a file with a digest is missing or has another size.
         """
         partial, final = self.partial(step), self.checkpoint(step)
         with writing(partial):
@@ -91,7 +91,7 @@ class CheckpointStore:
 
 
 def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDigest, ...]:
-    """Make one digest for every file under `partial`, by name."""
+    """Return one digest for each file under `partial`, sorted by name."""
     by_name: dict[str, FileDigest] = {}
     for file in digests:
         if by_name.setdefault(file.name, file) != file:
@@ -106,13 +106,13 @@ def _all_digests(partial: Path, digests: Iterable[FileDigest]) -> tuple[FileDige
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Read the step in a checkpoint's name, None for any other name."""
+    """Return the step of a checkpoint's name, None for other names."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """List the checkpoint-N folders of `output_dir`, smallest step first; none where it does not exist."""
+    """List the checkpoint-N folders of `output_dir` in order of steps; [] if it does not exist."""
     if not output_dir.is_dir():
         return []
     steps = ((checkpoint_step(path), path) for path in output_dir.iterdir() if path.is_dir())
@@ -122,25 +122,25 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 def newest_verified(
     checkpoints: Sequence[Path], verify: Callable[[Path], list[Finding]]
 ) -> tuple[Path | None, list[Finding]]:
-    """Return the newest checkpoint with which nothing is wrong, and why newer ones were passed over.
+    """Return the newest checkpoint without problems, and the problems of newer ones.
 
-    Where there is none and there are findings, training from the start would silently throw work away: the caller
-    refuses. The smallest step of `checkpoints` comes first.
+    If all have problems, the caller has to refuse: training from the start would lose work. `checkpoints` are in order
+    of steps.
     """
-    passed_over: list[Finding] = []
+    skipped: list[Finding] = []
     for path in reversed(checkpoints):
         if not (problems := verify(path)):
-            return path, passed_over
-        passed_over += problems
-    return None, passed_over
+            return path, skipped
+        skipped += problems
+    return None, skipped
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`, never the newest; call it after a commit.
+    """Delete the oldest checkpoints beyond `save_total_limit`, but not the newest. Call it after a commit.
 
     Args:
-        save_total_limit: how many may stay; None keeps all.
-        keep: never deleted, though counted: the one just committed and the best one.
+        save_total_limit: the number of checkpoints to keep; None for all.
+        keep: counted, but never deleted: the one just committed and the best one.
     """
     if save_total_limit is None:
         return
@@ -151,16 +151,16 @@ def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path
 
 
 def remove_checkpoints(checkpoints: Iterable[Path]) -> None:
-    """Delete checkpoints; an interruption leaves none that looks whole and is not."""
+    """Delete checkpoints. An interruption leaves no incomplete checkpoint under its name."""
     for path in checkpoints:
         with writing(path):
             _remove(path)
 
 
 def clean_partials(output_dir: Path) -> None:
-    """Tidy what killed runs left; call it at the start, holding the OutputLock.
+    """Remove unfinished checkpoints of killed runs. Call it at the start, while holding the OutputLock.
 
-    Unfinished checkpoints are removed. One that a commit had set aside is put back where its successor never arrived.
+    A checkpoint that an interrupted commit was about to replace is restored.
     """
     for path in sorted(output_dir.iterdir()):
         if match := _HIDDEN.fullmatch(path.name):
@@ -173,15 +173,15 @@ def clean_partials(output_dir: Path) -> None:
 
 
 def _hidden(path: Path, state: str) -> Path:
-    """.checkpoint-N.STATE for checkpoint-N, or for a hidden name of it."""
+    """Return .checkpoint-N.STATE for checkpoint-N, or for a hidden name of it."""
     match = _HIDDEN.fullmatch(path.name)
     return path.with_name(f".{match[1] if match else path.name}.{state}")
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, if it is there, that never looks like a checkpoint on the way, wherever it is interrupted.
+    """Rename a folder to a hidden name and delete it, so that an interruption leaves no partial checkpoint.
 
-    What cannot be deleted (a file still open on NFS) is left under its hidden name for `clean_partials`.
+    Files that cannot be deleted (still open on NFS) are left under the hidden name for `clean_partials`.
     """
     if not path.exists():
         return
@@ -196,20 +196,15 @@ def _remove(path: Path) -> None:
         _logger.warning("cannot delete %s: %s", deleted, error)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The final Hugging Face model in output_dir itself
-
-
 def finalize_model(checkpoint: Path, output_dir: Path) -> None:
-    """Put the model of a committed checkpoint into `output_dir`: its Hugging Face files, not its training state.
+    """Put the model of a committed checkpoint, without its training state, into `output_dir`.
 
-    Weights are hard links where the file system allows, so they take no room; small files are copies, so that editing
-    one leaves the checkpoint as it is. Half of a model never loads: `config.json`, without which Transformers refuses,
-    is removed first and written last, as an adapter's `adapter_config.json` is. Weights of an earlier model are
-    removed: they could be loaded instead of these.
+    Weights are hard links if the file system supports them; small files are copies, so that editing one does not change
+    the checkpoint. A partial model never loads, since `config.json` (or `adapter_config.json`) is removed first and
+    written last. Weights of an earlier model are removed.
 
     Raises:
-        MegatuneError: CANNOT_WRITE; INPUT where the checkpoint has no sound manifest.
+        MegatuneError: CANNOT_WRITE; INPUT, if the checkpoint has no valid manifest.
     """
     manifest = read_manifest(checkpoint)
     names = [file.name for file in manifest.files if not file.name.startswith(TRAINING_FOLDER)]
@@ -226,11 +221,11 @@ def finalize_model(checkpoint: Path, output_dir: Path) -> None:
             elif iterations and _ITERATION.fullmatch(path.name) and path.name not in iterations:
                 shutil.rmtree(path)
         for name in names:
-            _place(checkpoint / name, output_dir / name)
+            _link_or_copy(checkpoint / name, output_dir / name)
         sync(output_dir)
 
 
-def _place(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     partial.unlink(missing_ok=True)
@@ -240,6 +235,6 @@ def _place(source: Path, target: Path) -> None:
     if not partial.exists():
         shutil.copyfile(source, partial)
         sync(partial)
-    # Without this a rename onto another link to the same file would do nothing, and leave both names.
+    # Renaming onto another link to the same file would do nothing, and leave both names.
     target.unlink(missing_ok=True)
     os.replace(partial, target)

@@ -1,9 +1,9 @@
-"""Where numbers of a run go beside its own files: each tracker is a process of its own beside rank 0.
+"""Experiment trackers, each in a separate process next to rank 0.
 
-rank 0 --- a pipe with JSON lines ---> worker --- the tracker's own library ---> files, or a server
+rank 0 --- a pipe with JSON lines ---> worker --- the tracker's library ---> files, or a server
 
-A library that hangs, crashes, takes the interpreter lock or leaves threads behind does so in that process. The pipe
-is bounded: rank 0 never waits for it, and what does not fit is left out.
+A library that hangs, crashes, holds the GIL or leaves threads behind affects only that process. The pipe is bounded:
+rank 0 never waits for it, and records that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 IDS_NAME = "trackers.json"
 DEFAULT_PROJECT = "megatune"
-# Beside TensorBoard, which writes files and needs no process.
+# TensorBoard only writes files, and needs no process.
 WORKERS = {
     "wandb": "megatune.training.trackers.libraries:WandbRun",
     "swanlab": "megatune.training.trackers.libraries:SwanLabRun",
@@ -33,14 +33,14 @@ WORKERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a tracker is told of a run before its first number.
+    """Information on a run for a tracker.
 
     Attributes:
-        id: names the tracker's run; the same after a resume.
-        name: as people call the run.
+        id: of the tracker's run; the same after a resume.
+        name: of the run, for users.
         output_dir: of the run, absolute.
-        settings: all that were resolved, by their names; no secrets.
-        options: project, workspace, mode and folder, as far as settings say.
+        settings: all resolved settings by name, without secrets.
+        options: project, workspace, mode and folder, if set.
     """
 
     id: str
@@ -51,33 +51,33 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A tracker's run. Any exception ends it, with a warning; none reaches training."""
+    """A tracker's run. Exceptions end it with a warning, and do not affect training."""
 
     def __init__(self, info: RunInfo) -> None:
-        """Begin the run, or go on with the one that has its id."""
+        """Start the run, or resume the one with its id."""
 
     def where(self) -> str:
-        """Say where people find it: a URL or a folder."""
+        """Return the URL or folder of the run."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers of an optimizer step."""
+        """Log values of an optimizer step."""
 
     def finish(self, outcome: str, summary: Mapping[str, float]) -> None:
-        """Log how the run ended (`TrainSummary.outcome`), and wait until all is written or sent."""
+        """Log the outcome (`TrainSummary.outcome`), and wait until everything is written or sent."""
 
 
 def asked_trackers(settings: Settings) -> list[str]:
-    """Return the trackers that a run reports to. Of `all` those whose libraries are installed."""
+    """Return the trackers that a run reports to; `all` means those whose libraries are installed."""
     named = {*settings.logging.report_to, *(["swanlab"] if settings.logging.use_swanlab else [])}
     return [name for name in settings.trackers if name in named or _is_installed(name)]
 
 
 def check_installed(settings: Settings) -> None:
-    """Refuse what is named and whose library is not installed.
+    """Check that the libraries of the requested trackers are installed.
 
     Raises:
-        MegatuneError: UNAVAILABLE, all of them.
+        MegatuneError: UNAVAILABLE, naming all that are missing.
     """
     missing = [name for name in asked_trackers(settings) if not _is_installed(name)]
     findings = [
@@ -85,14 +85,13 @@ def check_installed(settings: Settings) -> None:
         for name in missing
     ]
     if settings.logging.swanlab_mode == "local" and "swanlab" in settings.trackers and not _is_installed("swanboard"):
-        what = "swanlab_mode: local, and the page that shows such runs is not installed"
+        what = "swanlab_mode: local, but the dashboard that shows such runs is not installed"
         findings.append(Finding(what, fix='pip install "swanlab[dashboard]", or write swanlab_mode: offline'))
     if findings:
         raise MegatuneError(findings, ExitCode.UNAVAILABLE)
 
 
 def run_info(settings: Settings, tracker: str, run_id: str, output_dir: Path) -> RunInfo:
-    """Return what a tracker is told."""
     logs = settings.logging
     values = {
         info.name: setting_value(settings, path)
@@ -117,12 +116,12 @@ def run_info(settings: Settings, tracker: str, run_id: str, output_dir: Path) ->
 
 
 def run_name(settings: Settings, output_dir: Path) -> str:
-    """Return what a run is called in log lines and trackers."""
+    """Return the run's name in log lines and trackers."""
     return settings.run.run_name or output_dir.absolute().name
 
 
 def read_ids(output_dir: Path) -> dict[str, str]:
-    """Return the ids of a run's tracker runs, by tracker; none where they cannot be read."""
+    """Return the ids of a run's tracker runs, by tracker; {} if they cannot be read."""
     try:
         found = json.loads((output_dir / IDS_NAME).read_text(encoding="utf-8"))
         return {name: run_id for name, run_id in found.items() if name in TRACKERS and isinstance(run_id, str)}
@@ -131,7 +130,7 @@ def read_ids(output_dir: Path) -> dict[str, str]:
 
 
 def new_id(tracker: str) -> str:
-    """Return an id for a new run, which each of the trackers takes; of Weights & Biases the one that a user set."""
+    """Return an id for a new run; for Weights & Biases WANDB_RUN_ID, if set."""
     given = os.environ.get("WANDB_RUN_ID") if tracker == "wandb" else None
     return given or uuid.uuid4().hex[:16]
 

@@ -1,4 +1,4 @@
-"""The trackers' own libraries, each imported by the process that reports to it. Their steps are optimizer steps."""
+"""Adapters for the trackers' libraries, each imported only by its worker process. Steps are optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from megatune.training.trackers import DEFAULT_PROJECT, RunInfo
 
-_TAG = "megatune.run"  # has our id: the server chooses its own
+_TAG = "megatune.run"  # holds our id, since the server chooses the run id
 _MLFLOW_STATES = {"finished": "FINISHED", "stopped": "KILLED", "interrupted": "KILLED", "failed": "FAILED"}
-_MOST_PARAMS = 100  # of one request
-_LONGEST_PARAM = 500
+_MAX_PARAMS = 100  # of one request
+_MAX_PARAM_LENGTH = 500
 
 
 class MLflowRun:
     """A run of MLflow: https://mlflow.org.
 
-    MLFLOW_TRACKING_URI names the server or store, MLFLOW_EXPERIMENT_NAME the experiment.
+    MLFLOW_TRACKING_URI sets the server or store, MLFLOW_EXPERIMENT_NAME the experiment.
     """
 
     def __init__(self, info: RunInfo) -> None:
-        # Files are enough for one run; the library asks for a database unless told so.
+        # Files are enough for one run; by default the library requires a database.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
@@ -41,12 +41,12 @@ class MLflowRun:
             self._client.update_run(self._run_id, status="RUNNING")
         # A parameter that was logged cannot be changed.
         params = [
-            Param(key, str(value)[:_LONGEST_PARAM])
+            Param(key, str(value)[:_MAX_PARAM_LENGTH])
             for key, value in info.settings.items()
             if value is not None and key not in run.data.params
         ]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=params[first : first + _MOST_PARAMS])
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
 
     def where(self) -> str:
         return f"{self._uri} run {self._run_id}"
@@ -73,7 +73,7 @@ _SWANLAB_STATES: dict[str, Any] = {
 class SwanLabRun:
     """An experiment of SwanLab: https://docs.swanlab.cn.
 
-    Without a network mode offline keeps files for `swanlab sync`.
+    Without a network, mode offline writes files for `swanlab sync`.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -108,14 +108,14 @@ class SwanLabRun:
 class WandbRun:
     """A run of Weights & Biases: https://docs.wandb.ai.
 
-    Without a network WANDB_MODE=offline keeps files for `wandb sync`.
+    Without a network, WANDB_MODE=offline writes files for `wandb sync`.
     """
 
     def __init__(self, info: RunInfo) -> None:
         import wandb
 
         folder = info.options.get("folder") or os.environ.get("WANDB_DIR") or info.output_dir
-        os.makedirs(folder, exist_ok=True)  # the library takes a temporary one otherwise
+        os.makedirs(folder, exist_ok=True)  # otherwise the library uses a temporary one
         self._run = wandb.init(
             project=info.options.get("project") or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             name=info.name,
@@ -123,7 +123,7 @@ class WandbRun:
             resume="allow",
             dir=folder,
             config=dict(info.settings),
-            settings=wandb.Settings(console="off"),  # this process prints nothing of the run's
+            settings=wandb.Settings(console="off"),  # the run's output is not in this process
         )
 
     def where(self) -> str:

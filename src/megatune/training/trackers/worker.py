@@ -1,8 +1,8 @@
-"""The process of one tracker: `worker TARGET PARENT_PID LOG NAME`, with its orders as JSON lines on standard input.
+"""The process of one tracker: `worker TARGET PARENT_PID LOG NAME`, with messages as JSON lines on standard input.
 
-{"begin": {...}}                                    once, first: the fields of RunInfo
+{"begin": {...}}                                    first: the fields of RunInfo
 {"values": {...}, "step": ...}
-{"finish": outcome, "values": {...}}                last; without it the run has died
+{"finish": outcome, "values": {...}}                last; if it is missing, the run has died
 """
 
 from __future__ import annotations
@@ -25,68 +25,64 @@ from megatune.launch.context import set_process_name
 from megatune.processes import when_parent_ends
 from megatune.training.trackers import RunInfo, Tracker
 
-SAID_WHY = 3  # exit code of a worker that has printed a warning
+EXIT_REPORTED = 3  # exit code of a worker that has printed a warning
 ORPHAN_SECONDS = 10.0
 
 
 def main() -> int:
     target, parent, log, name = sys.argv[1:]
-    when_parent_ends(int(parent), _end_soon)
+    when_parent_ends(int(parent), _exit_later)
     set_process_name(f"megatune-{name}")
-    # Rank 0 decides when this process ends, and a Ctrl-C is for it.
+    # Rank 0 decides when this process ends, and handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    orders, terminal = _set_streams_aside(Path(log))
+    messages, terminal = _redirect_streams(Path(log))
     try:
-        _follow(orders, target, name, terminal)
+        _process(messages, target, name, terminal)
     except BaseException as error:
         text = without_secrets(f"{type(error).__name__}: {error}".splitlines()[0])
         print(f"warning: {name} failed and is off for the rest of the run: {text} ({log})", file=terminal, flush=True)
         print(without_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
-        os._exit(SAID_WHY)  # whatever the library left running has had its chance
+        os._exit(EXIT_REPORTED)  # without waiting for threads of the library
     return 0
 
 
-def _follow(orders: IO[str], target: str, name: str, terminal: IO[str]) -> None:
+def _process(messages: IO[str], target: str, name: str, terminal: IO[str]) -> None:
     tracker: Tracker | None = None
-    for line in orders:
-        order = json.loads(line)
+    for line in messages:
+        message = json.loads(line)
         if tracker is None:
             module, _, cls = target.partition(":")
-            tracker = getattr(importlib.import_module(module), cls)(RunInfo(**order["begin"]))
+            tracker = getattr(importlib.import_module(module), cls)(RunInfo(**message["begin"]))
             print(f"{name:<10} {tracker.where()}", file=terminal, flush=True)
-        elif "step" in order:
-            tracker.log(order["values"], order["step"])
-        elif "finish" in order:
-            tracker.finish(order["finish"], order["values"])
+        elif "step" in message:
+            tracker.log(message["values"], message["step"])
+        elif "finish" in message:
+            tracker.finish(message["finish"], message["values"])
             return
     if tracker is not None:
         tracker.finish("failed", {})
 
 
-def _end_soon() -> None:
-    """End this process and what it has started, some time after its parent has ended."""
+def _exit_later() -> None:
+    """End this process and its children ORPHAN_SECONDS after its parent has ended."""
     time.sleep(ORPHAN_SECONDS)
-    end_family(os.getpid())
+    kill_children(os.getpid())
     os._exit(1)
 
 
-def end_family(pid: int) -> None:
-    """Kill what a process has started, all the way down."""
+def kill_children(pid: int) -> None:
+    """Kill all descendants of a process."""
     with contextlib.suppress(psutil.Error):
         for each in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 each.kill()
 
 
-def _set_streams_aside(log: Path) -> tuple[IO[str], IO[str]]:
-    """Keep what the library prints in a log, and its hands off the orders.
-
-    Returns:
-        The orders, and the terminal for what a user has to know.
-    """
+def _redirect_streams(log: Path) -> tuple[IO[str], IO[str]]:
+    """Redirect the library's output to a log, and its input to /dev/null; return the messages and the terminal."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    orders, terminal = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(2), "w", encoding="utf-8")
+    messages, terminal = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(2), "w", encoding="utf-8")
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND),
@@ -95,7 +91,7 @@ def _set_streams_aside(log: Path) -> tuple[IO[str], IO[str]]:
         os.dup2(opened, number)
         os.close(opened)
     os.dup2(1, 2)
-    return orders, terminal
+    return messages, terminal
 
 
 if __name__ == "__main__":

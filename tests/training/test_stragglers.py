@@ -17,10 +17,10 @@ from megatune.engine import collectives, device
 from megatune.engine.collectives import BusyTime
 from megatune.training import loop, measurements
 from megatune.training.callbacks.base import Notice
-from megatune.training.measurements import Pace, Place
+from megatune.training.measurements import RankLocation, Stragglers
 from megatune.training.storage.files import read_json_lines
 
-PLACES = [Place("one", 0), Place("one", 0), Place("two", 1), Place("two", 1)]
+RANKS = [RankLocation("one", 0), RankLocation("one", 0), RankLocation("two", 1), RankLocation("two", 1)]
 EVEN = [0.5, 0.5, 0.7, 0.7]  # the last stage has more to do
 
 
@@ -32,51 +32,51 @@ class Clock:
         return self.now
 
 
-def told(judge: Pace, steps: range, wall: float, busy: list[float]) -> list[Notice]:
-    return [notice for step in steps for notice in judge.notices(step, wall, busy)]
+def notices(detector: Stragglers, steps: range, wall: float, busy: list[float]) -> list[Notice]:
+    return [notice for step in steps for notice in detector.notices(step, wall, busy)]
 
 
 def test_a_step_that_is_far_slower_is_named_with_its_rank() -> None:
     clock = Clock()
-    judge = Pace(PLACES, clock)
-    assert not told(judge, range(1, 31), 1.0, EVEN)
-    (notice,) = judge.notices(31, 9.0, [0.5, 0.5, 8.6, 0.7])
+    detector = Stragglers(RANKS, clock)
+    assert not notices(detector, range(1, 31), 1.0, EVEN)
+    (notice,) = detector.notices(31, 9.0, [0.5, 0.5, 8.6, 0.7])
     assert notice.text == (
         "step 31 took 9.00 s, 1.00 s are usual: rank 2 on host two was busy for 8.60 s, and the others waited for it"
     )
     assert notice.values == {"slow_step_seconds": 9.0, "usual_seconds": 1.0, "slow_rank": 2}
     # Not one line after the other, and none forgotten.
-    assert not told(judge, range(32, 35), 3.0, [2.5, 0.5, 0.7, 0.7])
+    assert not notices(detector, range(32, 35), 3.0, [2.5, 0.5, 0.7, 0.7])
     clock.now = 61.0
-    (notice,) = judge.notices(35, 3.0, EVEN)
+    (notice,) = detector.notices(35, 3.0, EVEN)
     assert "no rank was busy for longer than usual" in notice.text
     assert notice.text.endswith("; 3 more since the last such line")
     assert notice.values["slow_rank"] is None
 
 
 def test_what_begins_is_not_called_slow() -> None:
-    judge = Pace(PLACES, Clock())
-    assert not told(judge, range(101, 131), 0.01, [0.01, 0.02, 0.01, 0.01])  # nor milliseconds
-    assert not judge.notices(131, 0.9, [0.8, 0.01, 0.01, 0.01])
-    judge = Pace(PLACES, Clock())
-    assert not told(judge, range(1, 3), 30.0, [30.0] * 4)  # the first steps warm up
-    assert not told(judge, range(3, 10), 1.0, EVEN)  # and too few tell nothing
-    assert not judge.notices(10, 9.0, [8.6, 0.5, 0.7, 0.7])
+    detector = Stragglers(RANKS, Clock())
+    assert not notices(detector, range(101, 131), 0.01, [0.01, 0.02, 0.01, 0.01])  # nor milliseconds
+    assert not detector.notices(131, 0.9, [0.8, 0.01, 0.01, 0.01])
+    detector = Stragglers(RANKS, Clock())
+    assert not notices(detector, range(1, 3), 30.0, [30.0] * 4)  # the first steps warm up
+    assert not notices(detector, range(3, 10), 1.0, EVEN)  # and too few tell nothing
+    assert not detector.notices(10, 9.0, [8.6, 0.5, 0.7, 0.7])
 
 
 @pytest.mark.parametrize(("busy", "rank"), [([0.5, 0.9, 0.7, 0.7], 1), ([0.5, 0.5, 0.7, 0.95], 3)])
 def test_a_rank_that_makes_the_others_wait_is_named_once(busy: list[float], rank: int) -> None:
-    judge = Pace(PLACES, Clock())
-    (notice,) = told(judge, range(1, 200), 1.0, busy)
-    assert notice.text.startswith(f"rank {rank} on host {PLACES[rank].host} makes the others wait: it is busy for 0.9")
+    detector = Stragglers(RANKS, Clock())
+    (notice,) = notices(detector, range(1, 200), 1.0, busy)
+    assert notice.text.startswith(f"rank {rank} on host {RANKS[rank].host} makes the others wait: it is busy for 0.9")
     assert notice.values["slow_rank"] == rank
 
 
 def test_stages_are_not_held_against_each_other() -> None:
-    judge = Pace([Place("one", 0), Place("one", 1)], Clock())
-    assert not told(judge, range(1, 200), 1.0, [0.3, 0.9])
-    alone = Pace([Place("one", 0)], Clock())
-    assert not told(alone, range(1, 50), 1.0, [1.0])
+    detector = Stragglers([RankLocation("one", 0), RankLocation("one", 1)], Clock())
+    assert not notices(detector, range(1, 200), 1.0, [0.3, 0.9])
+    alone = Stragglers([RankLocation("one", 0)], Clock())
+    assert not notices(alone, range(1, 50), 1.0, [1.0])
     (notice,) = alone.notices(50, 5.0, [5.0])
     assert "it was computing, or waiting for its data or a disk" in notice.text
 
@@ -161,7 +161,7 @@ def train_held_up(settings: Settings, folder: Path, slow_step: int, seconds: flo
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)
-        patch.setattr(measurements, "_PAUSE_SECONDS", 0.0)  # on a busy machine other steps are slow, too
+        patch.setattr(measurements, "_NOTICE_INTERVAL", 0.0)  # on a busy machine other steps are slow, too
         assert train(settings, folder) == 0
     return seen
 
