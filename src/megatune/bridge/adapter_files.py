@@ -1,5 +1,4 @@
-"""Adapter files in peft's format, adapter_config.json and adapter_model.safetensors; and model tensors with adapters
-merged into them, slice by slice."""
+"""Adapter files in peft's format, and a model's tensors with adapters merged into them, slice by slice."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class AdapterFolder(TensorSource):
         return self.has(name) or self.has(name.removesuffix(_WEIGHT) + LORA_A)
 
     def has_separate_ranks(self, name: str) -> bool:
-        """Return whether the two matrices of a stacked B [out, r · experts] have separate ranks, so that everything
-        outside of them is zero."""
+        """Return whether the two matrices of a stacked B [out, r · experts] have separate ranks: all else is zero."""
         tensor = self._stack(name)
         parts = [place.part(tensor) for place in self.adapter.tensors.values() if place.name == name]
         return bool(sum(part.count_nonzero() for part in parts) == tensor.count_nonzero())

@@ -103,8 +103,7 @@ class _WeightGatherer:
         self._owners = {key: (rank, dtype) for rank, keys in owned_by for key, dtype in keys.items()}
 
     def parts(self, weight: Weight, layer: int) -> Iterator[tuple[Slice, dict[str, Tensor]]]:
-        """Yield the tensors of a weight by their Hugging Face names, experts a run at a time, on the wanted ranks.
-        Collective."""
+        """Yield a weight's tensors by Hugging Face name, experts a run at a time, on the wanted ranks. Collective."""
         holders = self._holders[weight.per_expert]
         for part in by_expert(weight, self._architecture, WHOLE, self._run):
             key = (weight.engine, layer, part.ep_rank)

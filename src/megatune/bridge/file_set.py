@@ -53,8 +53,7 @@ def split_into_files(items: Iterable[tuple[V, int]], most: int) -> list[list[V]]
 
 @dataclass(frozen=True, slots=True)
 class CarriedTensors:
-    """Tensors of a checkpoint that its model does not use, and that are written back unchanged: names in a folder's
-    files."""
+    """Tensors of a checkpoint that its model does not use and that are written back unchanged: names in a folder."""
 
     folder: ModelFolder | None = None
     names: tuple[str, ...] = ()
@@ -185,8 +184,7 @@ class FileSet:
         return [TensorEntry(name, shape, local.parameter.dtype) for name, shape in shapes.items()]
 
     def _tensors(self, file: _File) -> Iterator[Tensor]:
-        """Yield the file's whole tensors on the rank that writes it, a fused tensor expert by expert; yield nothing on
-        the ranks that only send."""
+        """Yield the file's whole tensors, fused ones expert by expert, on the rank that writes it; else nothing."""
         holders = file.holders
         for piece in file.pieces:
             if self._fused_name(piece.local) is not None:

@@ -94,8 +94,7 @@ class MergedModel:
         return {place.name for place in self._form.locate_all(weights, architecture).values()}
 
     def _sources_of(self, architecture: Architecture) -> dict[str, list[tuple[str, FileTensor]]]:
-        """Return the tensors that form each tensor in the files, in order; tensors that the model does not use are
-        missing."""
+        """Return the tensors that form each tensor in the files, in order, without those that the model ignores."""
         found: dict[str, list[tuple[str, FileTensor]]] = {}
         weights = FAMILIES[architecture.model_type].weight_map(architecture)
         for name, place in self._form.locate_all(weights, architecture).items():

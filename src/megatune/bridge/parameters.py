@@ -52,8 +52,7 @@ class LocalParameter:
         return hf_shapes(self.weight, architecture, self.layer, self.slice)
 
     def pieces(self, architecture: Architecture, run: int = 1) -> list[Piece]:
-        """Split the parameter into its experts, in order, or into runs of `run` experts; a parameter without experts is
-        one piece."""
+        """Split the parameter into runs of `run` experts, in order; a parameter without experts is one piece."""
         parts = by_expert(self.weight, architecture, self.slice, run)
         size = self.parameter.numel() // len(parts)
         return [Piece(self, part, index * size, (index + 1) * size) for index, part in enumerate(parts)]

@@ -1,5 +1,4 @@
-"""Write a model's Hugging Face tensors as a torch_dist checkpoint, which Megatron-Core loads in any layout; one process
-writes it chunk by chunk, in the format of torch.distributed.checkpoint."""
+"""Write a model's Hugging Face tensors as a torch_dist checkpoint for any layout, in one process, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ class MegatronModel:
 
 
 def _rows(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the rows of a part. A difference is subtracted in fp32, in which a 16-bit number minus 1 is exact from
-    2^-13 on."""
+    """Return the rows of a part. Subtract in fp32, in which a 16-bit number minus 1 is exact from 2^-13 on."""
     rows = whole[part.first : part.first + part.rows * part.step : part.step]
     return rows.float() - part.less if part.less else rows
 

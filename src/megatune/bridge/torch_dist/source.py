@@ -1,5 +1,4 @@
-"""The weights of a torch_dist checkpoint as Hugging Face tensors, of which slices can be read: of each chunk's archive
-only the bytes that are needed."""
+"""Read slices of a torch_dist checkpoint's weights as Hugging Face tensors, without reading other bytes."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ DAY = "the day that the template states"  # the only part that is stored as it i
 
 @dataclass(frozen=True, slots=True)
 class RowsKey:
-    """The key of a run's rows. Files are identified by content and name, not by folder or time, so that the key is the
-    same on every machine."""
+    """The key of a run's rows, equal on every machine: files are identified by content and name, not folder or time."""
 
     name: str  # 32 hexadecimal digits: the digest of everything that determines the rows
     parts: Mapping[str, str]  # readable names of the parts, each with its digest

@@ -46,8 +46,7 @@ _ANTHROPIC_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class Messages(NamedTuple):
-    """A list of messages: the text of its leading system message (None if there is none), the other messages, and
-    their images and videos."""
+    """A list of messages: the text of its leading system message (or None), the others, and their images and videos."""
 
     system: str | None
     messages: tuple[Message, ...]

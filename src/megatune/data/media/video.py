@@ -49,8 +49,7 @@ class VideoHeader:
 
 
 def sample_frames(header: VideoHeader, fps: float, maxlen: int) -> tuple[int, ...]:
-    """Return the indices of the frames that LLaMA-Factory samples: `fps` per second, at most `maxlen`, evenly spaced
-    from the first frame to the last."""
+    """Return the indices of LLaMA-Factory's frames: `fps` per second, at most `maxlen`, evenly from first to last."""
     count = min(header.num_frames, maxlen, max(1, math.floor(header.seconds * fps)))
     return tuple(int(number) for number in np.linspace(0, header.num_frames - 1, count))
 

@@ -197,7 +197,7 @@ def _build_rows(documents: Sequence[RowDocument], settings: Settings) -> list[tu
     """Build rows from the documents of samples as the run does; a long text becomes several documents."""
     ends = np.cumsum([0, *(len(each.document.input_ids) for each in documents)])
     spans, borders, _ = RowShape.of(settings).arranged(np.stack([ends[:-1], ends[1:]], axis=1))
-    made = []
+    rows = []
     for start, stop in spans.tolist():
         number = int(np.searchsorted(ends, start, side="right")) - 1
         whole, first = documents[number], int(ends[number])
@@ -205,8 +205,8 @@ def _build_rows(documents: Sequence[RowDocument], settings: Settings) -> list[tu
             place = slice(start - first, stop - first)
             cut = Document(whole.document.input_ids[place], whole.document.labels[place])
             whole = replace(whole, document=cut, start=start - first, length=0)
-        made.append(whole)
-    return [tuple(made[start:stop]) for start, stop in pairwise(borders.tolist())]
+        rows.append(whole)
+    return [tuple(rows[start:stop]) for start, stop in pairwise(borders.tolist())]
 
 
 def _usable(
@@ -255,9 +255,9 @@ def _describe_encoder(settings: Settings, encoder: Encoder) -> Iterator[str]:
     template = "" if stage == "pt" else f", template {name}"
     yield f"stage {stage}{template}, cutoff_len {data.cutoff_len:,}" + (", packing" if settings.packing else "")
     names = (("{{name}}", data.model_name), ("{{author}}", data.model_author))
-    if filled := [(placeholder, value) for placeholder, value in names if value is not None]:
-        said = ((placeholder, value if isinstance(value, str) else " or ".join(value)) for placeholder, value in filled)
-        yield ", ".join(f"{placeholder} is {value}" for placeholder, value in said)
+    if filled := [(name, value) for name, value in names if value is not None]:
+        texts = ((name, value if isinstance(value, str) else " or ".join(value)) for name, value in filled)
+        yield ", ".join(f"{name} is {value}" for name, value in texts)
     if encoder.template is not None and (note := stop_note(encoder.template, encoder.tokenizer)):
         yield f"note: {note}"
 

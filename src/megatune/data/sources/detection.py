@@ -1,5 +1,4 @@
-"""Resolved data sets; detection of the form of those without an entry in dataset_info.json; and the check that a stage
-supports a form."""
+"""Resolve data sets, detect the form of those without an entry, and check that a stage supports the form."""
 
 from __future__ import annotations
 

@@ -168,11 +168,11 @@ class SwiftTemplate:
         last, last_round = len(merged) - 2, self._last_question(merged)
         for index in range(0, len(merged), 2):
             question = merged[index]
-            asked = question.texts[0] if question.role == "tool" else fill(self.prompt, content=question.texts[0])
-            prompt: tuple[str, ...] = (before, asked)
-            if masked := 0 if self.rules.has_template else self._masked(asked):
-                yield Turn((before,), (asked[:masked],), False)
-                prompt = (asked[masked:],)
+            query = question.texts[0] if question.role == "tool" else fill(self.prompt, content=question.texts[0])
+            prompt: tuple[str, ...] = (before, query)
+            if masked := 0 if self.rules.has_template else self._masked(query):
+                yield Turn((before,), (query[:masked],), False)
+                prompt = (query[masked:],)
             if index > last:  # the last question has no answer
                 yield Turn((*prompt, self._answer_prompt), ())
                 return
