@@ -29,7 +29,7 @@ REFUSED = ("gemma4", "gemma4_text")
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_heads_of_two_sizes_are_refused(family: str, model_dir: MakeModel, tmp_path: Path) -> None:
-    with pytest.raises(MegatuneError, match="neither read nor written in Megatron-Core's torch_dist format"):
+    with pytest.raises(MegatuneError, match="neither be read nor written in Megatron-Core's torch_dist format"):
         to_mcore(model_dir(family), tmp_path / "mcore")
     # Nor are weights that somebody else has written: a run that starts from them ends before it reads any.
     folder = to_mcore(model_dir("llama"), tmp_path / "other")
