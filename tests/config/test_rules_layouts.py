@@ -148,8 +148,8 @@ WRONG = [
     (
         dataclasses.replace(QWEN, model_type="gemma4"),
         ["save_format=torch_dist"],
-        "save_format: torch_dist with a gemma4\n    why: Megatron-Core's attention does not support layers with heads of "
-        "two sizes\n    fix: write save_format: hf",
+        "save_format: torch_dist with a gemma4\n    why: Megatron-Core's attention does not support layers with heads "
+        "of two sizes\n    fix: write save_format: hf",
     ),
     (
         QWEN,
