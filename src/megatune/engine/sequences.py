@@ -232,8 +232,8 @@ def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
 def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
     """Return the runs of adjacent tokens in `places`, int64 [tokens], sorted; a run ends with its sequence or row."""
     row, token = places // boundaries[-1], places % boundaries[-1]
-    document = torch.bucketize(token, torch.tensor(boundaries), right=True) + row * len(boundaries)
-    ends = ((places.diff() != 1) | (document.diff() != 0)).nonzero()[:, 0] + 1
+    sequence = torch.bucketize(token, torch.tensor(boundaries), right=True) + row * len(boundaries)
+    ends = ((places.diff() != 1) | (sequence.diff() != 0)).nonzero()[:, 0] + 1
     edges = [0, *ends.tolist(), len(places)]
     return tuple((int(places[start]), int(places[stop - 1]) + 1) for start, stop in pairwise(edges) if stop > start)
 

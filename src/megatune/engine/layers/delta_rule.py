@@ -53,13 +53,13 @@ def sequence_layout(boundaries: tuple[int, ...], num_taps: int) -> SequenceLayou
         num_taps: kernel size of the convolution.
     """
     s, gap = boundaries[-1], num_taps - 1
-    document = torch.bucketize(torch.arange(s), torch.tensor(boundaries), right=True)
-    padded = torch.cat((document, document[-1:].expand(-s % CHUNK))).view(-1, CHUNK)
+    sequence = torch.bucketize(torch.arange(s), torch.tensor(boundaries), right=True)
+    padded = torch.cat((sequence, sequence[-1:].expand(-s % CHUNK))).view(-1, CHUNK)
     before = torch.cat((padded[:1, 0], padded[:-1, -1]))[:, None]
     seen = torch.cat((padded, before), 1)
     earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     sees = (padded[:, :, None] == seen[:, None, :]) & torch.nn.functional.pad(earlier, (0, 1), value=True)
-    places = torch.arange(s) + gap * document
+    places = torch.arange(s) + gap * sequence
     return SequenceLayout(device.send(sees), device.send(places), s + gap * len(boundaries))
 
 

@@ -25,11 +25,11 @@ def noise_keys(batch: MicroBatch, seed: int, step: int) -> Tensor:
     tokens of its sequence, and its position there."""
     lengths, positions = torch.tensor(batch.lengths), batch.position_ids
     spans = torch.full_like(lengths, positions.shape[1]) if batch.cu_seqlens is None else batch.cu_seqlens.long().diff()
-    document = torch.arange(len(lengths)).repeat_interleave(spans).view_as(positions)
-    tokens = _mixed(_mixed(batch.input_ids) + positions).where(positions < lengths[document], 0)
-    texts = torch.zeros_like(lengths).index_add_(0, document.flatten(), tokens.flatten())
+    sequence = torch.arange(len(lengths)).repeat_interleave(spans).view_as(positions)
+    tokens = _mixed(_mixed(batch.input_ids) + positions).where(positions < lengths[sequence], 0)
+    texts = torch.zeros_like(lengths).index_add_(0, sequence.flatten(), tokens.flatten())
     of_step = _mixed(_mixed(torch.tensor(seed)) + step)
-    return _mixed(_mixed(texts + of_step)[document] + positions)
+    return _mixed(_mixed(texts + of_step)[sequence] + positions)
 
 
 def with_noise(embeddings: Tensor, keys: Tensor, largest: Tensor) -> Tensor:

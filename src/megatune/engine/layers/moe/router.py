@@ -116,13 +116,13 @@ class Router(TopKRouter):
         if not balance_coeff and not z_coeff:
             return probs
         if balance_coeff:
-            documents, num_documents = torch.zeros_like(is_real, dtype=torch.int64), 1
+            indices, num_sequences = torch.zeros_like(is_real, dtype=torch.int64), 1
             if self.routing_type == "seq_aux_loss":
-                documents, num_documents = sequence_ids(sequences, self.config.sequence_parallel)
+                indices, num_sequences = sequence_ids(sequences, self.config.sequence_parallel)
             affinities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
             # The router's choices without bias and groups, which do not depend on its weight.
             own = choose(scores.detach(), self.topk)
-            balance = balance_loss(affinities, own, is_real, documents, num_documents, self.tp_cp_group)
+            balance = balance_loss(affinities, own, is_real, indices, num_sequences, self.tp_cp_group)
         if z_coeff:
             z = z_loss(logits, is_real, self.tp_cp_group)
         # All gradients are divided by the step's normalizer: this weighting makes the losses of its micro-batches a
@@ -208,7 +208,7 @@ def router_metrics(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def balance_loss(
-    probs: Tensor, experts: Tensor, is_real: Tensor, documents: Tensor, num_documents: int, group: ProcessGroup
+    probs: Tensor, experts: Tensor, is_real: Tensor, indices: Tensor, num_sequences: int, group: ProcessGroup
 ) -> Tensor:
     """Compute this rank's part, fp32 [], of E / k · Σ_e f_e · P_e (Switch Transformer, arXiv:2101.03961), 1 if experts
     are equally busy: f_e is the number of a sequence's choices of expert e, per token, and P_e the expert's mean
@@ -218,18 +218,18 @@ def balance_loss(
         probs: fp32 [n, E], of all experts; sums to 1 for each token.
         experts: int64 [n, k], the choices that count.
         is_real: bool [n]; False for padding.
-        documents: int64 [n], the sequence of each token, below `num_documents`.
+        indices: int64 [n], the sequence of each token, below `num_sequences`.
         group: the ranks that hold the micro-batch.
     """
     n, num_experts = probs.shape
     # One extra column counts tokens.
-    columns = torch.cat((experts, experts.new_full((n, 1), num_experts)), 1) + documents[:, None] * (num_experts + 1)
-    counts = torch.zeros(num_documents * (num_experts + 1), device=probs.device)
+    columns = torch.cat((experts, experts.new_full((n, 1), num_experts)), 1) + indices[:, None] * (num_experts + 1)
+    counts = torch.zeros(num_sequences * (num_experts + 1), device=probs.device)
     counts.scatter_add_(0, columns.view(-1), is_real[:, None].expand_as(columns).reshape(-1).float())
-    counts = _summed(counts, group).view(num_documents, -1)
+    counts = _summed(counts, group).view(num_sequences, -1)
     frequencies, num_tokens = counts[:, :-1], counts[:, -1]
     frequencies = frequencies / num_tokens[:, None].clamp(min=1)
-    total = (probs * frequencies[documents] * is_real[:, None]).sum()
+    total = (probs * frequencies[indices] * is_real[:, None]).sum()
     return total * num_experts / (experts.shape[1] * num_tokens.sum().clamp(min=1))
 
 
@@ -251,9 +251,9 @@ def sequence_ids(sequences: Sequences, sequence_parallel: bool) -> tuple[Tensor,
     """Return the index of each token's sequence in an expert layer, int64 [n] in the order of [s / cp (/ tp), b], and
     D,
     the number of sequences: rows, or sequences of the packed row."""
-    num_documents = len(sequences.local_lengths if sequences.is_packed else sequences.is_padding)
-    numbers = torch.arange(num_documents, device=sequences.is_padding.device)
-    return _of_this_rank(expand_to_tokens(numbers, sequences).t(), sequence_parallel), num_documents
+    num_sequences = len(sequences.local_lengths if sequences.is_packed else sequences.is_padding)
+    numbers = torch.arange(num_sequences, device=sequences.is_padding.device)
+    return _of_this_rank(expand_to_tokens(numbers, sequences).t(), sequence_parallel), num_sequences
 
 
 def _of_this_rank(whole: Tensor, sequence_parallel: bool) -> Tensor:
