@@ -149,7 +149,7 @@ def main() -> None:
             f"process that trains, one that samples, a thread each; medians of {arguments.steps - FIRST} steps.",
             "## Transfers of weights",
             sync_table(by_size),
-            "## Phases of a step, in seconds",
+            "## PhaseTimer of a step, in seconds",
             phase_table(by_size),
             f"## One phase after the other, and one step ahead (hidden size {middle})",
             ahead_table(rounds),

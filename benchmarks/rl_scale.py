@@ -117,11 +117,11 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, f
     from megatune.demo.checkpoint import make_checkpoint
     from megatune.rl.cluster.cluster import Cluster
     from megatune.rl.cluster.role import RoleSpec
-    from megatune.rl.cluster.timeline import Phases
+    from megatune.rl.cluster.timeline import PhaseTimer
     from megatune.rl.pipeline.collector import Collector, ProblemOrder
     from megatune.rl.pipeline.learn import Learner
     from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
-    from megatune.rl.pipeline.sampler import sampler_maker
+    from megatune.rl.pipeline.sampler import make_sampler_factory
 
     model = make_checkpoint("qwen3", folder / "model", vocab_size=VOCABULARY, num_layers=1)
     file = folder / "run.yaml"
@@ -144,7 +144,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, f
         engines = EngineGroup(infer, groups["actor_infer"], running)
         policy = ModelGroup(train, groups["actor_train"])
         learner = Learner(settings, DeviceScheduler(engines, [policy]), policy, None, None, {})
-        make = sampler_maker(settings, engines, cluster.reward_pool(settings.rewards), model)
+        make = make_sampler_factory(settings, engines, cluster.reward_pool(settings.rewards), model)
         collector = Collector(
             make(infer.generating_args, "train"), ProblemOrder({"shape": problems}, 1).at, {"shape": options.prompts},
             {}, options.group,
@@ -153,7 +153,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, f
             began, used = time.monotonic(), processor_seconds()
             taken = engines.run(collector.take())
             sampled, at = processor_seconds(), time.monotonic()
-            learner.learn(taken.groups, 0, Phases(lambda phase: None))
+            learner.learn(taken.groups, 0, PhaseTimer(lambda phase: None))
             ended = processor_seconds()
             if step:  # rewards start in the first
                 found.append({"rollout": sampled - used, "rollout wall": at - began, "learn": ended - sampled})

@@ -11,7 +11,7 @@ from llamafactory_kit import Example, examples
 from megatune.cli import infer
 from megatune.cli.infer import InferOptions
 from megatune.errors import ExitCode, MegatuneError
-from megatune.generation.asked import model_findings, model_of
+from megatune.generation.inference_config import model_and_base, model_findings
 
 FILES = [example for example in examples() if example.verb == "infer"]
 
@@ -19,7 +19,7 @@ FILES = [example for example in examples() if example.verb == "infer"]
 def read(*words: str) -> InferOptions:
     given = infer.COMMAND.read(words)
     print(*given.lines, sep="\n", file=sys.stderr)
-    given.stop(model_findings(given, model_of(given)[0]))
+    given.stop(model_findings(given, model_and_base(given)[0]))
     return given.options
 
 

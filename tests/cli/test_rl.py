@@ -61,7 +61,7 @@ def test_engines_that_are_not_installed_are_named_with_what_helps(capsys, monkey
     assert "actor_infer.strategy_args.strategy_name=builtin" in said
     assert _PYTHON in said
     assert main(["rl", file, f"{_PYTHON}=/nobody/python"]) == ExitCode.SETTINGS
-    assert "/nobody/python is not a program" in capsys.readouterr().err
+    assert "/nobody/python is not an executable" in capsys.readouterr().err
 
 
 _CONFIG = (

@@ -241,7 +241,7 @@ def test_names_that_say_too_much_or_too_little(tmp_path: Path, model_dir: MakeMo
     assert f"--adapter_name_or_path {adapter},{adapter}" in said(str(adapter), None, [str(adapter)])
     both = said(model, None, [str(tmp_path / "adaptor"), model])
     assert f"did you mean {adapter}?" in both
-    assert f"{model} holds no adapter" in both
+    assert f"{model} has no adapter" in both
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     assert "is in Megatron-Core's format" in said(model, None, [str(tmp_path / "megatron")])

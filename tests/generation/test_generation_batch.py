@@ -116,7 +116,7 @@ def test_a_data_set_is_answered_in_order_with_labels(
     # Answers are not written over others.
     before = answers.read_bytes()
     assert main(command) == ExitCode.CANNOT_WRITE
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert answers.read_bytes() == before
 
 

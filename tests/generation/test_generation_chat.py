@@ -16,7 +16,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.answering import chat
 from megatune.generation.dataset import ResultFile
 from megatune.generation.generator import Generator
-from megatune.generation.options import GenerationOptions, PictureFile
+from megatune.generation.options import GenerationOptions, MediaFile
 from megatune.generation.vllm import check_vllm
 
 Say = Callable[..., None]
@@ -186,7 +186,7 @@ def test_what_is_not_built_is_refused_by_name(qwen3: Path) -> None:
 
 def test_vllm_takes_no_pictures_and_one_adapter(qwen3: Path) -> None:
     with pytest.raises(MegatuneError, match="several adapters at once are not supported") as raised:
-        check_vllm(GenerationOptions(pictures=(PictureFile("image", "a.png"),)), [qwen3, qwen3])
+        check_vllm(GenerationOptions(media=(MediaFile("image", "a.png"),)), [qwen3, qwen3])
     assert raised.value.exit_code == ExitCode.SETTINGS
     assert len(raised.value.findings) == 2
 

@@ -43,7 +43,7 @@ class Recorded:
     """A backend that keeps its replies, and counts what it has begun."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.context, self.at_once = backend, backend.context, backend.at_once
+        self.backend, self.context, self.max_concurrency = backend, backend.context, backend.max_concurrency
         self.close = backend.close
         self.replies: list[Reply] = []
         self.begun = 0
@@ -299,7 +299,7 @@ def test_images_are_shown_where_they_stand(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2_5_vl", tmp_path / "vl", num_layers=2)
     prompter = Generator.load(folder, OPTIONS, chats=False)
     streams = Streams(prompter.backend, 16)
-    assert prompter.pictures is not None
+    assert prompter.media is not None
 
     def part(colour: str) -> dict[str, Any]:
         file = io.BytesIO()

@@ -13,7 +13,7 @@ from megatune.cli.infer import COMMAND
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.generator import Generator
 from megatune.generation.options import GenerationOptions, check_options
-from megatune.generation.stopping import HeldText
+from megatune.generation.stopping import StopWordBuffer
 
 QUESTION = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
@@ -183,7 +183,7 @@ def test_text_waits_while_it_may_begin_a_stop_word() -> None:
         (["12</"], ["12", "</"]),
     ):
         seen: list[str] = []
-        held = HeldText(sampling, seen.append)
+        held = StopWordBuffer(sampling, seen.append)
         for piece in pieces:
             held.add(piece)
         held.add("", is_last=True)

@@ -41,7 +41,7 @@ def test_a_reward_model_writes_nothing(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(as_saved(config, "Qwen3ForSequenceClassification", 0)))
     assert refusal(model) == (
         f"{model}: it is a reward model or a classifier\n"
-        "    why: it has scores in place of the output layer, and writes no text\n"
+        "    why: it has a score layer in place of the output layer, and cannot generate text\n"
         "    fix: load it with Transformers' AutoModelForSequenceClassification, whose logits are scores of whole texts"
     )
 
@@ -65,7 +65,7 @@ def test_a_missing_folder_names_the_nearest(model: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    assert "holds no model" in refusal(tmp_path)
+    assert "has no model" in refusal(tmp_path)
 
 
 def test_everything_missing_is_named_at_once(model: Path) -> None:

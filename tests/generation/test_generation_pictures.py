@@ -18,18 +18,18 @@ from megatune.config.groups.data import DataSettings
 from megatune.data.media import MediaSource
 from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import spaced
+from megatune.data.media.processor import pad_media
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.generation.answering import chat
 from megatune.generation.generator import Generator
-from megatune.generation.options import GenerationOptions, PictureFile
-from megatune.generation.pictures import Picture, PromptPictures, generate_inputs, read_picture
+from megatune.generation.media import MediaItem, PromptMedia, generate_inputs, read_media
+from megatune.generation.options import GenerationOptions, MediaFile
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3", "gemma4", "internvl")
 OF_IMAGES = ("mistral3", "gemma3", "gemma4", "internvl")
-Prompted = tuple[list[int], tuple[Picture, ...]]
+Prompted = tuple[list[int], tuple[MediaItem, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def image(path: Path) -> PictureFile:
-    return PictureFile("image", str(path))
+def image(path: Path) -> MediaFile:
+    return MediaFile("image", str(path))
 
 
-def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
+def prepared(folder: Path, files: Path, kinds: str) -> PromptMedia:
     """Images (i, of two sizes) and videos (v, of five frames) in this order."""
     vision = load_architecture(folder).vision
     assert vision is not None
@@ -72,28 +72,28 @@ def prepared(folder: Path, files: Path, kinds: str) -> PromptPictures:
     video = MediaSource(
         "video", frames=tuple(MediaSource("image", str(files / f"frame{number}.png")) for number in range(5))
     )
-    return PromptPictures(vision, tuple(read_picture(processor, next(images) if k == "i" else video) for k in kinds))
+    return PromptMedia(vision, tuple(read_media(processor, next(images) if k == "i" else video) for k in kinds))
 
 
-def with_pictures(generator: Generator, pictures: PromptPictures, **changes: Any) -> Generator:
+def with_pictures(generator: Generator, pictures: PromptMedia, **changes: Any) -> Generator:
     options = generator.options.model_copy(update=changes)
     return Generator(generator.backend, generator.tokenizer, options, generator.source, pictures)
 
 
 def prompted(generator: Generator, text: str) -> Prompted:
-    assert generator.pictures is not None
-    placed, shown = generator.pictures.placed(text)
+    assert generator.media is not None
+    placed, shown = generator.media.placed(text)
     messages = [{"role": "user", "content": placed}]
     chat = generator.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    chat = spaced(chat, generator.pictures.vision.text)
+    chat = pad_media(chat, generator.media.vision.text)
     return generator.tokenizer(chat, add_special_tokens=False)["input_ids"], shown
 
 
 def greedy(generator: Generator, prompt: Prompted, steps: int) -> tuple[list[int], torch.Tensor]:
     """Tokens by full forward passes without a cache, and the last pass's position_ids, [4, 1, T], or [1, T] where a
     token has one position."""
-    assert generator.pictures is not None
-    vision, (ids, shown) = generator.pictures.vision, prompt
+    assert generator.media is not None
+    vision, (ids, shown) = generator.media.vision, prompt
     ids = list(ids)
     config = generator.backend.model.generation_config
     for _ in range(steps):
@@ -162,12 +162,12 @@ def test_the_pictures_and_not_their_tokens_alone_make_the_answer(
     family: str, folders: Callable[[str], Path], files: Path
 ) -> None:
     generator = Generator.load(folders(family), GenerationOptions(max_new_tokens=12))
-    wide, again = prepared(folders(family), files, "ii").pictures
+    wide, again = prepared(folders(family), files, "ii").items
     vision = prepared(folders(family), files, "").vision
     black = dataclasses.replace(wide, pixels=np.zeros_like(wide.pixels))
     question = [{"role": "user", "content": "What is this?"}]
     answers = [
-        with_pictures(generator, PromptPictures(vision, (picture,))).answer(question).text
+        with_pictures(generator, PromptMedia(vision, (picture,))).answer(question).text
         for picture in (wide, black, again)
     ]
     assert len(set(answers)) == 3
@@ -190,7 +190,7 @@ def test_pictures_take_the_place_of_their_tags_or_go_before_the_text(
     folders: Callable[[str], Path], files: Path
 ) -> None:
     pictures = prepared(folders("qwen2_vl"), files, "ivi")
-    first, video, second = (each.placeholder for each in pictures.pictures)
+    first, video, second = (each.placeholder for each in pictures.items)
     assert pictures.placed("Hi")[0] == f"{first}{video}{second}Hi"
     text, shown = pictures.placed("a<video>b<image>c<image>")
     assert text == f"a{video}b{first}c{second}"
@@ -211,7 +211,7 @@ def test_a_chat_shows_them_in_its_first_message(
     folders: Callable[[str], Path], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folders("qwen3_vl")
-    options = GenerationOptions(max_new_tokens=6, pictures=(image(files / "wide.png"),))
+    options = GenerationOptions(max_new_tokens=6, media=(image(files / "wide.png"),))
     generator = Generator.load(folder, options)
     lines = iter(["In <image>?", "Sure?", "clear", "And?", "exit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
@@ -237,7 +237,7 @@ def test_the_verb_shows_images_in_the_order_given(
     for order in ((wide, tall), (tall, wide)):
         flags = [argument for path in order for argument in ("--image", str(path))]
         assert run(folder, "--prompt", "Is <image> in <image>?", *flags) == ExitCode.DONE
-        options = GenerationOptions(max_new_tokens=6, pictures=tuple(image(path) for path in order))
+        options = GenerationOptions(max_new_tokens=6, media=tuple(image(path) for path in order))
         reply = Generator.load(folder, options).answer([{"role": "user", "content": "Is <image> in <image>?"}])
         answers.append(capsys.readouterr().out)
         assert answers[-1] == f"{reply.text}\n"
@@ -257,10 +257,10 @@ def test_the_verb_shows_a_video(
         for number in range(12):  # two seconds
             container.mux(stream.encode(av.VideoFrame.from_image(noise(112, 64, number))))
         container.mux(stream.encode(None))
-    options = GenerationOptions(max_new_tokens=6, pictures=(PictureFile("video", clip),), video_fps=3.0)
+    options = GenerationOptions(max_new_tokens=6, media=(MediaFile("video", clip),), video_fps=3.0)
     generator = Generator.load(folders(family), options)
-    assert generator.pictures is not None
-    (video,) = generator.pictures.pictures
+    assert generator.media is not None
+    (video,) = generator.media.items
     assert video.measured.grid[0] == 3
     assert video.measured.seconds_per_grid == pytest.approx(2 / 3)
     expected, _ = greedy(generator, prompted(generator, "What is <video>?"), 6)
@@ -273,10 +273,10 @@ def test_sizes_are_settings_of_training(folders: Callable[[str], Path], tmp_path
     noise(560, 560, 0).save(tmp_path / "a.png")
 
     def tokens(**settings: Any) -> int:
-        options = GenerationOptions(pictures=(image(tmp_path / "a.png"),), **settings)
-        pictures = Generator.load(folders("qwen2_vl"), options).pictures
+        options = GenerationOptions(media=(image(tmp_path / "a.png"),), **settings)
+        pictures = Generator.load(folders("qwen2_vl"), options).media
         assert pictures is not None
-        return pictures.pictures[0].placeholder.count("<|image_pad|>")
+        return pictures.items[0].placeholder.count("<|image_pad|>")
 
     assert tokens() == 20 * 20
     assert tokens(image_max_pixels=112 * 112) == 4 * 4

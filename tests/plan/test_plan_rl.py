@@ -41,7 +41,7 @@ from megatune.plan.rl.roles import (
     sync_bytes,
     training_case,
 )
-from megatune.rl.rollout.kv_cache import bytes_of_a_token, room_of_cache
+from megatune.rl.rollout.kv_cache import kv_bytes_per_token, kv_cache_budget
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -164,7 +164,7 @@ def test_the_built_in_engine_keeps_what_is_planned_of_a_token(model_dir, family:
     """Of latent attention the latent, not the keys and values of every head."""
     folder = model_dir(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert bytes_of_a_token(model) == key_value_bytes(load_architecture(folder), 4)
+    assert kv_bytes_per_token(model) == key_value_bytes(load_architecture(folder), 4)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.1-8B"])
@@ -175,7 +175,7 @@ def test_the_built_in_engine_takes_the_cache_that_is_planned(name: str, monkeypa
     free = machine.device.memory - planned.weights - planned.framework
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, machine.device.memory))
     of_sample = lengths.longest * key_value_bytes(model.architecture, 2)
-    assert planned.sequences == room_of_cache(torch.device("cuda")) // of_sample
+    assert planned.sequences == kv_cache_budget(torch.device("cuda")) // of_sample
     assert planned.cache == planned.sequences * of_sample
 
 

@@ -15,7 +15,7 @@ from megatune.rl.rollout.server import EngineServer
 if TYPE_CHECKING:
     import torch
 
-    from megatune.rl.transport import Parcel, Route
+    from megatune.rl.transport import PackedBucket, Route
 
 
 def server(context: RankContext, start: int = 0) -> EngineServer:
@@ -94,7 +94,7 @@ class Worker:
         if self.context.rank == 0:
             self.sender.join()
 
-    def pack_weights(self, first: bool) -> Parcel | None:
+    def pack_weights(self, first: bool) -> PackedBucket | None:
         assert self.context.rank == 0
         if first:
             self.stream = self._weights()
@@ -133,7 +133,7 @@ class Worker:
         """Send this process a signal before it meets the others, or in the next update, before its third bucket."""
         self.doomed, self.is_early = signum, is_early
 
-    def update(self, parcel: Parcel) -> bool:
+    def update(self, parcel: PackedBucket) -> bool:
         from megatune.rl.transport import LostPeerError
 
         time.sleep(0.01 * self.context.rank)

@@ -21,14 +21,14 @@ from megatune.engine import groups
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup
-from megatune.rl.pipeline.run import _read as read
+from megatune.rl.pipeline.run import _read_all_problems as read
 from megatune.rl.pipeline.run import drive
 from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.judge_client import judge_context, judges_of
 from megatune.rl.rewards.pool import RewardPool
-from megatune.rl.rewards.task import Job, judged, load_job
+from megatune.rl.rewards.task import RewardSpec, cached_reward, score_answer
 from megatune.rl.rollout.server import EngineServer, engine_server
 from megatune.rl.worker import model as models
 from megatune.rl.worker import training
@@ -107,9 +107,9 @@ def serve(workers: Mapping[str, Any], channel: Any) -> int:
         distributed.send_object_list(LocalGroup(workers[name]).call(method, *args), 0, channel)
 
 
-async def score_here(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
+async def score_here(job: RewardSpec, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
     """Score in this process, without a limit."""
-    return [judged(load_job(job), answer) for answer in answers]
+    return [score_answer(cached_reward(job), answer) for answer in answers]
 
 
 def _built_once(*args: Any, **options: Any) -> groups.RankCoordinates:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatune.rl.worker.batching import Sharing, cost, mini_batches
+from megatune.rl.worker.batching import BatchLayout, cost, mini_batches
 
 
 @settings(max_examples=60)
@@ -22,7 +22,7 @@ from megatune.rl.worker.batching import Sharing, cost, mini_batches
     round_=st.integers(1, 3),
 )
 def test_every_sample_is_computed_once(lengths, ranks, rows, tokens, multiple, round_):
-    shares = Sharing(ranks, rows, tokens, multiple, round_).shares(lengths)
+    shares = BatchLayout(ranks, rows, tokens, multiple, round_).assign(lengths)
     assert sorted(chain.from_iterable(chain.from_iterable(shares))) == list(range(len(lengths)))
     assert len(shares) == ranks
     assert len({len(of_rank) for of_rank in shares}) == 1
@@ -37,7 +37,7 @@ def test_every_sample_is_computed_once(lengths, ranks, rows, tokens, multiple, r
 @pytest.mark.parametrize("tokens", [None, 4096])
 def test_ranks_have_as_much_to_compute(tokens):
     lengths = np.random.default_rng(0).integers(50, 4000, 512).tolist()
-    shares = Sharing(8, 2, tokens).shares(lengths)
+    shares = BatchLayout(8, 2, tokens).assign(lengths)
     costs = [sum(cost(lengths[each]) for each in chain.from_iterable(of_rank)) for of_rank in shares]
     assert max(costs) < 1.01 * min(costs)
     if tokens is not None:

@@ -154,13 +154,13 @@ def test_weights(ray: None, tmp_path: Path) -> None:
                         engines._actors[1].on_loss()
                     if version == first + 3:
                         engines.admit(1)
-                    sent = carried._sent(version)
+                    sent = carried._send_all(version)
                     assert [len(each.contents) for each in sent] == [2] * 5
                     assert sum(each.tensor_bytes for each in sent) == sum(sizes) * 4 + 5 * 8
                     assert engines.call("state") == [(version, taken)] * present
         trainer.call("plan", [10, 10, 10], 1)
         with pytest.raises(MegatuneError, match=r"actor_train-\d .*step 1 \(weights\).*a tensor is missing") as caught:
-            weights_of(groups, 6)._sent(1)
+            weights_of(groups, 6)._send_all(1)
         assert caught.value.exit_code == ExitCode.INTERNAL
 
 
@@ -181,23 +181,23 @@ def test_an_engine_is_lost_in_a_broadcast_and_one_in_a_meeting(
         groups = cluster.start(specs)
         engines = groups["actor_infer"]
         carried = weights_of(groups, 10, 3)
-        engines.on_loss = lambda rank: carried._break_off()
+        engines.on_loss = lambda rank: carried._abort()
         groups["actor_train"].call("plan", [1000, 5, 300_000, 7, 3000])
         engines.start_one(1, "doom", signum, False).result()
         began = time.monotonic()
-        assert len(carried._sent(5)) == 5
+        assert len(carried._send_all(5)) == 5
         assert time.monotonic() - began < 300, "nobody waits for the timeout of a broadcast"
         assert engines.ranks == [0, 2]
         assert engines.run(engines.restart(1))
         engines.admit(1)
-        assert len(carried._sent(6)) == 5
+        assert len(carried._send_all(6)) == 5
         states = engines.call("state")
         assert [version for version, _ in states] == [6, 6, 6]
         assert states[0] == states[1] == states[2]
         engines.start_one(2, "doom", signum, True).result()
         engines.changes += 1  # they meet anew
         began = time.monotonic()
-        assert len(carried._sent(7)) == 5
+        assert len(carried._send_all(7)) == 5
         assert time.monotonic() - began < 100, "nobody waits for the timeout of a meeting"
         assert [version for version, _ in engines.call("state")] == [7, 7]
 

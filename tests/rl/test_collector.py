@@ -17,14 +17,14 @@ from megatune.config.rl.rollout import Generating, GroupFilter
 from megatune.errors import MegatuneError
 from megatune.rl.pipeline.collector import Collector, passes
 from megatune.rl.pipeline.files import record_step, replay_step
-from megatune.rl.pipeline.groups import Group, Sampling, place_of, seed_of
-from megatune.rl.pipeline.learn import sampled_by
+from megatune.rl.pipeline.groups import Group, RequestBuilder, sample_index, seed_of
+from megatune.rl.pipeline.learn import log_probs_of_version
 from megatune.rl.pipeline.report import pass_at_k, sample_metrics, validation_metrics
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.samples import Problem, Request, Response, Sample
 from megatune.training.storage.files import read_json_lines
 
-SAMPLING = Sampling(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
+SAMPLING = RequestBuilder(Generating(temperature=1.0, top_p=1.0, top_k=0), seed=1, response_length=8)
 
 
 def _filter(kind: Any, **bounds: float) -> GroupFilter:
@@ -293,7 +293,7 @@ def test_a_part_goes_on_with_what_it_has(run: Any) -> None:
         await task
 
     run(paused())
-    again = {place_of(request.id): request for request in engines.seen[4:]}
+    again = {sample_index(request.id): request for request in engines.seen[4:]}
     assert again
     assert all(len(request.response_ids) == 1 for request in again.values())
     assert all(request.seed == seed_of(1, "train", 3, place, 0) for place, request in again.items())
@@ -345,4 +345,6 @@ def test_pass_at_k() -> None:
 
 def test_tokens_of_other_weights_are_left_out() -> None:
     response = Response("x", np.arange(4), np.array([-1, -2, -3, -4], np.float32), "stop", ((0, 1), (1, 2), (3, 4)))
-    assert np.array_equal(sampled_by(response, 2), np.array([np.nan, -2, -3, np.nan], np.float32), equal_nan=True)
+    assert np.array_equal(
+        log_probs_of_version(response, 2), np.array([np.nan, -2, -3, np.nan], np.float32), equal_nan=True
+    )

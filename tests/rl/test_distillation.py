@@ -28,7 +28,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.rl.problems import count_rows, find_prompts
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.distillation import DistillationWorker
-from megatune.rl.worker.training import Trained
+from megatune.rl.worker.training import TrainResult
 from megatune.verify.reference import load_reference_model
 
 ALL = {
@@ -75,7 +75,7 @@ def samples_of(step: int) -> Rollouts:
 def train(settings: RLSettings, steps: range, checkpoint: str | None = None, save_at: int = 0) -> Any:
     """On every rank: what the steps came to, and the weights."""
     worker = started(DistillationWorker, settings, checkpoint)
-    found: list[Trained] = []
+    found: list[TrainResult] = []
     for step in steps:
         if save_at:  # a teacher leaves the device and comes back with the policy
             total = storage_bytes(worker._offload)

@@ -20,7 +20,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.environments import OBSERVATION
 from megatune.rl.pipeline.collector import Collector
-from megatune.rl.pipeline.groups import Sampling
+from megatune.rl.pipeline.groups import RequestBuilder
 from megatune.rl.pipeline.roles import EngineGroup, ModelGroup
 from megatune.rl.pipeline.sampler import Sampler
 from megatune.rl.rollout.server import EngineServer
@@ -255,22 +255,22 @@ def test_what_a_lost_engine_had_begun_is_sampled_by_the_others(loop: Any, capsys
     assert engines.admit()
     engines.run(engines.generate(_requests(4, 2)))
     assert actors.given[-1][0] == 0, "it has no weights yet"
-    engines.note_weights()
+    engines.mark_updated()
     engines.run(asyncio.wait_for(asyncio.gather(*map(engines.generate, map(_requests, (5, 6), (2, 2)))), 5))
     assert {(rank, number) for rank, number, *_ in actors.given[-2:]} >= {(1, 1)}
     assert capsys.readouterr().out == "actor_infer-1 was started again, has the weights, and samples\n"
 
 
-@pytest.mark.parametrize("has_own_weights", [False, True])
-def test_without_an_engine_left_what_is_asked_waits_for_one(loop: Any, has_own_weights: bool) -> None:
+@pytest.mark.parametrize("static_weights", [False, True])
+def test_without_an_engine_left_what_is_asked_waits_for_one(loop: Any, static_weights: bool) -> None:
     actors = Actors(1, loop, lambda request: 50)
-    engines = EngineGroup(ROLE, actors, max_running=2, has_own_weights=has_own_weights)  # type: ignore[arg-type]
+    engines = EngineGroup(ROLE, actors, max_running=2, static_weights=static_weights)  # type: ignore[arg-type]
     filled = list[int]()
 
     def refill() -> None:
         filled.append(len(actors.ranks))
         engines.wake()
-        engines.note_weights()
+        engines.mark_updated()
 
     async def struck() -> Any:
         call = asyncio.ensure_future(engines.generate(_requests(0, 2)))
@@ -279,9 +279,9 @@ def test_without_an_engine_left_what_is_asked_waits_for_one(loop: Any, has_own_w
         actors.lose(0)
         return await call
 
-    engines.refill = refill
+    engines.resend_weights = refill
     assert len(engines.run(struck())) == 2
-    assert filled == ([] if has_own_weights else [1])
+    assert filled == ([] if static_weights else [1])
 
 
 class Pool:
@@ -307,7 +307,7 @@ def test_64_engines_get_a_call_a_group_and_turn(loop: Any, ratio: float) -> None
     role = ModelRole(name="actor_train", device_mapping=[*range(8)], settings=Settings(), training=True)
     engines = EngineGroup(ROLE, actors, max_running=16)  # type: ignore[arg-type]
     policy = ModelGroup(role, trainers)  # type: ignore[arg-type]
-    sampling = Sampling(Generating(), seed=1, response_length=8)
+    sampling = RequestBuilder(Generating(), seed=1, response_length=8)
     asked = list[int]()
 
     def problem_at(domain: str, index: int) -> Problem:

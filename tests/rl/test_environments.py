@@ -24,12 +24,12 @@ from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.environments import OBSERVATION
-from megatune.rl.pipeline.groups import Group, Sampling, group_from, group_record
-from megatune.rl.pipeline.sampler import Sampler, turn_writer
+from megatune.rl.pipeline.groups import Group, RequestBuilder, group_from_record, group_record
+from megatune.rl.pipeline.sampler import Sampler, observation_writer
 from megatune.rl.problems import read_problems
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.kinds import load_reward
-from megatune.rl.rollout.engine import Sampled
+from megatune.rl.rollout.engine import SequenceState
 from megatune.rl.samples import Problem, Request, Response, Sample
 
 LIMIT = 120.0
@@ -48,7 +48,7 @@ def test_the_next_turn_begins_as_the_chat_template_begins_it(tmp_path, family):
     data = PromptData(file_name=[str(tmp_path / "rows.jsonl")], template="native", messages="messages")
     rewards = {"game": RewardRole("game", "environment", ("game",))}
     (problem,) = read_problems(data, rewards, tokenizer, 600).all()
-    write = turn_writer(SimpleNamespace(rollout=RolloutSettings(), data=data), tokenizer)  # type: ignore[arg-type]
+    write = observation_writer(SimpleNamespace(rollout=RolloutSettings(), data=data), tokenizer)  # type: ignore[arg-type]
     said, response = question, np.zeros(0, np.int64)
     for number, guess in enumerate(("4", "7"), 1):
         turn = [*tokenizer(guess, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -65,7 +65,7 @@ def test_a_prompt_that_is_text_goes_on_as_text(template):
     tokenizer = make_tokenizer(demo_family("qwen3"), 600)
     asked = SimpleNamespace(rollout=RolloutSettings(), data=PromptData(template=template))
     problem = Problem("0", "", "game", [{"role": "user", "content": "2="}], np.array([1]), {}, "2=")
-    found = turn_writer(asked, tokenizer)(problem, _response([5, 6]), "and on")  # type: ignore[arg-type]
+    found = observation_writer(asked, tokenizer)(problem, _response([5, 6]), "and on")  # type: ignore[arg-type]
     assert tokenizer.decode(found.response_ids[2:]) == "and on"
     assert (found.observed, found.finish) == (((2, len(found.response_ids)),), "abort")
     assert found.sampled.tolist() == [0, 1]
@@ -85,7 +85,7 @@ def test_a_template_of_one_question_is_refused(template, said):
     asked = SimpleNamespace(rollout=RolloutSettings(), data=PromptData(template="native"))
     problem = Problem("0", "", "game", [{"role": "user", "content": "Guess."}], np.array([1]), {}, "Guess.!")
     with pytest.raises(MegatuneError, match=said) as caught:
-        turn_writer(asked, tokenizer)(problem, _response([5, 6]), "higher")  # type: ignore[arg-type]
+        observation_writer(asked, tokenizer)(problem, _response([5, 6]), "higher")  # type: ignore[arg-type]
     assert caught.value.exit_code == ExitCode.INPUT
 
 
@@ -102,7 +102,7 @@ class Engines:
     async def generate(self, requests: Sequence[Request]) -> list[Response]:
         self.asked += 1
         finish = "abort" if self.asked == 1 else "stop"
-        return [Sampled(request, 1, [9], [-1.0]).response(finish) for request in requests]  # type: ignore[arg-type]
+        return [SequenceState(request, 1, [9], [-1.0]).response(finish) for request in requests]  # type: ignore[arg-type]
 
 
 class Turns:
@@ -123,13 +123,13 @@ def test_observations_are_kept_by_parts_and_in_checkpoints():
 
     group = Group(Problem("0", "", "game", [], np.array([1, 2]), {}), 0, 0, 1)
     group.parts[0] = _response([3, 4, 5], ((1, 3),), "abort")
-    engines, sampling = Engines(), Sampling(settings(Path(), Path()).actor_infer.generating_args, 0, 16)
+    engines, sampling = Engines(), RequestBuilder(settings(Path(), Path()).actor_infer.generating_args, 0, 16)
     sampler = Sampler(engines, Turns(), sampling, str, extend)  # type: ignore[arg-type]
     asyncio.run(sampler.finish(group))
     assert [turn.tolist() for turn in group.responses[0].turns] == [[3], [9, 9], [9]]
     assert group.scores.tolist() == [3]
     assert engines.asked == 3
-    again = group_from(json.loads(json.dumps(group_record(group, {}))), group.problem, {})
+    again = group_from_record(json.loads(json.dumps(group_record(group, {}))), group.problem, {})
     assert (again.responses[0].observed, again.longest) == (((1, 3), (5, 7)), 16)
 
 

@@ -12,7 +12,7 @@ from digits import settings
 from megatune.config.rl.settings import RLSettings
 from megatune.objectives.policy.prepare import AlgorithmState, prepare
 from megatune.objectives.policy.samples import StepSamples
-from megatune.rl.pipeline.learn import Learned, Learner, rollouts_of, why_nothing
+from megatune.rl.pipeline.learn import Learner, LearnResult, explain_no_tokens, rollouts_of
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.rollout.mismatch import mismatch_of
 from megatune.rl.samples import Problem, Response, Sample
@@ -43,7 +43,7 @@ def test_outliers_of_the_mismatch_and_responses_of_the_greatest_length_do_not_tr
     old = [each.copy() for each in rollout]
     old[1][2] += 1.0
     fresh = [rollout[0], rollout[1], np.full(longest, np.nan, np.float32)]
-    prepared = _learner(found)._prepared(samples, rollouts, {"old_log_probs": old}, fresh)
+    prepared = _learner(found)._prepare(samples, rollouts, {"old_log_probs": old}, fresh)
     assert [mask.tolist() for mask in prepared.mask] == [[1, 1, 1], [1, 1, 0], [0] * longest]
 
 
@@ -51,7 +51,7 @@ def test_a_difficulty_is_read_where_it_weighs() -> None:
     samples = [_sample(0, 2), _sample(1, 2)]
     rollouts = rollouts_of(samples)
     fresh = rollouts.per_token["rollout_log_probs"]
-    assert _learner(_settings())._prepared(samples, rollouts, {}, fresh).num_tokens == 4  # "hard" is no number
+    assert _learner(_settings())._prepare(samples, rollouts, {}, fresh).num_tokens == 4  # "hard" is no number
 
 
 def test_a_step_that_trains_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,17 +59,17 @@ def test_a_step_that_trains_nothing_is_reported(capsys: pytest.CaptureFixture[st
     samples = [_sample(place, found.rollout.max_response_length, "length") for place in range(2)]
     rollouts = rollouts_of(samples)
     reports = object.__new__(Reports)  # without the files that it writes
-    prepared = _learner(found)._prepared(samples, rollouts, {}, rollouts.per_token["rollout_log_probs"])
+    prepared = _learner(found)._prepare(samples, rollouts, {}, rollouts.per_token["rollout_log_probs"])
     assert not prepared.num_tokens
     reports._skipped = 0
     for step in (1, 2, 3):
-        reports._tell_training(step, Learned(None, None, {}, why_nothing(prepared.metrics, 2)))
+        reports._report_training(step, LearnResult(None, None, {}, explain_no_tokens(prepared.metrics, 2)))
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "  step 1 has not trained the policy: no token of 2 samples counts: max_len_mask keeps 0%"
     assert printed[-1].startswith("  warning: 3 steps in a row")
     assert len(printed) == 4
     mismatch = mismatch_of([np.array([0.0, 3.0])], [np.zeros(2, np.float32)], "bf16")
-    reports._tell_training(4, Learned(None, mismatch, {}))
+    reports._report_training(4, LearnResult(None, mismatch, {}))
     assert "differ much in 1 of 2 tokens, by 3 at most" in capsys.readouterr().out
 
 

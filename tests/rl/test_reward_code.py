@@ -333,7 +333,7 @@ def serving(failures: list[int]) -> Iterator[str]:
 
 
 def test_an_http_sandbox_scores_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(answer, "RETRY_SECONDS", (0.01, 0.01))
     asserts, given = row("assert", [TEST]), row("input", [{"stdin": "1\n", "expected_stdout": "2"}])
     with serving([503]) as url:
         remote = CodeSandbox(use_local=False, code_url=url)

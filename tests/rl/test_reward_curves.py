@@ -20,9 +20,9 @@ from worker_kit import started
 
 from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
-from megatune.rl.cluster.timeline import Phases
+from megatune.rl.cluster.timeline import PhaseTimer
 from megatune.rl.pipeline.collector import Collector, ProblemOrder
-from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.groups import Group, RequestBuilder
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.pipeline.sampler import Sampler
@@ -63,11 +63,11 @@ def curve(settings: RLSettings) -> list[float]:
     engine = BuiltinEngine.load(settings.actor_infer, max_running=128, context=64)
     server = EngineServer(worker.context, lambda: engine)
     policy = ModelGroup(settings.actor_train, Together(worker))  # type: ignore[arg-type]
-    policy.ready = worker._ready()
+    policy.info = worker._info()
     engines = EngineGroup(settings.actor_infer, LocalGroup(server), 128)  # type: ignore[arg-type]
     scheduler = DeviceScheduler(engines, [])
     stops = (CHARACTERS.index("#"),)
-    sampling = Sampling(
+    sampling = RequestBuilder(
         settings.actor_infer.generating_args, run.seed, rollout.max_response_length, stop_token_ids=stops
     )
     order = ProblemOrder(problems(), run.seed)
@@ -86,7 +86,7 @@ def curve(settings: RLSettings) -> list[float]:
         engine.commit_update(step + 1)
         taken = engines.run(collector.take())
         rewards.append(_mean(taken.groups))
-        learner.learn(taken.groups, step, Phases())
+        learner.learn(taken.groups, step, PhaseTimer())
     return rewards
 
 

@@ -25,7 +25,7 @@ from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.launch.world import RankEnv
 from megatune.rl.pipeline.roles import EngineGroup
-from megatune.rl.pipeline.startup import with_own_weights
+from megatune.rl.pipeline.startup import evaluation_settings
 from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
@@ -71,7 +71,7 @@ def test_a_reward_model_is_no_judge(tmp_path: Path) -> None:
     role = InferRole(name="reward_model", device_mapping=[1], model_name_or_path=str(scores))
     settings = replace(settings_of(model, Layout(1, {})), reward_model=role)
     with pytest.raises(MegatuneError, match="it is a reward model") as caught:
-        with_own_weights(settings, model)
+        evaluation_settings(settings, model)
     assert caught.value.exit_code == ExitCode.INPUT
     assert "fix: write worker_cls: reward_model in rewards.DOMAIN" in str(caught.value)
 
@@ -113,7 +113,7 @@ def api(replies: list[tuple[int, Any]], asked: list[Any]) -> Iterator[str]:
 
 
 def test_an_api_is_asked_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(answer, "RETRY_SECONDS", (0.01, 0.01))
     monkeypatch.setenv("OPENAI_API_KEY", "key of the environment")
     asked: list[Any] = []
     replies = [(429, ""), (200, "YES"), (200, None), (401, ""), (200, "never asked")]

@@ -29,7 +29,7 @@ from megatune.rl.cluster import session
 from megatune.rl.pipeline.scores import check_scored
 from megatune.rl.reading import read_file
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.batching import merged
+from megatune.rl.worker.batching import merge_ranks
 from megatune.rl.worker.model import ReferenceWorker
 
 LIMIT = 120.0
@@ -134,7 +134,7 @@ def test_scores_are_those_of_transformers(pool, tmp_path, family, layout, packed
     expected = of_transformers(model, questions, answers)
     settings = settings_of(model, ALL[layout], "rewards.x", stage="rm", packed_tokens=packed)
     found = pool.run(ALL[layout].world_size, values, settings, texts)
-    scores = merged(found, Rollouts([np.append(ids, 0) for ids in texts], [len(ids) for ids in texts]))
+    scores = merge_ranks(found, Rollouts([np.append(ids, 0) for ids in texts], [len(ids) for ids in texts]))
     np.testing.assert_allclose(np.concatenate(scores), expected, rtol=1e-5)
     assert np.std(expected) > 0.01
 
@@ -375,7 +375,7 @@ def test_a_tokenizer_that_cannot_write_what_it_reads_is_refused(folder, tmp_path
 
 def test_prompts_with_images_are_refused(folder, tmp_path):
     settings = settings_from(ppo(folder, tmp_path / "out"), tmp_path / "run.yaml")
-    seen: Any = [SimpleNamespace(domain="sums", shown=object())]
+    seen: Any = [SimpleNamespace(domain="sums", images=object())]
     with pytest.raises(MegatuneError, match=r"rewards\.sums has a reward model, and prompts have images"):
         check_scored(settings, seen, AutoTokenizer.from_pretrained(folder / "model"))
 

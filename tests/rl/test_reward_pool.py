@@ -20,13 +20,13 @@ from megatune.config.rl.settings import RewardRole
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.cluster import session
 from megatune.rl.pipeline.groups import Group
-from megatune.rl.pipeline.report import tell_failures
+from megatune.rl.pipeline.report import report_failures
 from megatune.rl.reading import read_file
 from megatune.rl.rewards import pool as pool_module
 from megatune.rl.rewards import task
 from megatune.rl.rewards.answer import Answer
 from megatune.rl.rewards.pool import RewardPool, load_rewards
-from megatune.rl.rewards.task import Job, Scorer, ray_scorer
+from megatune.rl.rewards.task import RewardSpec, Scorer, ray_scorer
 from megatune.rl.samples import Problem, Response, Sample
 
 REWARDS = """
@@ -93,7 +93,7 @@ def sample(text: str, domain: str = "own") -> Sample:
     return Sample(problem, 0, response, text)
 
 
-async def nobody(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
+async def nobody(job: RewardSpec, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
     raise AssertionError("a judge needs no process")
 
 
@@ -139,7 +139,7 @@ def test_math_that_takes_too_long_is_wrong_and_trained_on(scorer: Scorer, capfd:
     assert [each.score for each in (good, late, other)] == [1, 0, 1]
     assert late.has_score
     assert pool.counts["own"] == {"timeouts": 1}
-    tell_failures([Group(late.problem, 0, 0, 3, samples=samples)], "are left out")
+    report_failures([Group(late.problem, 0, 0, 3, samples=samples)], "are left out")
     said = "the reward of own took too long for 1 samples, which count as wrong"
     assert f"{said}; problem {late.problem.id}: the reward took longer than 4 seconds" in capfd.readouterr().out
 
@@ -163,7 +163,7 @@ def test_a_class_takes_arguments_and_order_is_kept(scorer: Scorer, module: str) 
 
 
 def test_a_reward_that_always_fails_ends_the_run(scorer: Scorer, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "FAILURES_IN_A_ROW", 3)
+    monkeypatch.setattr(pool_module, "MAX_CONSECUTIVE_FAILURES", 3)
     pool = RewardPool({"own": role(f"{module}:length")}, scorer)
     with pytest.raises(MegatuneError) as raised:
         scored(pool, map(sample, ["good", "nan", "raise", "raise", "good"]))

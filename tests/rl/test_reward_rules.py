@@ -9,10 +9,10 @@ import pytest
 
 from megatune.data.text_scores import chosen_letter, last_boxed
 from megatune.rl.rewards import rules
-from megatune.rl.rewards.answer import Answer, RewardError, after_thought, repeated_share
-from megatune.rl.rewards.instructions import GeneralRule, is_kept
+from megatune.rl.rewards.answer import Answer, RewardError, repetition_ratio, strip_reasoning
+from megatune.rl.rewards.instructions import GeneralRule, follows_instruction
 from megatune.rl.rewards.rules import CrossThinkQA, Format, GeneralValidation, Length, MathRule, MultipleChoice
-from megatune.rl.rewards.task import judged
+from megatune.rl.rewards.task import score_answer
 
 
 def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 0) -> Answer:
@@ -34,7 +34,7 @@ def answer(text: str, truth: object = None, prompt: str = "", num_tokens: int = 
     ],
 )
 def test_the_answer_is_what_follows_the_thought(text: str, prompt: str, read: str | None) -> None:
-    assert after_thought(text, prompt) == read
+    assert strip_reasoning(text, prompt) == read
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_math_rule_compares_values(text: str, truth: object, score: float) -> No
 def test_a_number_too_large_to_compute_is_a_wrong_answer(power: str) -> None:
     """And no timeout; the same one is right."""
     for text, truth, score in ((power, "7", 0), ("7", power, 0), (power.replace("^", " ^ "), power, 1)):
-        assert judged(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == score
+        assert score_answer(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == score
 
 
 @pytest.mark.parametrize(("power", "value"), [("1^{10^{10}}", "1"), ("(-1)^{10^{10}+1}", "-1"), ("0^{10^{10}}", "0")])
 def test_a_large_power_of_a_small_number_has_its_value(power: str, value: str) -> None:
     for text, truth in ((power, value), (value, power)):
-        assert judged(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == 1
+        assert score_answer(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == 1
 
 
 @pytest.mark.parametrize("text", ["(1+x)^{100000}", r"\binom{10^8}{5000000}"])
 def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """To compare, or already to read: binomials are computed then."""
     monkeypatch.setattr(rules, "SECONDS", 1)
-    said = judged(MathRule(), answer(rf"\boxed{{{text}}}", "3"))
+    said = score_answer(MathRule(), answer(rf"\boxed{{{text}}}", "3"))
     assert said["timeout"]
     assert "imeout" in said["error"]
 
@@ -101,7 +101,7 @@ def test_math_rule_measures_form_and_needs_a_truth() -> None:
     details = MathRule(format_pattern=r"^<a>.*</a>$")(answer("<a>1 2 3 1 2 3</a>", "3")).details
     assert details["format"] == 1
     assert details["repetition"] == 0  # "<a>1 2 3" and "1 2 3</a>" differ
-    assert repeated_share("a b c a b c") == 0.25  # abc twice in four groups of three
+    assert repetition_ratio("a b c a b c") == 0.25  # abc twice in four groups of three
     with pytest.raises(RewardError, match="ground_truth"):
         MathRule()(answer(r"\boxed{1}", ""))
 
@@ -173,12 +173,12 @@ KEPT: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_instructions_are_checked() -> None:
     for name, (arguments, kept, broken) in KEPT.items():
         rule = json.dumps({"func_name": name, "other": None, **arguments})
-        assert (is_kept(kept, rule), is_kept(broken, rule)) == (True, False), name
+        assert (follows_instruction(kept, rule), follows_instruction(broken, rule)) == (True, False), name
     verdict = GeneralRule()(answer("x, y</think>a b c a b c", {"func_name": "validate_no_commas"}))
     assert (verdict.correct, verdict.score) == (1, pytest.approx(1 - 0.5 * verdict.details["repetition"]))
     for rule in ({"func_name": "exec"}, "not JSON", {"func_name": "verify_keywords", "keyword_list": None}):
         with pytest.raises(RewardError):
-            is_kept("", rule)
+            follows_instruction("", rule)
 
 
 def test_shapes_are_rewards_of_their_own() -> None:

@@ -16,7 +16,7 @@ from digits import CHARACTERS
 from kill_kit import Ended, Strike, curve, prepare, run, settings, weights, write
 
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.pipeline.run import asked_to_stop
+from megatune.rl.pipeline.run import watch_for_stop
 from megatune.rl.reading import read_file
 from megatune.rl.samples import Problem
 
@@ -186,14 +186,14 @@ def test_a_process_of_rays_own(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_is_asked_to_stop_and_then_told_to(tmp_path: Path, number: int) -> None:
-    with asked_to_stop(tmp_path / "STOP") as stop:
+    with watch_for_stop(tmp_path / "STOP") as stop:
         assert not stop()
         os.kill(os.getpid(), number)
         assert stop()
         os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed sends two
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    with asked_to_stop(tmp_path / "STOP") as stop:
+    with watch_for_stop(tmp_path / "STOP") as stop:
         (tmp_path / "STOP").touch()
         assert stop()
 

@@ -30,14 +30,14 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.rl.pictures import check_pictures, model_arguments, vision_of
+from megatune.rl.pictures import check_images, model_arguments, vision_of
 from megatune.rl.problems import read_problems
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Problem, Request, Response, Rollouts
-from megatune.rl.worker.batching import merged
+from megatune.rl.worker.batching import merge_ranks
 from megatune.rl.worker.distillation import DistillationWorker
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.training import Trained
+from megatune.rl.worker.training import TrainResult
 
 REWARDS = {"math_rule": RewardRole("math_rule", "math_rule", ("colours",))}
 EXAMPLE = Path(__file__).parents[2] / "examples/rl/colours.yaml"
@@ -111,9 +111,9 @@ def test_prompts_and_patches_are_those_of_the_processor(model, images):
     for problem, (content, names) in zip(found, asked, strict=True):
         tokens, expected = of_transformers(model, images, content, names)
         assert problem.prompt_ids.tolist() == tokens
-        assert (problem.shown is None) == (not names)
-        if problem.shown is not None:
-            given = model_arguments(problem.prompt_ids, problem.shown)
+        assert (problem.images is None) == (not names)
+        if problem.images is not None:
+            given = model_arguments(problem.prompt_ids, problem.images)
             assert torch.equal(given["image_grid_thw"], expected["image_grid_thw"])
             assert torch.equal(given["pixel_values"], expected["pixel_values"])
 
@@ -129,7 +129,9 @@ def drained(engine: BuiltinEngine, requests: Sequence[Request]) -> dict[str, Res
 def test_the_engine_samples_with_pictures_as_transformers_sees_them(model, images):
     found = problems(model, ROWS, images)
     requests = [
-        Request(f"{number}-{copy}", each.prompt_ids, seed=7 * number + copy, max_new_tokens=6 + copy, shown=each.shown)
+        Request(
+            f"{number}-{copy}", each.prompt_ids, seed=7 * number + copy, max_new_tokens=6 + copy, images=each.images
+        )
         for number, each in enumerate(found)
         for copy in range(2)
     ]
@@ -171,7 +173,7 @@ def with_responses(found: Sequence[Problem]) -> Rollouts:
         ],
         [len(each.prompt_ids) for each in found],
         {"mask": ones, "weights": ones, "advantages": [random.normal(0, 1, r).astype(np.float32) for r in LENGTHS]},
-        shown=[each.shown for each in found],
+        images=[each.images for each in found],
     )
 
 
@@ -179,7 +181,7 @@ def an_update(settings: RLSettings, samples: Rollouts) -> tuple[dict[int, np.nda
     """On every rank: log-probabilities of the responses, and the norm of a gradient."""
     worker = started(PolicyWorker, settings)
     found = worker.log_probs(samples)
-    samples.per_token["old_log_probs"] = merged(groups.all_gather_object(found), samples)
+    samples.per_token["old_log_probs"] = merge_ranks(groups.all_gather_object(found), samples)
     return found, worker.train(samples, 0).grad_norm
 
 
@@ -193,7 +195,7 @@ def test_pictures_are_trained_as_transformers_trains_them(pool, model, images, l
     found = pool.run(place.world_size, an_update, settings, samples)
     reference, loss, expected = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32), 0.0, []
     for place, (ids, prompt) in enumerate(zip(samples.tokens, samples.prompt_lengths, strict=True)):
-        given = {} if (shown := samples.shown[place]) is None else model_arguments(ids, shown)
+        given = {} if (shown := samples.images[place]) is None else model_arguments(ids, shown)
         logits = reference(input_ids=torch.tensor(ids)[None], **given).logits[0] / TEMPERATURE
         own = logits[prompt - 1 : -1].log_softmax(-1).gather(1, torch.tensor(ids)[prompt:, None])[:, 0]
         expected.append(own.detach().numpy())
@@ -204,7 +206,7 @@ def test_pictures_are_trained_as_transformers_trains_them(pool, model, images, l
     assert found[0][1] == pytest.approx(float(norm), rel=1e-5)
 
 
-def distilled(settings: RLSettings, samples: Rollouts) -> Trained:
+def distilled(settings: RLSettings, samples: Rollouts) -> TrainResult:
     """On every rank: an update."""
     return started(DistillationWorker, settings).train(samples, 0)  # type: ignore[no-any-return]
 
@@ -229,7 +231,7 @@ def test_a_teacher_sees_the_pictures_that_the_student_sees(pool, model, images, 
     )
     total = torch.zeros(())
     for place, (ids, prompt) in enumerate(zip(samples.tokens, samples.prompt_lengths, strict=True)):
-        given = {} if (shown := samples.shown[place]) is None else model_arguments(ids, shown)
+        given = {} if (shown := samples.images[place]) is None else model_arguments(ids, shown)
         with torch.no_grad():
             t = (other(input_ids=torch.tensor(ids)[None], **given).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
         p = (policy(input_ids=torch.tensor(ids)[None], **given).logits[0, prompt - 1 : -1] / TEMPERATURE).softmax(-1)
@@ -255,7 +257,7 @@ def test_what_takes_no_pictures_is_refused(model, images, tmp_path):
         problems(text, ROWS[:1], images)
     found = problems(model, ROWS, images)
     asked = read_roll(EXAMPLE).require_valid()
-    check_pictures(asked, [replace(each, domain="colours") for each in found])
+    check_images(asked, [replace(each, domain="colours") for each in found])
     plays = replace(asked.rewards["colours"], arguments={"environment": {"name": "python"}})
     elsewhere = replace(
         asked,
@@ -263,12 +265,12 @@ def test_what_takes_no_pictures_is_refused(model, images, tmp_path):
         rewards={"colours": plays},
     )
     with pytest.raises(MegatuneError) as error:
-        check_pictures(elsewhere, [replace(each, domain="colours") for each in found])
+        check_images(elsewhere, [replace(each, domain="colours") for each in found])
     said = str(error.value)
     assert error.value.exit_code == ExitCode.SETTINGS
     for part in ("strategy_name vllm", "rewards.colours has an environment"):
         assert part in said
-    check_pictures(elsewhere, found[-1:])  # text alone
+    check_images(elsewhere, found[-1:])  # text alone
 
 
 def test_models_that_read_no_images_or_others_are_refused_as_teachers(model, images, tmp_path):
@@ -281,12 +283,12 @@ def test_models_that_read_no_images_or_others_are_refused_as_teachers(model, ima
         settings = taught(model, teachers[name], "1")
         role = settings.actor_train.model_copy(update={"name": "critic", "settings": settings.actor_train.teacher})
         try:
-            check_pictures(replace(settings, critic=role, rewards=REWARDS), found)
+            check_images(replace(settings, critic=role, rewards=REWARDS), found)
         except MegatuneError as error:
             return str(error)
         return ""
 
-    for name, why in (("text", "it reads text alone"), ("other", "other patches or tokens")):
+    for name, why in (("text", "it reads text only"), ("other", "other patches or tokens")):
         said = checked(name)
         assert why in said
         for role in ("teacher", "critic"):
@@ -304,7 +306,7 @@ def test_rows_of_verl_are_read(model, images):
         }
     ]
     (found,) = problems(model, rows, images)
-    assert (found.tag, found.row["ground_truth"], found.shown is not None) == ("colours", "7", True)
+    assert (found.tag, found.row["ground_truth"], found.images is not None) == ("colours", "7", True)
 
 
 def test_which_parts_are_trained_is_as_in_roll(model):

@@ -22,7 +22,7 @@ from megatune.config.rl.run import CheckpointCopies, RolloutMock
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.pipeline.collector import Collector
-from megatune.rl.pipeline.run import _reported
+from megatune.rl.pipeline.run import _run_with_callbacks
 from megatune.rl.pipeline.startup import check_resume
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rollout.builtin import BuiltinEngine
@@ -251,7 +251,7 @@ def test_a_run_that_is_interrupted_says_so(tmp_path):
     driver = mock.Mock(run=mock.Mock(side_effect=KeyboardInterrupt), progress=mock.Mock(step=3))
     reports = mock.Mock()
     with pytest.raises(KeyboardInterrupt):
-        _reported(driver, reports, _settings(tmp_path, tmp_path, 4))
+        _run_with_callbacks(driver, reports, _settings(tmp_path, tmp_path, 4))
     (summary,) = reports.callbacks.on_train_end.call_args.args
     assert (summary.outcome, summary.step) == ("interrupted", 3)
 

@@ -194,7 +194,7 @@ def test_broken_updates_are_named(dense: Path) -> None:
             f"1 of {len(weights)} tensors did not arrive: {name}",
         ),
         (weights | {name: weights[name].T.contiguous()}, f"{name} is "),
-        (weights | {"lm_head.bias": torch.zeros(1)}, "lm_head.bias is not of this model"),
+        (weights | {"lm_head.bias": torch.zeros(1)}, "lm_head.bias is not a tensor of this model"),
     ]
     engine = load(dense)
     for bucket, problem in cases:

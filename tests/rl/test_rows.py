@@ -38,10 +38,10 @@ def test_values_lie_where_their_tokens_are_predicted(packed):
     # An expert's number and 1; 0 for the last token, which the engine did not compute, and for padding.
     chosen = batch.extras[ROUTING].values.view(16, 2, 3)
     assert chosen[:, 1, 2].tolist() == [2] * 6 + [0, 0] + [1] * 4 + [0] * 4
-    back = batching.answer(made, [1, 0], batch, batch.extras["advantages"].values)
+    back = batching.response_values(made, [1, 0], batch, batch.extras["advantages"].values)
     for sample, values in enumerate(made.per_token["advantages"]):
         assert np.array_equal(back[sample], values)
-        assert np.array_equal(batching.merged([{}, back, {}], made)[sample], values)
+        assert np.array_equal(batching.merge_ranks([{}, back, {}], made)[sample], values)
 
 
 def test_what_was_observed_is_no_label_and_has_no_values():
@@ -61,13 +61,13 @@ def test_what_was_observed_is_no_label_and_has_no_values():
         *[IGNORE_INDEX] * 2,
     ]
     assert batch.extras["advantages"].values.view(-1).tolist() == [0, 0, 3, 0, 0, 6, 0, 0]
-    assert batching.answer(turns, [1], batch, batch.extras["advantages"].values)[1].tolist() == [3, 6]
+    assert batching.response_values(turns, [1], batch, batch.extras["advantages"].values)[1].tolist() == [3, 6]
 
 
 def test_what_is_missing_is_named():
     made = samples()
-    with pytest.raises(ValueError, match="no rank answered for 1 of 2 samples, such as 1"):
-        batching.merged([{0: np.zeros(2, np.float32)}], made)
+    with pytest.raises(ValueError, match="no rank returned 1 of 2 samples, such as 1"):
+        batching.merge_ranks([{0: np.zeros(2, np.float32)}], made)
     with pytest.raises(ValueError, match="the rollout engine returned no routing"):
         batching.routing(Rollouts(made.tokens, made.prompt_lengths), [0])
     with pytest.raises(ValueError, match="routing of 4 tokens for a sample of 7"):

@@ -15,7 +15,16 @@ from torch.distributed import TCPStore
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl import transport
-from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route, Sender, break_off, choose_route, merged
+from megatune.rl.transport import (
+    LostPeerError,
+    PackedBucket,
+    Receiver,
+    Route,
+    Sender,
+    abort_transfer,
+    choose_route,
+    merge_buckets,
+)
 
 
 def chosen(trainer: list[int], engines: list[int], *, on_gpus: bool) -> Route:
@@ -61,11 +70,11 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def check(route: Route, receivers: int, device: str = "cpu") -> list[Parcel]:
+def check(route: Route, receivers: int, device: str = "cpu") -> list[PackedBucket]:
     """Send buckets to receivers in processes of their own, and compare every bit."""
     # The server of the pool has imported torch already; a process that has forked cannot use CUDA.
     context = get_context("spawn" if device == "cuda" else "forkserver")
-    sender, sent = Sender(route, torch.device(device)), list[Parcel]()
+    sender, sent = Sender(route, torch.device(device)), list[PackedBucket]()
     route = sender.open("127.0.0.1")
     pipes, processes = [], []
     for number in range(receivers):
@@ -77,7 +86,7 @@ def check(route: Route, receivers: int, device: str = "cpu") -> list[Parcel]:
         pipes.append(pipe)
     sender.join()
     for bucket in [*buckets(device), *buckets(device)]:
-        parcel = merged([sender.pack(bucket), None])
+        parcel = merge_buckets([sender.pack(bucket), None])
         assert parcel is not None
         sent.append(parcel)
         for pipe in pipes:
@@ -115,7 +124,7 @@ def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
     route = sender.open("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         meeting, coming = threads.submit(sender.join), threads.submit(Receiver, route, 0, cpu)
-        break_off(route)
+        abort_transfer(route)
         meeting.result(60)
         receiver = coming.result(60)
     parcel = sender.pack(buckets()[0])
@@ -128,7 +137,7 @@ def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
 def test_versions_of_nccl_that_do_not_connect_are_named() -> None:
     sender = Sender(Route("device", (0,), (0,), seconds=60.0), torch.device("cpu"))
     route = sender.open("127.0.0.1")
-    TCPStore(route.address, route.port, None, wait_for_workers=False).set("here1", "2.29.3")  # as a listener does
+    TCPStore(route.address, route.port, None, wait_for_workers=False).set("joined1", "2.29.3")  # as a listener does
     with pytest.raises(MegatuneError, match=r"a rollout engine 2\.29\.3[^?]*py_executable") as caught:
         sender.join()
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
@@ -162,7 +171,9 @@ def test_the_buffer_of_each_gpu_is_in_the_parcel() -> None:
     contents = buckets()[0]
     sender = Sender(Route("file"), torch.device("cpu"))
     packed = sender.pack(contents)
-    found: Any = merged([None, Parcel(packed.contents, 8, "", {"x": 1}), Parcel(packed.contents, 8, "", {"y": 2})])
+    found: Any = merge_buckets(
+        [None, PackedBucket(packed.contents, 8, "", {"x": 1}), PackedBucket(packed.contents, 8, "", {"y": 2})]
+    )
     assert found.handles == {"x": 1, "y": 2}
-    assert merged([None, None]) is None
+    assert merge_buckets([None, None]) is None
     assert packed.nbytes >= sum(math.prod(each.shape) for each in contents.values())

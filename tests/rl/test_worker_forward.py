@@ -14,7 +14,7 @@ from megatune.config.rl.settings import RLSettings
 from megatune.engine import groups
 from megatune.families.dense import SCORE
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.batching import merged
+from megatune.rl.worker.batching import merge_ranks
 from megatune.rl.worker.model import ReferenceWorker
 from megatune.rl.worker.policy import PolicyWorker
 from megatune.rl.worker.training import ValueWorker
@@ -62,7 +62,7 @@ def values(settings: RLSettings) -> tuple[dict[int, np.ndarray], torch.Tensor, l
     (score,) = (one.parameter.data.clone() for one in worker.loaded.parameters if one.weight.engine == SCORE.engine)
     found = worker.values(samples)
     samples.per_token["mask"] = [np.ones(each, np.float32) for each in RESPONSES]
-    samples.per_token["values"] = merged(groups.all_gather_object(found), samples)
+    samples.per_token["values"] = merge_ranks(groups.all_gather_object(found), samples)
     return found, score, [worker.train(samples, step).loss for step in range(4)]
 
 
@@ -93,7 +93,7 @@ def around_an_update(settings: RLSettings) -> tuple[dict[str, float], list[dict[
     worker, samples = started(PolicyWorker, settings), rollouts(301, advantages=1.0)
     before = [worker.log_probs(samples), worker.reference_log_probs(samples)]
     ones = [np.ones(each, np.float32) for each in RESPONSES]
-    old = merged(groups.all_gather_object(before[0]), samples)
+    old = merge_ranks(groups.all_gather_object(before[0]), samples)
     samples.per_token.update(mask=ones, weights=ones, old_log_probs=old)
     metrics = dict(worker.train(samples, 0).metrics)
     return metrics, [*before, worker.log_probs(samples), worker.reference_log_probs(samples)]
@@ -162,7 +162,7 @@ def an_update_of_turns(settings: RLSettings) -> tuple[dict[int, np.ndarray], flo
     """On every rank: log-probabilities of what was sampled, and the norm of a gradient."""
     worker, samples = started(PolicyWorker, settings), of_turns()
     found = worker.log_probs(samples)
-    samples.per_token["old_log_probs"] = merged(groups.all_gather_object(found), samples)
+    samples.per_token["old_log_probs"] = merge_ranks(groups.all_gather_object(found), samples)
     return found, worker.train(samples, 0).grad_norm
 
 

@@ -17,7 +17,7 @@ from megatune.config.rl.settings import RLSettings
 from megatune.objectives.policy.losses import Terms, token_losses
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.training import Trained
+from megatune.rl.worker.training import TrainResult
 
 ALL = {**EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS}
 TOKENS = sum(PROMPTS) + sum(RESPONSES)
@@ -42,7 +42,7 @@ def samples_of() -> Rollouts:
     return Rollouts(made.tokens, made.prompt_lengths, values, {"scores": SCORES})
 
 
-def tried(settings: RLSettings) -> tuple[np.ndarray, Trained, list[int], int]:
+def tried(settings: RLSettings) -> tuple[np.ndarray, TrainResult, list[int], int]:
     """On one rank: log-probabilities before an update, the update, micro-batches of both, and all updates."""
     worker = started(Counting, settings)
     before = whole([worker.log_probs(samples_of())], samples_of())
@@ -103,7 +103,7 @@ def experts_of(samples: Rollouts, layers: int, experts: int, k: int) -> list[np.
     ]
 
 
-def replayed(settings: RLSettings, sizes: tuple[int, int, int]) -> tuple[dict[int, np.ndarray], Trained]:
+def replayed(settings: RLSettings, sizes: tuple[int, int, int]) -> tuple[dict[int, np.ndarray], TrainResult]:
     """On every rank."""
     worker, samples = started(PolicyWorker, settings), samples_of()
     with pytest.raises(ValueError, match="returned no routing"):

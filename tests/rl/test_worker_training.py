@@ -23,7 +23,7 @@ from megatune.rl.pipeline.startup import _with_adapter
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import mini_batches
 from megatune.rl.worker.policy import PolicyWorker
-from megatune.rl.worker.training import Trained
+from megatune.rl.worker.training import TrainResult
 
 OVERLAPS = Layout(2, {"overlap_grad_reduce": True, "overlap_param_gather": True})
 ALL = {**EXPERT_LAYOUTS, **MORE_EXPERT_LAYOUTS, **SEQUENCE_LAYOUTS, **LAYOUTS, "dp2, overlaps": OVERLAPS}
@@ -62,7 +62,7 @@ def storage_bytes(offload: Offload) -> int:
 
 def train(
     settings: RLSettings, steps: range, checkpoint: str | None = None, *, moving: bool = False, save_at: int = 0
-) -> tuple[list[Trained], dict[str, Tensor]]:
+) -> tuple[list[TrainResult], dict[str, Tensor]]:
     """On every rank."""
     worker, found = started(PolicyWorker, settings, checkpoint), []
     assert worker.step == steps.start
@@ -104,7 +104,7 @@ def test_offloading_and_a_resume_change_nothing(pool, model_dir, tmp_path, layou
     assert resumed[0].learning_rate == plain[2].learning_rate < plain[1].learning_rate
 
 
-def train_part(settings: RLSettings) -> tuple[Trained, bool]:
+def train_part(settings: RLSettings) -> tuple[TrainResult, bool]:
     """On one rank: a step of which one mini-batch has no token that counts."""
     worker, samples = started(PolicyWorker, settings), samples_of(0)
     worker.train(samples_of(1), 1)  # from here on Adam has moments, which move weights without gradients
@@ -148,7 +148,7 @@ def test_numbers_that_are_not_finite_are_named_and_change_nothing(pool, model_di
         assert is_same
 
 
-def update(settings: RLSettings) -> tuple[Trained, dict[str, Tensor]]:
+def update(settings: RLSettings) -> tuple[TrainResult, dict[str, Tensor]]:
     """On every rank."""
     worker = started(PolicyWorker, settings)
     return worker.train(samples_of(0), 0), weights_of(worker)

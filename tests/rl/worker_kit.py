@@ -106,6 +106,6 @@ def started(kind: Any, settings: RLSettings, checkpoint: str | None = None) -> A
 
 def whole(answers: Sequence[dict[int, np.ndarray]], samples: Rollouts) -> np.ndarray:
     """All tokens of all samples, one after the other."""
-    from megatune.rl.worker.batching import merged
+    from megatune.rl.worker.batching import merge_ranks
 
-    return np.concatenate(merged(answers, samples))
+    return np.concatenate(merge_ranks(answers, samples))

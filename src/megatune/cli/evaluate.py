@@ -59,7 +59,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: as `infer`, and UNAVAILABLE where lm_eval is not installed, or the data of a task is not there.
     """
-    from megatune.generation.asked import checked, model_dir
+    from megatune.generation.inference_config import model_dir, resolve_config
     from megatune.generation.inputs import find_model
     from megatune.plan.pages.words import columns
 
@@ -68,21 +68,21 @@ def run(verb: str, words: Sequence[str]) -> int:
     findings = list(_findings(given))
     if options.tasks and not findings:
         require_harness()
-    asked = checked(given, findings, brings_pictures=bool(options.dataset))
+    config = resolve_config(given, findings, accepts_media=bool(options.dataset))
     if options.tasks:
         from megatune.generation import harness
 
         manager = harness.find_tasks(options)
-        folder = find_model(model_dir(asked.adapted, options.model_revision, options.cache_dir))
-        found = harness.run_tasks(asked, folder, options, options.max_batch_size, manager)
+        folder = find_model(model_dir(config.adapted, options.model_revision, options.cache_dir))
+        found = harness.run_tasks(config, folder, options, options.max_batch_size, manager)
         table = [("task", "metric", "value", "standard error"), *harness.task_rows(found)]
     else:
         if missing := missing_libraries():
             fix = "pip install 'megatune[evaluate]'"
             print(f"no ROUGE and BLEU: {' and '.join(missing)} not installed; {fix}", file=sys.stderr)
-        from megatune.generation.answering import answer_named
+        from megatune.generation.answering import answer_datasets
 
-        outcome, path = answer_named(asked, options.dataset, options, stream=False)
+        outcome, path = answer_datasets(config, options.dataset, options, stream=False)
         scores = text_scores(outcome.scored)
         counts = {"answers": outcome.answered, "left_out": outcome.left_out, "scored": len(outcome.scored)}
         found = {"dataset": options.dataset, "answers_file": str(path), **counts, "scores": scores}
@@ -90,7 +90,9 @@ def run(verb: str, words: Sequence[str]) -> int:
         if not scores:
             print("nothing is scored: no row has an answer of its own", file=sys.stderr)
     print("\n".join(columns(table, left=range(len(table[0])))))
-    _write(options.output, asked.name, {"model": asked.name, "adapters": [*map(str, asked.adapted.adapters)], **found})
+    _write(
+        options.output, config.name, {"model": config.name, "adapters": [*map(str, config.adapted.adapters)], **found}
+    )
     return ExitCode.DONE
 
 

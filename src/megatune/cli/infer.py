@@ -86,22 +86,22 @@ def answer(given: ParsedArguments[InferOptions]) -> int:
     options = given.options
     pictures = [(entry.key, entry.value.text or entry.value.data[0]) for entry in given.entries
                 if entry.key in ("image", "video")]  # fmt: skip
-    from megatune.generation.asked import checked
+    from megatune.generation.inference_config import resolve_config
 
     if options.metric == "rouge":
         require_libraries("--metric rouge")
     findings, has_rows = _findings(options, bool(pictures)), bool(options.val_dataset)
-    asked = checked(given, findings, pictures, brings_pictures=has_rows)
+    config = resolve_config(given, findings, pictures, accepts_media=has_rows)
     with quick_imports():
         from megatune.generation import answering
 
     if options.val_dataset:
-        outcome, _ = answering.answer_named(asked, options.val_dataset, options, stream=bool(options.stream))
+        outcome, _ = answering.answer_datasets(config, options.val_dataset, options, stream=bool(options.stream))
         if options.metric is not None:
             print("\n".join(_scores(outcome.scored, options.metric)))
     else:
-        stream = False if options.stream is None and asked.vllm is not None else options.stream
-        answering.answer(asked, options, options.prompt, stream=stream)
+        stream = False if options.stream is None and config.vllm is not None else options.stream
+        answering.answer(config, options, options.prompt, stream=stream)
     return ExitCode.DONE
 
 

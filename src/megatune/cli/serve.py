@@ -21,7 +21,7 @@ from megatune.processes import quick_imports
 if TYPE_CHECKING:
     from socket import socket
 
-    from megatune.generation.asked import Asked
+    from megatune.generation.inference_config import InferenceConfig
 
 _KEY = "MEGATUNE_API_KEY"
 
@@ -80,17 +80,17 @@ def serve(given: ParsedArguments[ServeOptions]) -> int:
     key = os.environ.get(_KEY) if options.api_key is None else options.api_key
     given.stop(_findings(options, key))
     require(("starlette", "uvicorn"), COMMAND.program, "the endpoint runs on it", "pip install 'megatune[serve]'")
-    from megatune.generation.asked import checked
     from megatune.generation.endpoint.server import listening_socket
+    from megatune.generation.inference_config import resolve_config
 
-    asked = checked(given, brings_pictures=True)
+    config = resolve_config(given, accepts_media=True)
 
     with listening_socket(options.host, options.port, has_key=key is not None) as taken:
-        _serve(options, asked, key, taken)
+        _serve(options, config, key, taken)
     return ExitCode.DONE
 
 
-def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) -> None:
+def _serve(options: ServeOptions, config: InferenceConfig, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
     with quick_imports():
         from megatune.generation.answering import load_generator, model_folder
@@ -98,11 +98,11 @@ def _serve(options: ServeOptions, asked: Asked, key: str | None, taken: socket) 
     from megatune.generation.endpoint.server import Server
     from megatune.generation.endpoint.streams import Streams
 
-    generator = load_generator(asked, model_folder(asked, options), brings_pictures=True, chats=False)
+    generator = load_generator(config, model_folder(config, options), accepts_media=True, chats=False)
     streams = Streams(generator.backend, options.max_waiting)
-    name = options.served_model_name or Path(asked.name).resolve().name
+    name = options.served_model_name or Path(config.name).resolve().name
     limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)
-    app = App(generator, streams, name, int(time.time()), defaults=asked.options, api_key=key, limits=limits)
+    app = App(generator, streams, name, int(time.time()), defaults=config.options, api_key=key, limits=limits)
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{taken.getsockname()[1]}/v1"
 

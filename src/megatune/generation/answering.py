@@ -1,5 +1,5 @@
-"""Answers what `megatune infer` is asked: rows of data sets, a prompt, lines of input, or a user at the terminal, in a
-chat with commands; prints the answers, and says where they are."""
+"""Runs `megatune infer`: answers rows of data sets, a prompt, lines of input, or a chat at the terminal, and prints or
+stores the answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatune.data.prompts import read_questions
 from megatune.data.samples import Replacements, replacements
 from megatune.data.sources import resolve_datasets
 from megatune.errors import MegatuneError
-from megatune.generation.asked import Asked, model_dir
 from megatune.generation.dataset import Outcome, ResultFile, answer_rows, default_path
 from megatune.generation.generator import Generator, LoadBackend, Message
+from megatune.generation.inference_config import InferenceConfig, model_dir
 from megatune.generation.inputs import find_model
 from megatune.generation.prompt import Reply
 from megatune.generation.transformers_backend import TransformersBackend
@@ -33,17 +33,17 @@ _COMMANDS = (
 )
 
 
-def answer(asked: Asked, options: Any, prompt: str | None, *, stream: bool | None) -> None:
+def answer(config: InferenceConfig, options: Any, prompt: str | None, *, stream: bool | None) -> None:
     """Answer a prompt, lines of input, or a user at the terminal.
 
     Args:
         options: with model_revision, cache_dir and result_path.
-        stream: print answers while they are written; None where somebody is at the terminal.
+        stream: whether to print answers while they are generated; None to do so at a terminal.
     """
-    folder = model_folder(asked, options)
+    folder = model_folder(config, options)
     with ExitStack() as stack:
         results = stack.enter_context(ResultFile(Path(options.result_path))) if options.result_path else None
-        generator = load_generator(asked, folder)
+        generator = load_generator(config, folder)
         at_terminal = sys.stdin.isatty() if prompt is None else sys.stdout.isatty()
         stream = at_terminal if stream is None else stream
         if prompt is not None:
@@ -56,21 +56,23 @@ def answer(asked: Asked, options: Any, prompt: str | None, *, stream: bool | Non
         print(f"answers are in {results.path}", file=sys.stderr)
 
 
-def answer_named(asked: Asked, names: Sequence[str], options: Any, *, stream: bool) -> tuple[Outcome, Path]:
-    """Answer the rows of data sets, say what became of them, and return it with the file of the answers.
+def answer_datasets(
+    config: InferenceConfig, names: Sequence[str], options: Any, *, stream: bool
+) -> tuple[Outcome, Path]:
+    """Answer the rows of data sets, print a summary, and return the outcome and the file of answers.
 
     Args:
         options: with those of `cli.infer.RowOptions`, model_revision and cache_dir.
     """
-    sources, folder = resolve_datasets(names, options.dataset_dir, "sft"), model_folder(asked, options)
-    own = Path(asked.name)  # a hub's cache is no place for answers
+    sources, folder = resolve_datasets(names, options.dataset_dir, "sft"), model_folder(config, options)
+    own = Path(config.name)  # answers do not go to a hub's cache
     default = default_path(own if own.is_dir() else Path("result") / own.name)
     path = Path(options.result_path) if options.result_path else default
     placeholders = placeholders_of(own, {name: getattr(options, name) for name in ("model_name", "model_author")})
     outcome = Outcome()
     with ResultFile(path) as results:
-        generator = load_generator(asked, folder, brings_pictures=True)
-        rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.pictures is not None)
+        generator = load_generator(config, folder, accepts_media=True)
+        rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.media is not None)
         size, media_dir = options.max_batch_size, options.dataset_dir
         answer_rows(generator, rows, results, outcome, batch_size=size, media_dir=media_dir, show=stream)
     left_out = f", {outcome.left_out} left out" if outcome.left_out else ""
@@ -78,29 +80,31 @@ def answer_named(asked: Asked, names: Sequence[str], options: Any, *, stream: bo
     return outcome, path
 
 
-def model_folder(asked: Asked, options: Any) -> Path:
-    """Return the folder of the model, fetched where it is on a hub."""
-    return find_model(model_dir(asked.adapted, options.model_revision, options.cache_dir))
+def model_folder(config: InferenceConfig, options: Any) -> Path:
+    """Return the folder of the model, downloaded if it is on a hub."""
+    return find_model(model_dir(config.adapted, options.model_revision, options.cache_dir))
 
 
-def load_generator(asked: Asked, folder: Path, *, brings_pictures: bool = False, chats: bool = True) -> Generator:
+def load_generator(
+    config: InferenceConfig, folder: Path, *, accepts_media: bool = False, chats: bool = True
+) -> Generator:
     """Load the model with Transformers, or with vLLM; see `Generator.load`."""
     load: LoadBackend = TransformersBackend.load
-    if asked.vllm is not None:
+    if config.vllm is not None:
         from megatune.generation.vllm import VllmBackend
 
-        load = partial(VllmBackend.load, arguments=asked.vllm)
+        load = partial(VllmBackend.load, arguments=config.vllm)
     return Generator.load(
-        folder, asked.options, asked.adapted.adapters, load_backend=load, brings_pictures=brings_pictures, chats=chats
+        folder, config.options, config.adapted.adapters, load_backend=load, accepts_media=accepts_media, chats=chats
     )
 
 
 def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:
-    """Return what placeholders become: as `values` of model_name and model_author say, else as in the run that trained
-    the model."""
+    """Return the replacements of placeholders: `values` of model_name and model_author, or else those of the run that
+    trained the model."""
     for folder in (model, model.parent):
         if (path := folder / "run.yaml").is_file() and None in values.values():
-            with suppress(yaml.YAMLError, UnicodeDecodeError):  # somebody else's
+            with suppress(yaml.YAMLError, UnicodeDecodeError):  # not a file of ours
                 written = construct(path.read_text(encoding="utf-8"))
                 known = written if isinstance(written, dict) else {}
                 values = {name: value or known.get(name) for name, value in values.items()}
@@ -110,7 +114,7 @@ def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:
 def answer_prompts(
     generator: Generator, prompts: Iterable[str], *, stream: bool, results: ResultFile | None = None
 ) -> None:
-    """Print the answer to each prompt, each without the others; empty prompts are passed over."""
+    """Print the answer to each prompt, independently; skip empty prompts."""
     for prompt in prompts:
         if prompt.strip():
             print_reply(generator, prompt.rstrip("\r\n"), stream=stream, results=results)
@@ -130,13 +134,13 @@ def print_reply(generator: Generator, prompt: str, *, stream: bool, results: Res
 
 @dataclass(slots=True)
 class _Chat:
-    """What was said, and how the next input is read.
+    """The conversation, and how the next input is read.
 
     Attributes:
-        system: that the user gave; None leaves it to the options.
-        messages: without the system message.
-        many_lines: input ends with a line that ends with #.
-        asks_system: the next input is the system message.
+        system: the user's system message; None for that of the options.
+        messages: the conversation without the system message.
+        many_lines: whether input ends with a line that ends with #.
+        asks_system: whether the next input is the system message.
     """
 
     system: str | None = None
@@ -146,22 +150,22 @@ class _Chat:
 
     @property
     def history(self) -> list[Message]:
-        """The messages, after the user's system message where there is one."""
+        """The messages, after the user's system message if there is one."""
         return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.messages]
 
     def read(self) -> str:
-        """Read what the user says next, of one line or more."""
-        signs = "M" * self.many_lines + "S" * self.asks_system
-        question = f"User{f' [{signs}]' if signs else ''}: "
+        """Read the user's next input, of one or more lines."""
+        modes = "M" * self.many_lines + "S" * self.asks_system
+        prompt = f"User{f' [{modes}]' if modes else ''}: "
         if not self.many_lines:
-            return input(question).strip()
-        lines = [input(question)]
+            return input(prompt).strip()
+        lines = [input(prompt)]
         while not lines[-1].endswith("#"):
             lines.append(input())
         return "\n".join(lines)[:-1]
 
     def take_command(self, text: str) -> bool:
-        """Do what a text says if it is a command; return whether it is."""
+        """Execute a text if it is a command; return whether it is."""
         if self.asks_system:
             self.system, self.asks_system = None if text.strip() == "default-system" else text, False
             self.messages.clear()
@@ -186,8 +190,8 @@ class _Chat:
 def chat(generator: Generator, *, stream: bool, results: ResultFile | None = None) -> None:
     """Chat with the user until `exit`, `quit` or the end of input.
 
-    The commands are SWIFT's: a line that is multi-line, single-line, reset-system or clear, in any case. Ctrl-C while
-    an answer is written drops that turn; at the prompt it is raised to the caller.
+    The commands are SWIFT's: a line multi-line, single-line, reset-system or clear, in any case. Ctrl-C during an
+    answer drops that turn; at the prompt, it is raised.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (importing it gives input() line editing and a history)
@@ -206,7 +210,7 @@ def chat(generator: Generator, *, stream: bool, results: ResultFile | None = Non
 
 
 def _take_turn(generator: Generator, state: _Chat, prompt: str, stream: bool, results: ResultFile | None) -> None:
-    """Ask one question and print its answer, both added to the history unless the user stops it."""
+    """Print the answer to a question, and add both to the history unless the user stops it."""
     print("Assistant: ", end="", flush=True)
     try:
         reply = generator.reply(prompt, _print_piece if stream else None, state.history)

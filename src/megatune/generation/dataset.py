@@ -1,5 +1,4 @@
-"""Answers to the rows of data sets, and their file: JSON lines as ms-swift writes them, each whole as soon as it is
-there."""
+"""Answers rows of data sets, and writes them as JSON lines in ms-swift's form, each as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from megatune.data.templates.tools import tool_schema
 from megatune.data.text_scores import Scored
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.generator import Generator, Message
-from megatune.generation.pictures import Picture
+from megatune.generation.media import MediaItem
 from megatune.generation.prompt import Prompt, Reply
 
 
 def default_path(folder: Path) -> Path:
-    """Return where answers go that nobody gave a place: infer_result/TIMESTAMP.jsonl in the model's folder."""
+    """Return the default file of answers: infer_result/TIMESTAMP.jsonl in the model's folder."""
     return folder / "infer_result" / f"{datetime.now():%Y%m%d-%H%M%S}.jsonl"
 
 
@@ -37,7 +36,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
     """A new file of answers.
 
     Raises:
-        MegatuneError: (CANNOT_WRITE) it is there already, or cannot be made.
+        MegatuneError: (CANNOT_WRITE) it exists already, or cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,13 +46,13 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             self._file = open(path, "x", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except FileExistsError as error:
             why, fix = "existing answers are never overwritten", "give another --result_path, or move the file away"
-            raise MegatuneError(Finding("is there already", str(path), why, fix), ExitCode.CANNOT_WRITE) from error
+            raise MegatuneError(Finding("exists already", str(path), why, fix), ExitCode.CANNOT_WRITE) from error
         except OSError as error:
             raise self._unwritten(error) from error
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()
-        if kind is not None and os.path.getsize(self.path) == 0:  # what failed before its first answer may be repeated
+        if kind is not None and os.path.getsize(self.path) == 0:  # so that a command without any answer can be repeated
             self.path.unlink()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -65,26 +64,24 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             raise self._unwritten(error) from error
 
     def add_turn(self, messages: Sequence[Mapping[str, Any]], response: str) -> None:
-        """Write the line of a chat's turn: the response, and all messages with it."""
+        """Write a chat turn: the response, and all messages including it."""
         self.add({"response": response, "messages": [*messages, {"role": "assistant", "content": response}]})
 
     def _unwritten(self, error: OSError) -> MegatuneError:
-        finding = Finding(
-            "cannot write the answers", str(self.path), error.strerror or str(error), "--result_path FILE"
-        )
-        return MegatuneError(finding, ExitCode.CANNOT_WRITE)
+        what, why = "cannot write the answers", error.strerror or str(error)
+        return MegatuneError(Finding(what, str(self.path), why, "--result_path FILE"), ExitCode.CANNOT_WRITE)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the rows: how many were answered and left out, and the answers to those with one of their own."""
+    """Numbers of answered and skipped rows, and the answers to rows that have a label, for scoring."""
 
     answered: int = 0
     left_out: int = 0
     scored: list[Scored] = field(default_factory=list)
 
     def leave_out(self, where: str, why: object) -> None:
-        """Count a row that is not answered, and name it on stderr."""
+        """Count a skipped row, and print it to stderr."""
         self.left_out += 1
         print(f"{where}: left out: {why}", file=sys.stderr)
 
@@ -99,12 +96,12 @@ def answer_rows(
     media_dir: str = "",
     show: bool = False,
 ) -> None:
-    """Answer rows and write each answer's line as soon as its batch is done.
+    """Answer rows, and write the answers of each batch as soon as it is done.
 
     Args:
-        batch_size: rows that are answered side by side.
-        media_dir: where relative paths of pictures begin.
-        show: print each row and its answer, which appears as it is written; batch_size is 1 then.
+        batch_size: number of rows per batch.
+        media_dir: folder of relative paths of images and videos.
+        show: whether to print each row and stream its answer; batch_size must be 1 then.
 
     Raises:
         MegatuneError: (DATA) no row could be answered; (CANNOT_WRITE) the results.
@@ -112,7 +109,7 @@ def answer_rows(
     prompted = _prompted(generator, rows, outcome, media_dir)
     while batch := list(islice(prompted, batch_size)):
         if show:
-            replies = [_shown(generator, *each) for each in batch]
+            replies = [_print_row(generator, *each) for each in batch]
         else:
             replies = generator.backend.write_all([prompt for _, prompt in batch], generator.options)
         for (question, _), reply in zip(batch, replies, strict=True):
@@ -129,7 +126,7 @@ def answer_rows(
 def _prompted(
     generator: Generator, rows: Iterable[Question], outcome: Outcome, media_dir: str
 ) -> Iterator[tuple[Question, Prompt]]:
-    """Yield rows with their prompts; those that have none, because they are too long, say, are left out."""
+    """Yield rows with their prompts, and record rows without a valid prompt, for example too long ones."""
     template = ChatTemplate(generator.tokenizer)
     for question in rows:
         try:
@@ -143,39 +140,40 @@ def _prompted(
 
 
 def _prompt(generator: Generator, template: ChatTemplate, question: Question, media_dir: str) -> Prompt:
-    """Write a row's question by the chat template, with its pictures in the places of their tags.
+    """Render a row's question with the chat template, with images and videos at their tags.
 
     Raises:
-        RowError: a picture cannot be read, a tool has no name, or the template leaves calls of tools out.
+        RowError: an image or video cannot be read, a tool has no name, or the template drops tool calls.
         MegatuneError: as `Generator.chat_prompt`.
     """
     conversation = question.conversation
     messages: list[Message] = list(template.chat_of(conversation))
-    shown: tuple[Picture, ...] = ()
+    media: tuple[MediaItem, ...] = ()
     if conversation.pictures:
-        messages, shown = _placed(generator, messages, conversation.pictures, media_dir)
-    return generator.chat_prompt(messages, shown, [tool_schema(each) for each in conversation.tools])
+        messages, media = _place_media(generator, messages, conversation.pictures, media_dir)
+    return generator.chat_prompt(messages, media, [tool_schema(each) for each in conversation.tools])
 
 
-def _placed(
+def _place_media(
     generator: Generator, messages: list[Message], pictures: Sequence[RowPicture], media_dir: str
-) -> tuple[list[Message], tuple[Picture, ...]]:
-    """Write pictures in the places of the messages' tags, and return them; those of a left-out answer are not read."""
-    assert generator.pictures is not None
-    left, shown, placed = iter(pictures), [], []
+) -> tuple[list[Message], tuple[MediaItem, ...]]:
+    """Replace tags in messages by placeholders of the images and videos, and return these; the answer's are not
+    read."""
+    assert generator.media is not None
+    remaining, media, placed = iter(pictures), [], []
     for message in messages:
         parts = TAG.split(message["content"] or "")
         text = parts[0]
         for part in parts[1:]:
-            picture = next(left)
-            shown.append(generator.pictures.read(media_source(picture.value, picture.kind, media_dir)))
-            text += shown[-1].placeholder + part
+            picture = next(remaining)
+            media.append(generator.media.read(media_source(picture.value, picture.kind, media_dir)))
+            text += media[-1].placeholder + part
         placed.append({**message, "content": text} if len(parts) > 1 else message)
-    return placed, tuple(shown)
+    return placed, tuple(media)
 
 
-def _shown(generator: Generator, question: Question, prompt: Prompt) -> Reply:
-    """Print a row and its answer, as ms-swift does."""
+def _print_row(generator: Generator, question: Question, prompt: Prompt) -> Reply:
+    """Print a row and its answer in ms-swift's form."""
     print(f"[QUERY] {question.conversation.messages[-1].content}")
     if question.label is not None:
         print(f"[LABELS] {question.label}")
@@ -186,7 +184,7 @@ def _shown(generator: Generator, question: Question, prompt: Prompt) -> Reply:
 
 
 def _line(question: Question, reply: Reply) -> dict[str, Any]:
-    """Return the line of an answer: ms-swift's fields; pictures are named by their paths, not copied."""
+    """Return the line of an answer with ms-swift's fields; images and videos are named by path, not copied."""
     conversation = question.conversation
     messages = to_openai(conversation.messages, conversation.system or "", CALL_FORMS[0])
     line: dict[str, Any] = {
@@ -204,6 +202,6 @@ def _line(question: Question, reply: Reply) -> dict[str, Any]:
 
 
 def _name(picture: RowPicture) -> str | None:
-    """Return the path of a picture, None of one that the row holds itself."""
+    """Return the path of an image or video, None if the row contains its bytes."""
     value = picture.value.get("path") if isinstance(picture.value, dict) else picture.value
     return str(value) if isinstance(value, str | Path) and len(str(value)) < 4096 else None  # longer ones are base64

@@ -1,4 +1,4 @@
-"""Answers: conversations and texts to the tokens that a model continues, and what its backend writes then."""
+"""Generates answers: renders conversations and texts to prompts, and continues them with a backend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatune.data.media.processor import pad_media
 from megatune.data.templates.rendering import render, template_errors
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import check_writes, find_model
+from megatune.generation.media import MediaItem, PromptMedia, check_placeholders, load_media
 from megatune.generation.options import GenerationOptions, check_options
-from megatune.generation.pictures import Picture, PromptPictures, check_placeholders, read_pictures
 from megatune.generation.prompt import Backend, OnText, Prompt, Reply
 from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
@@ -26,15 +26,15 @@ class TooLongError(MegatuneError):
 
 
 class Generator:
-    """A model with its tokenizer and chat template, and with what the options say of them, ready to write.
+    """A model with its tokenizer, chat template and generation options.
 
     Args:
-        source: the folder it came from, for messages.
-        pictures: of the first message of every conversation; None for a model that takes none.
-        chats: whether a model without a chat template is refused, unless the options say raw.
+        source: the model's folder, for messages.
+        media: images and videos of the first message of every conversation; None for a text-only model.
+        chats: whether a model without a chat template is refused, unless the options are raw.
 
     Raises:
-        MegatuneError: (SETTINGS) a thinking switch that the chat template lacks; (INPUT) there is no chat template.
+        MegatuneError: (SETTINGS) enable_thinking without a switch in the chat template; (INPUT) no chat template.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Generator:
         tokenizer: PreTrainedTokenizerBase,
         options: GenerationOptions,
         source: str,
-        pictures: PromptPictures | None = None,
+        media: PromptMedia | None = None,
         *,
         chats: bool = True,
     ) -> None:
         self.backend, self.tokenizer, self.options, self.source = backend, tokenizer, options, source
-        self.pictures = pictures
+        self.media = media
         if options.enable_thinking is not None:
             self.check_thinking()
         if chats and not options.raw:
@@ -62,79 +62,81 @@ class Generator:
         adapters: Sequence[Path] = (),
         *,
         load_backend: LoadBackend = TransformersBackend.load,
-        brings_pictures: bool = False,
+        accepts_media: bool = False,
         chats: bool = True,
     ) -> Generator:
         """Load a Hugging Face model, a checkpoint-N, or the newest checkpoint of a run.
 
         Args:
-            adapters: folders of adapters to apply, in order; the last one's tokenizer is taken where it has one.
+            adapters: folders of adapters to apply, in order; the last one's tokenizer is used if it has one.
             load_backend: loads the model of a folder.
-            brings_pictures: whether what is asked later may have images and videos of its own.
+            accepts_media: whether later prompts may have their own images and videos.
             chats: see above.
 
         Raises:
-            MegatuneError: (SETTINGS) options that don't hold; (INPUT) what is missing or can't be read; (DATA) a
-                picture that can't be read.
+            MegatuneError: (SETTINGS) invalid options; (INPUT) a file that is missing or cannot be read; (DATA) an image
+                or video that cannot be read.
         """
-        check_options(options, brings_pictures=brings_pictures)
+        check_options(options, accepts_media=accepts_media)
         folder = find_model(path)
         check_writes(folder, adapters)
-        pictures = read_pictures(folder, options)
+        media = load_media(folder, options)
         tokenizer = load_tokenizer(folder, adapters)
-        backend = load_backend(folder, tokenizer, adapters, pictures.vision if pictures else None)
+        backend = load_backend(folder, tokenizer, adapters, media.vision if media else None)
         source = str(adapters[-1] if adapters else folder)
-        return cls(backend, tokenizer, options, source, pictures, chats=chats)
+        return cls(backend, tokenizer, options, source, media, chats=chats)
 
     def answer(self, messages: Sequence[Message], on_text: OnText | None = None) -> Reply:
-        """Write the assistant's next message.
+        """Generate the assistant's next message.
 
         Args:
-            messages: the conversation so far; it ends with the user's message. The pictures are the first one's.
-            on_text: gets the text piece by piece, as it is written.
+            messages: the conversation so far, which ends with the user's message. Images and videos belong to the first
+                message.
+            on_text: gets the text piece by piece as it is generated.
 
         Raises:
             MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context, or
-                the first one has not a tag for each picture.
+                their tags do not match the images and videos.
         """
-        prompt = self.chat_prompt(*self._shown(messages))
+        prompt = self.chat_prompt(*self._place_media(messages))
         return self.backend.write(prompt, self.options, on_text)
 
     def complete(self, prompt: str, on_text: OnText | None = None) -> Reply:
         """Continue a text, without the chat template.
 
         Raises:
-            MegatuneError: (DATA) the text is empty, fills the model's context, or has not a tag for each picture.
+            MegatuneError: (DATA) the text is empty, fills the model's context, or its tags do not match the images and
+                videos.
         """
-        (message,), shown = self._shown([{"role": "user", "content": prompt}])
-        return self.backend.write(self.text_prompt(message["content"], shown), self.options, on_text)
+        (message,), media = self._place_media([{"role": "user", "content": prompt}])
+        return self.backend.write(self.text_prompt(message["content"], media), self.options, on_text)
 
     def reply(self, prompt: str, on_text: OnText | None = None, history: Sequence[Message] = ()) -> Reply:
-        """Complete a prompt, without the history, where the options say raw; else answer it."""
+        """Answer a prompt; with the raw option, complete it without the history."""
         if self.options.raw:
             return self.complete(prompt, on_text)
         return self.answer([*history, {"role": "user", "content": prompt}], on_text)
 
-    def _shown(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Picture, ...]]:
-        """Place the pictures in the user's first message; return them in the order of their tokens."""
+    def _place_media(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[MediaItem, ...]]:
+        """Place images and videos in the user's first message, and return them in the order of their tokens."""
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-        if self.pictures is None or first is None:
+        if self.media is None or first is None:
             return messages, ()
-        text, shown = self.pictures.placed(messages[first]["content"])
-        return [*messages[:first], {**messages[first], "content": text}, *messages[first + 1 :]], shown
+        text, media = self.media.placed(messages[first]["content"])
+        return [*messages[:first], {**messages[first], "content": text}, *messages[first + 1 :]], media
 
     def chat_prompt(
         self,
         messages: Sequence[Message],
-        pictures: tuple[Picture, ...] = (),
+        media: tuple[MediaItem, ...] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         enable_thinking: bool | None = None,
     ) -> Prompt:
-        """Write a conversation by the chat template, with the options' system message where it has none.
+        """Render a conversation with the chat template, with the options' system message if it has none.
 
         Args:
-            messages: in whose contents the placeholders of the pictures stand.
-            enable_thinking: in place of the options'.
+            messages: with the placeholders of `media` in their contents.
+            enable_thinking: replaces the options' value.
 
         Raises:
             MegatuneError: (INPUT) the chat template refuses the messages; (DATA) they fill the model's context.
@@ -154,43 +156,44 @@ class Generator:
             raise MegatuneError(finding, ExitCode.INPUT) from error
         text = self._spaced(text)
         # The template writes the special tokens.
-        return self._checked(Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures))
+        return self._checked(Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], media))
 
-    def text_prompt(self, text: str, pictures: tuple[Picture, ...] = ()) -> Prompt:
-        """Make a prompt of a text, in which the placeholders of the pictures stand.
+    def text_prompt(self, text: str, media: tuple[MediaItem, ...] = ()) -> Prompt:
+        """Return the prompt of a text that contains the placeholders of `media`.
 
         Raises:
             MegatuneError: (DATA) it is empty, or fills the model's context.
         """
-        return self._checked(Prompt(self.tokenizer(self._spaced(text))["input_ids"], pictures))
+        return self._checked(Prompt(self.tokenizer(self._spaced(text))["input_ids"], media))
 
     def _spaced(self, text: str) -> str:
-        return text if self.pictures is None else pad_media(text, self.pictures.vision.text)
+        return text if self.media is None else pad_media(text, self.media.vision.text)
 
     def check_template(self) -> None:
-        """Refuse a tokenizer without a chat template (INPUT)."""
+        """Raise INPUT if the tokenizer has no chat template."""
         if self.tokenizer.chat_template is None:
             what, why = "the tokenizer has no chat template", "it may be a base model, which continues text"
             raise MegatuneError(Finding(what, self.source, f"{why} and doesn't chat", "add --raw"), ExitCode.INPUT)
 
     def check_thinking(self) -> None:
-        """Refuse the thinking switch where the chat template has none (SETTINGS)."""
+        """Raise SETTINGS if the chat template has no thinking switch."""
         if "enable_thinking" not in str(self.tokenizer.chat_template):
             why = f"the chat template of {self.source} has no such switch"
             finding = Finding("has no effect", "--enable_thinking", why, "leave it out")
             raise MegatuneError(finding, ExitCode.SETTINGS)
 
     def _checked(self, prompt: Prompt) -> Prompt:
-        """Refuse a prompt that is empty, leaves no room for an answer, or has tokens of pictures that it lacks."""
+        """Raise DATA if a prompt is empty, leaves no room for an answer, or has placeholders without an image or
+        video."""
         num_tokens, context = len(prompt.token_ids), self.backend.context
         if num_tokens == 0:
             raise MegatuneError(Finding("the prompt is empty", "--prompt", fix="give some text"), ExitCode.DATA)
         if context is not None and num_tokens >= context:
             what, why = f"the prompt has {num_tokens:,} tokens", f"the model reads {context:,} tokens at most"
             fix = "shorten it; in a chat, 'clear' forgets what was said"
-            if prompt.pictures:
+            if prompt.media:
                 fix = "shorten it, or make images and videos smaller with --image_max_pixels or --video_max_pixels"
             raise TooLongError(Finding(what, "--prompt", f"{why}, its answer included", fix), ExitCode.DATA)
-        if self.pictures is not None:
-            check_placeholders(self.pictures.vision, prompt)
+        if self.media is not None:
+            check_placeholders(self.media.vision, prompt)
         return prompt

@@ -1,4 +1,4 @@
-"""Benchmarks of lm_eval, EleutherAI's harness, with a model that this room opens, with or without adapters."""
+"""Benchmarks of lm_eval, EleutherAI's evaluation harness, for a model with or without adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field
 from megatune.config.options import Flag
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
-from megatune.generation.asked import Asked
+from megatune.generation.inference_config import InferenceConfig
 
 
 class TaskOptions(Group):
@@ -32,23 +32,18 @@ class TaskOptions(Group):
 
 
 def require_harness() -> None:
-    """Refuse tasks where lm_eval is not installed.
-
-    Raises:
-        MegatuneError: UNAVAILABLE.
-    """
+    """Raise UNAVAILABLE if lm_eval is not installed."""
     if find_spec("lm_eval") is None:
-        raise MegatuneError(
-            Finding("lm_eval is not installed", "--tasks", fix="pip install 'megatune[evaluate]'"), ExitCode.UNAVAILABLE
-        )
+        finding = Finding("lm_eval is not installed", "--tasks", fix="pip install 'megatune[evaluate]'")
+        raise MegatuneError(finding, ExitCode.UNAVAILABLE)
 
 
 def find_tasks(options: TaskOptions) -> Any:
-    """Return lm_eval's task manager, which has all tasks that are asked for. Its own take seconds to list, and are not
-    looked at where the folder has them all.
+    """Return a task manager of lm_eval with all requested tasks. lm_eval's own tasks, which take seconds to list, are
+    skipped if the folder has all of them.
 
     Raises:
-        MegatuneError: (INPUT) there is no such folder; (SETTINGS) no such task.
+        MegatuneError: (INPUT) the folder does not exist; (SETTINGS) an unknown task.
     """
     from lm_eval.tasks import TaskManager
 
@@ -60,7 +55,7 @@ def find_tasks(options: TaskOptions) -> Any:
         manager = TaskManager(include_path=folder)
     listed = "`lm_eval ls tasks` lists them"
     findings = [
-        Finding(f"{task!r} is no task of lm_eval", "--tasks", fix=did_you_mean(task, manager.all_tasks, listed))
+        Finding(f"{task!r} is not a task of lm_eval", "--tasks", fix=did_you_mean(task, manager.all_tasks, listed))
         for task in options.tasks
         if task not in manager.all_tasks
     ]
@@ -69,7 +64,9 @@ def find_tasks(options: TaskOptions) -> Any:
     return manager
 
 
-def run_tasks(asked: Asked, folder: Path, options: TaskOptions, batch_size: int, manager: Any) -> Mapping[str, Any]:
+def run_tasks(
+    config: InferenceConfig, folder: Path, options: TaskOptions, batch_size: int, manager: Any
+) -> Mapping[str, Any]:
     """Answer all questions of the tasks, and return lm_eval's results: results, versions, n-shot, higher_is_better,
     configs and its version.
 
@@ -85,17 +82,17 @@ def run_tasks(asked: Asked, folder: Path, options: TaskOptions, batch_size: int,
     from megatune.generation.inputs import check_writes
     from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it has advice for those who load models by it
-    check_writes(folder, asked.adapted.adapters)
-    tokenizer = load_tokenizer(folder, asked.adapted.adapters)
-    model = TransformersBackend.load(folder, tokenizer, asked.adapted.adapters).model
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its advice is for models that it loads itself
+    check_writes(folder, config.adapted.adapters)
+    tokenizer = load_tokenizer(folder, config.adapted.adapters)
+    model = TransformersBackend.load(folder, tokenizer, config.adapted.adapters).model
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     try:
         found = simple_evaluate(
             harness, tasks=list(options.tasks), num_fewshot=options.num_fewshot, limit=options.limit,
             apply_chat_template=options.apply_chat_template, task_manager=manager, log_samples=False,
         )  # fmt: skip
-    except OSError as error:  # of datasets, which reads them from files or from a hub
+    except OSError as error:  # raised by datasets, which reads files or a hub
         what, why = "the data of a task cannot be read", " ".join(str(error).split())
         fix = "check the network and HF_TOKEN, or keep the data in files, with a task of your own"
         raise MegatuneError(Finding(what, "--tasks", why, fix), ExitCode.UNAVAILABLE) from error

@@ -1,4 +1,4 @@
-"""Which folders a model and its adapters, as peft writes them, are loaded from: found and checked before that."""
+"""Finds and checks the folders of a model and its peft adapters before they are loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def find_model(path: Path) -> Path:
-    """Find the folder to load: `path`, or its newest checkpoint-N where `path` is a run's output without a model.
+    """Find the folder to load: `path`, or its newest checkpoint-N if `path` is a run's output without a model.
 
     Raises:
-        MegatuneError: (INPUT) no such folder, or a folder that lacks what a model needs; one finding for each lack.
+        MegatuneError: (INPUT) the folder does not exist, or lacks files of a model; one finding for each.
     """
     if not path.is_dir():
         raise MegatuneError(_no_folder(path), ExitCode.INPUT)
@@ -33,7 +33,7 @@ def find_model(path: Path) -> Path:
     if folder is None:
         why = "it has neither a config.json nor a checkpoint-N folder with one"
         fix = "name a Hugging Face model, a checkpoint-N folder or a run's output_dir"
-        raise MegatuneError(Finding(f"{path} holds no model", "", why, fix), ExitCode.INPUT)
+        raise MegatuneError(Finding(f"{path} has no model", "", why, fix), ExitCode.INPUT)
     findings = list(_missing_weights(folder))
     if not has_tokenizer(folder):
         why = f"none of {', '.join(_TOKENIZER_FILES)} is there"
@@ -48,10 +48,10 @@ _SCORES = "load it with Transformers' AutoModelForSequenceClassification, whose 
 
 
 def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str | None = None) -> None:
-    """Refuse a reward model or a classifier, or an adapter that makes one.
+    """Raise if the model, or an adapter, is a reward model or a classifier, which cannot generate text.
 
     Args:
-        fix: what to write instead; None: what loads it.
+        fix: how to fix it; None to name the class that loads it.
 
     Raises:
         MegatuneError: (INPUT) naming it.
@@ -59,10 +59,8 @@ def check_writes(folder: Path, adapters: Sequence[Path] = (), fix: str | None = 
     scoring = [str(folder)] if num_labels(read_config(folder)) else []
     scoring += [str(path) for path in adapters if has_score(path)]
     if scoring:
-        what, why = (
-            "it is a reward model or a classifier",
-            "it has scores in place of the output layer, and writes no text",
-        )
+        what = "it is a reward model or a classifier"
+        why = "it has a score layer in place of the output layer, and cannot generate text"
         raise MegatuneError(Finding(what, scoring[-1], why, fix or _SCORES), ExitCode.INPUT)
 
 
@@ -72,7 +70,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def newest_checkpoint(path: Path, *files: str) -> Path | None:
-    """Return the checkpoint-N of a run with the largest N that has one of these files; None where there is none."""
+    """Return the checkpoint-N of a run with the largest N and one of these files; None if there is none."""
     steps = {
         int(match[1]): child
         for child in path.iterdir()
@@ -90,7 +88,7 @@ def _no_folder(path: Path) -> Finding:
 
 
 def nearest_folder(path: Path) -> Path | None:
-    """Find the folder beside `path` whose name is most like its name."""
+    """Find the folder next to `path` with the most similar name."""
     siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
     nearest = closest(path.name, siblings)
     return path.parent / nearest if nearest else None
@@ -120,17 +118,17 @@ class AdaptedModel(NamedTuple):
 
 
 def adapted_model(model: str, base: str | None = None, adapters: Sequence[str] = ()) -> AdaptedModel:
-    """Find out what a user means by a model's name and by adapters'.
+    """Resolve the names of a model and adapters.
 
     Args:
-        model: a folder or an id on a hub; where it is the folder of an adapter, or of a run whose newest checkpoint is
-            one, its base is meant together with it.
-        base: of that adapter, in place of what its adapter_config.json says; "" and None say nothing.
-        adapters: folders of more adapters, or of runs, on a model that is none itself.
+        model: a folder or an id on a hub; if it is an adapter, or a run whose newest checkpoint is one, its base is
+            loaded with it.
+        base: the base of that adapter, in place of the one in its adapter_config.json; "" and None have no effect.
+        adapters: folders of adapters, or of runs with adapters, for a model that is not an adapter.
 
     Raises:
-        MegatuneError: (SETTINGS) names that contradict each other; (INPUT) an adapter that is missing or unfit, or that
-            doesn't say what its base is; one finding for each.
+        MegatuneError: (SETTINGS) contradictory names; (INPUT) an adapter that is missing or unsuitable, or does not
+            name its base; one finding for each.
     """
     own = find_adapter(Path(model))
     if own is None:
@@ -142,14 +140,16 @@ def adapted_model(model: str, base: str | None = None, adapters: Sequence[str] =
     if adapters:
         why = f"{model} is an adapter, too, and adapters are applied in the order in which they are named"
         fix = f"name the base as MODEL, and --adapter_name_or_path {','.join([model, *adapters])}"
-        raise MegatuneError(Finding("whose base is MODEL?", "--adapter_name_or_path", why, fix), ExitCode.SETTINGS)
+        raise MegatuneError(
+            Finding("MODEL must be the base model", "--adapter_name_or_path", why, fix), ExitCode.SETTINGS
+        )
     named = read_peft_config(own).base_model_name_or_path
     return AdaptedModel(base or _base_of(own, named), (own,))
 
 
 def find_adapter(path: Path) -> Path | None:
-    """Return the folder of the adapter that a path means: itself, or its newest checkpoint-N where it is a run's
-    output_dir with neither a model nor an adapter; None where that is none."""
+    """Return the folder of an adapter: `path`, or its newest checkpoint-N if it is a run's output_dir with neither a
+    model nor an adapter; None if there is no adapter."""
     if is_adapter(path):
         return path
     if (path / CONFIG).is_file() or not path.is_dir():
@@ -159,7 +159,7 @@ def find_adapter(path: Path) -> Path | None:
 
 
 def _folders(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the folders of adapters; all that are missing or unfit are named at once."""
+    """Yield the folders of adapters; raise one error for all that are missing or unsuitable."""
     findings: list[Finding] = []
     for name in names:
         path = Path(name)
@@ -179,10 +179,10 @@ def _folders(names: Sequence[str]) -> Iterator[Path]:
 def _no_adapter(path: Path) -> Finding:
     where, fix = "--adapter_name_or_path", "name a folder that peft or a run with finetuning_type: lora has written"
     if is_torch_dist(path):
-        why = "it is in Megatron-Core's format, which has no form of adapters that others read"
-        return Finding(f"the adapter in {path} is not read", where, why, "merge it where it was trained")
+        why = "it is in Megatron-Core's format, which has no common form of adapters"
+        return Finding(f"the adapter in {path} cannot be read", where, why, "merge it with the tool that trained it")
     if path.is_dir():
-        return Finding(f"{path} holds no adapter", where, f"it has no {ADAPTER_CONFIG}", fix)
+        return Finding(f"{path} has no adapter", where, f"it has no {ADAPTER_CONFIG}", fix)
     near = nearest_folder(path)
     return Finding(f"there is no folder {path}", where, fix=f"did you mean {near}?" if near else fix)
 

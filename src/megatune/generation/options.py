@@ -1,4 +1,4 @@
-"""The options of what writes text: which model, how it writes, and what computes; declared once, for the verbs too."""
+"""The options of text generation: model, sampling and backend, shared by `infer`, `serve` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -93,45 +93,45 @@ class WriterOptions(BackendOptions, SamplingOptions, MediaOptions, QuestionOptio
     """The options of the verbs that write text."""
 
 
-class PictureFile(NamedTuple):
-    """An image or a video to show to the model."""
+class MediaFile(NamedTuple):
+    """A file of an image or a video."""
 
     kind: Literal["image", "video"]
     path: str
 
 
 class Sampling(SamplingOptions):
-    """How one answer is written. None leaves a choice to the model's own generation_config.json."""
+    """The sampling options of one answer. None means the value in the model's generation_config.json."""
 
     keep_stop_word: bool = True
     """whether the text that ended an answer belongs to it"""
 
 
 class GenerationOptions(Sampling, MediaOptions, QuestionOptions):
-    """The options of a `Generator`: how it writes where a request says nothing else, and what it is asked with."""
+    """The options of a `Generator`: default sampling options, system message, images and videos."""
 
     raw: bool = False
     """continue the prompt as it is, without the chat template"""
-    pictures: tuple[PictureFile, ...] = ()
-    """of the first message, in the order in which it shows them"""
+    media: tuple[MediaFile, ...] = ()
+    """images and videos of the first message, in order"""
 
 
-def check_options(options: GenerationOptions, *, brings_pictures: bool = False) -> None:
-    """Refuse options that would have no effect, and pictures that are no files.
+def check_options(options: GenerationOptions, *, accepts_media: bool = False) -> None:
+    """Raise if options would have no effect, or files of images and videos are missing.
 
     Args:
-        brings_pictures: whether what is asked later may have images and videos of its own.
+        accepts_media: whether later prompts may have their own images and videos.
 
     Raises:
-        MegatuneError: (SETTINGS) with one finding for every problem; (INPUT) with one for every missing picture.
+        MegatuneError: (SETTINGS) with one finding for each problem; (INPUT) with one for each missing file.
     """
-    if findings := [*_without_effect(options, brings_pictures)]:
+    if findings := [*_without_effect(options, accepts_media)]:
         raise MegatuneError(findings, ExitCode.SETTINGS)
-    if findings := [_no_picture(each) for each in options.pictures if not Path(each.path).is_file()]:
+    if findings := [_missing_file(each) for each in options.media if not Path(each.path).is_file()]:
         raise MegatuneError(findings, ExitCode.INPUT)
 
 
-def _without_effect(options: GenerationOptions, brings_pictures: bool) -> Iterator[Finding]:
+def _without_effect(options: GenerationOptions, accepts_media: bool) -> Iterator[Finding]:
     if not all(options.stop_words):
         yield Finding("an empty text ends every answer", "--stop_words", fix="leave it out")
     why = "temperature 0 means greedy decoding"
@@ -141,19 +141,19 @@ def _without_effect(options: GenerationOptions, brings_pictures: bool) -> Iterat
     for flag, given in (("--system", options.system), ("--enable_thinking", options.enable_thinking)):
         if options.raw and given is not None:
             yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")
-    kinds = {picture.kind for picture in options.pictures}
+    kinds = {picture.kind for picture in options.media}
     for name in MediaOptions.model_fields:
         kind = "video" if name.startswith("video") else "image"
-        if getattr(options, name) is not None and kind not in kinds and not brings_pictures:
+        if getattr(options, name) is not None and kind not in kinds and not accepts_media:
             yield Finding("has no effect", f"--{name}", f"there is no {kind}", f"add --{kind}, or leave it out")
 
 
-def _no_picture(picture: PictureFile) -> Finding:
+def _missing_file(picture: MediaFile) -> Finding:
     path = Path(picture.path)
     if path.is_dir():
         return Finding(f"{path} is a folder", f"--{picture.kind}", fix=f"name a file: --{picture.kind} {path}/FILE")
     siblings = [child.name for child in path.parent.iterdir() if child.is_file()] if path.parent.is_dir() else []
-    fix = "check the path; it is taken from the folder that the command runs in"
+    fix = "check the path; it is relative to the folder in which the command runs"
     if nearest := closest(path.name, siblings):
         fix = f"did you mean {path.parent / nearest}?"
     return Finding(f"there is no file {path}", f"--{picture.kind}", fix=fix)

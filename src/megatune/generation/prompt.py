@@ -1,4 +1,4 @@
-"""What is asked and what is answered, and what answers: the protocol that every backend keeps."""
+"""Prompts, replies, and the protocol of backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatune.generation.options import Sampling
 
 if TYPE_CHECKING:
-    from megatune.generation.pictures import Picture
+    from megatune.generation.media import MediaItem
 
 OnText = Callable[[str], None]
 IsStopped = Callable[[], bool]
@@ -20,21 +20,21 @@ class Prompt:
     """Tokens to continue.
 
     Attributes:
-        pictures: in the order of their tokens.
+        media: images and videos in the order of their tokens.
     """
 
     token_ids: list[int]
-    pictures: tuple[Picture, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model wrote.
+    """A generated answer.
 
     Attributes:
-        text: without special tokens.
-        num_tokens: generated, the stop token included.
-        stopped: whether the model ended by itself, with a stop token or a stop word, and not at the limit of tokens.
+        text: the text without special tokens.
+        num_tokens: number of generated tokens, including the stop token.
+        stopped: whether it ended with a stop token or stop word, not at the token limit.
     """
 
     text: str
@@ -46,12 +46,12 @@ class Backend(Protocol):
     """Continues prompts.
 
     Attributes:
-        context: tokens of a prompt and its answer at most; None where the model does not say.
-        at_once: threads that may call `write` at the same time.
+        context: maximum number of tokens of a prompt and its answer; None if unknown.
+        max_concurrency: number of threads that may call `write` at the same time.
     """
 
     context: int | None
-    at_once: int
+    max_concurrency: int
 
     def write(
         self, prompt: Prompt, sampling: Sampling, on_text: OnText | None = None, is_stopped: IsStopped | None = None
@@ -59,22 +59,22 @@ class Backend(Protocol):
         """Continue one prompt.
 
         Args:
-            on_text: gets the text piece by piece, as it is written.
-            is_stopped: asked after every token; True ends the answer there.
+            on_text: gets the text piece by piece as it is generated.
+            is_stopped: called after every token; True ends the answer.
         """
         ...
 
     def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Continue prompts, side by side where that changes no answer at temperature 0."""
+        """Continue prompts, batched unless that would change an answer at temperature 0."""
         ...
 
     def close(self) -> None:
-        """Give back what was taken."""
+        """Free the backend's resources."""
         ...
 
 
 def cut_at_stop_word(text: str, sampling: Sampling) -> tuple[str, bool]:
-    """Cut a text at the first of the stop words in it; return it, and whether there was one."""
+    """Cut a text at the first stop word; return it, and whether there was one."""
     starts = [(start, word) for word in sampling.stop_words if (start := text.find(word)) >= 0]
     if not starts:
         return text, False

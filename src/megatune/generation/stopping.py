@@ -1,4 +1,4 @@
-"""What ends an answer before its last token, and text handed on while it is written."""
+"""Stopping criteria of answers, and streaming of text."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ _TOKENS_OF_A_CHARACTER = 4  # at most: the bytes of its UTF-8
 
 
 def stop_ids(config: GenerationConfig) -> frozenset[int]:
-    """Return the ids of a model's own stop tokens."""
+    """Return the ids of a model's stop tokens."""
     ids = config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 
-class Ending(StoppingCriteria):
-    """Ends an answer where its room ends, or whose last token completes a stop word; every answer as soon as somebody
-    says so.
+class StopCriteria(StoppingCriteria):
+    """Ends an answer at its token limit or after a stop word, and all answers when `is_stopped` returns True.
 
     Args:
-        rooms: tokens of each row's answer at most.
+        limits: maximum number of tokens of each row's answer.
 
     Attributes:
-        lengths: tokens of each answer that a stop word ended, by its row.
+        lengths: number of tokens of each answer that a stop word ended, by row.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
-        rooms: Sequence[int],
+        limits: Sequence[int],
         num_prompt_tokens: int,
         is_stopped: IsStopped | None,
     ) -> None:
         self.lengths: dict[int, int] = {}
-        self._tokenizer, self._sampling, self._rooms = tokenizer, sampling, rooms
+        self._tokenizer, self._sampling, self._limits = tokenizer, sampling, limits
         self._start, self._is_stopped = num_prompt_tokens, is_stopped
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -52,7 +51,7 @@ class Ending(StoppingCriteria):
                 if row not in self.lengths and ends_with_stop_word(self._tokenizer, ids, self._sampling):
                     self.lengths[row] = length
         stopped = self._is_stopped is not None and self._is_stopped()
-        ended = [stopped or row in self.lengths or room <= length for row, room in enumerate(self._rooms)]
+        ended = [stopped or row in self.lengths or limit <= length for row, limit in enumerate(self._limits)]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
 
 
@@ -63,7 +62,7 @@ def ends_with_stop_word(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], 
 
 
 def _window(sampling: Sampling) -> int:
-    """Return how many of the last tokens hold a stop word that the very last one completes.
+    """Return how many of the last tokens can contain a stop word that the last token completes.
 
     The token before the word's first may share a character with it.
     """
@@ -71,26 +70,26 @@ def _window(sampling: Sampling) -> int:
 
 
 class Stream(TextStreamer):
-    """Hands generated text to a function as soon as its last word is whole and cannot become a stop word."""
+    """Streams generated text to a function, once a word is complete and cannot become a stop word."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, on_text: OnText) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._held = HeldText(sampling, on_text)
+        self._held = StopWordBuffer(sampling, on_text)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Take the next piece of text from the base class."""
+        """Receive the next piece of text from the base class."""
         self._held.add(text, is_last=stream_end)
 
 
-class HeldText:
-    """Keeps back the end of a growing text while it may be the beginning of a stop word."""
+class StopWordBuffer:
+    """Holds back the end of a growing text while it may be the beginning of a stop word."""
 
     def __init__(self, sampling: Sampling, on_text: Callable[[str], None]) -> None:
         self._sampling, self._on_text = sampling, on_text
         self._held, self._ended = "", False
 
     def add(self, text: str, *, is_last: bool = False) -> None:
-        """Take the next piece, and hand on what is sure."""
+        """Add the next piece, and pass on the text that cannot belong to a stop word."""
         if self._ended:
             return
         self._held, self._ended = cut_at_stop_word(self._held + text, self._sampling)
@@ -100,7 +99,7 @@ class HeldText:
             self._held = self._held[sure:]
 
     def _unsure(self) -> int:
-        """Return how much of the end begins a stop word."""
+        """Return the length of the text's end that may begin a stop word."""
         return max(
             (
                 size

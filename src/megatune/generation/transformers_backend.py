@@ -1,4 +1,4 @@
-"""A model of Transformers on this machine's device, and how it is loaded."""
+"""The Transformers backend: loads a model onto this machine's device, and generates with it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatune.data import encode
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.rope import context_length
 from megatune.generation.inputs import has_tokenizer
+from megatune.generation.media import generate_inputs
 from megatune.generation.options import Sampling
-from megatune.generation.pictures import generate_inputs
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply, cut_at_stop_word
-from megatune.generation.stopping import Ending, Stream, stop_ids
+from megatune.generation.stopping import StopCriteria, Stream, stop_ids
 from megatune.half_precision import multiply_in_fp32
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ def load_tokenizer(folder: Path, adapters: Sequence[Path] = ()) -> PreTrainedTok
     """Load the tokenizer of a model, or of the last adapter that has one.
 
     Raises:
-        MegatuneError: (INPUT) it cannot be read, or is not the model's.
+        MegatuneError: (INPUT) it cannot be read, or does not belong to the model.
     """
     folder = next((each for each in reversed(adapters) if has_tokenizer(each)), folder)
     return encode.load_tokenizer(folder)
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
-    """Load the model of a folder onto this machine's device, as a model that reads images where it is one.
+    """Load a causal language model or a vision-language model onto this machine's device.
 
     Args:
-        options: of from_pretrained.
+        options: further arguments of from_pretrained.
 
     Raises:
-        MegatuneError: (INPUT) what is missing or can't be read.
+        MegatuneError: (INPUT) a file is missing or cannot be read.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -71,13 +71,12 @@ def load_pretrained(folder: Path, dtype: torch.dtype | str = "auto", **options: 
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _cannot_load(folder, str(error)) from error
-    # Transformers fills what is missing with random numbers, and its warning is silenced above.
+    # Transformers initializes missing tensors randomly, and its warning is silenced above.
     if missing := sorted(loading["missing_keys"]):
         raise _cannot_load(folder, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
     multiply_in_fp32(model.dtype)
-    loaded: PreTrainedModel = model.to(
-        torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    )
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    loaded: PreTrainedModel = model.to(device)
     return loaded
 
 
@@ -86,10 +85,10 @@ class TransformersBackend:
 
     Args:
         model: a causal language model, or a vision-language model, in eval mode.
-        vision: of a model that takes pictures.
+        vision: None for a text-only model.
     """
 
-    at_once = 1
+    max_concurrency = 1
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None
@@ -105,10 +104,10 @@ class TransformersBackend:
         adapters: Sequence[Path] = (),
         vision: Vision | None = None,
     ) -> TransformersBackend:
-        """Load the model of a folder onto this machine's device, with adapters applied in order.
+        """Load a model onto this machine's device, and apply adapters in order.
 
         Raises:
-            MegatuneError: (INPUT) what is missing or can't be read.
+            MegatuneError: (INPUT) a file is missing or cannot be read.
         """
         model = load_pretrained(folder)
         if adapters:
@@ -125,13 +124,13 @@ class TransformersBackend:
         return self._generate([prompt], sampling, stream, is_stopped)[0]
 
     def write_all(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Reply]:
-        """Continue prompts in one batch; those with pictures one by one."""
-        together = [each for each in prompts if not each.pictures]
+        """Continue prompts in one batch, and those with images or videos one by one."""
+        together = [each for each in prompts if not each.media]
         replies = iter(self._generate(together, sampling) if together else ())
-        return [self.write(each, sampling) if each.pictures else next(replies) for each in prompts]
+        return [self.write(each, sampling) if each.media else next(replies) for each in prompts]
 
     def close(self) -> None:
-        """Nothing was taken but memory."""
+        """Do nothing: there is only memory to free."""
 
     def _generate(
         self,
@@ -140,33 +139,33 @@ class TransformersBackend:
         stream: Stream | None = None,
         is_stopped: IsStopped | None = None,
     ) -> list[Reply]:
-        """Continue prompts side by side; pictures are of a prompt alone."""
+        """Continue prompts in a batch; a prompt with images or videos must be alone."""
         context = self.context or sys.maxsize
-        rooms = [min(sampling.max_new_tokens, context - len(each.token_ids)) for each in prompts]
+        limits = [min(sampling.max_new_tokens, context - len(each.token_ids)) for each in prompts]
         input_ids, attention_mask = left_padded([each.token_ids for each in prompts])
         num_prompt_tokens = input_ids.shape[1]
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.vision is not None:
-            inputs |= generate_inputs(self.vision, input_ids, prompts[0].pictures)
-        ending = Ending(self.tokenizer, sampling, rooms, num_prompt_tokens, is_stopped)
+            inputs |= generate_inputs(self.vision, input_ids, prompts[0].media)
+        criteria = StopCriteria(self.tokenizer, sampling, limits, num_prompt_tokens, is_stopped)
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         with torch.inference_mode():
             generated = self.model.generate(
-                max_new_tokens=max(rooms),
+                max_new_tokens=max(limits),
                 streamer=stream,
-                stopping_criteria=StoppingCriteriaList([ending]),
+                stopping_criteria=StoppingCriteriaList([criteria]),
                 **{name: tensor.to(self.model.device) for name, tensor in inputs.items()},
                 **_arguments(sampling),
             )
-        lengths = ending.lengths
+        lengths = criteria.lengths
         return [
-            self._reply(ids[: min(lengths.get(row, room), room)], sampling, lengths.get(row, room + 1) <= room)
-            for row, (ids, room) in enumerate(zip(generated[:, num_prompt_tokens:].tolist(), rooms, strict=True))
+            self._reply(ids[: min(lengths.get(row, limit), limit)], sampling, lengths.get(row, limit + 1) <= limit)
+            for row, (ids, limit) in enumerate(zip(generated[:, num_prompt_tokens:].tolist(), limits, strict=True))
         ]
 
     def _reply(self, new_ids: list[int], sampling: Sampling, by_word: bool) -> Reply:
-        """Make an answer of its tokens; what follows a stop token is padding."""
+        """Return the reply of generated tokens; tokens after a stop token are padding."""
         stops = stop_ids(self.model.generation_config)
         end = next((index + 1 for index, each in enumerate(new_ids) if each in stops), None)
         text, cut = cut_at_stop_word(self.tokenizer.decode(new_ids[:end], skip_special_tokens=True), sampling)
@@ -174,9 +173,9 @@ class TransformersBackend:
 
 
 def left_padded(prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 input_ids and attention_mask, both [prompts, tokens], of prompts' ids, padded on the left.
+    """Pad prompts on the left; return int64 input_ids and attention_mask, both [prompts, tokens].
 
-    A prompt is padded with its own first token: a repetition penalty reads padding, too, and changes nothing then.
+    A prompt is padded with its own first token, because a repetition penalty also applies to padding.
     """
     longest = max(map(len, prompts))
     ids = [each[:1] * (longest - len(each)) + each for each in prompts]
@@ -185,7 +184,7 @@ def left_padded(prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _arguments(sampling: Sampling) -> dict[str, Any]:
-    """Return the arguments of `generate` that are not left to the model's generation config."""
+    """Return the arguments of `generate` that override the model's generation config."""
     temperature = sampling.temperature
     do_sample = None if temperature is None else temperature > 0
     chosen = {"do_sample": do_sample, "repetition_penalty": sampling.repetition_penalty}

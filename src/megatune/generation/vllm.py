@@ -1,4 +1,4 @@
-"""vLLM, where it is installed: the one engine of answers, of the endpoint and of rollouts, stepped by one thread."""
+"""vLLM, if installed: an engine that one thread steps, used by `infer`, `serve` and rollouts."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megatune.families.peft_config import read_peft_config
 from megatune.generation.options import GenerationOptions, Sampling
 from megatune.generation.prompt import IsStopped, OnText, Prompt, Reply
 
-_LOOK_SECONDS = 0.1  # between two looks at whether an answer is still wanted
+_POLL_SECONDS = 0.1  # between two checks whether an answer is still wanted
 
 
 class Vllm:
-    """vLLM's LLMEngine with the model of a folder. One thread uses it.
+    """vLLM's LLMEngine with the model of a folder. Only one thread uses it.
 
     Args:
-        arguments: vLLM's own.
+        arguments: vLLM's engine arguments.
 
     Attributes:
-        engine: vLLM's.
-        stops: ids of the model's own stop tokens.
+        engine: the LLMEngine.
+        stops: ids of the model's stop tokens.
 
     Raises:
-        MegatuneError: (UNAVAILABLE) what vLLM refuses the model, or this machine, with.
+        MegatuneError: (UNAVAILABLE) vLLM cannot load the model on this machine.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
@@ -52,10 +52,10 @@ class Vllm:
         self.stops = [stops] if isinstance(stops, int) else list(stops)
 
     def add(self, id_: str, token_ids: Sequence[int], params: Mapping[str, Any], adapter: Any = None) -> None:
-        """Begin an answer; `step` returns what was sampled since the last one.
+        """Add a request; `step` returns its new tokens.
 
         Args:
-            params: of vLLM's SamplingParams.
+            params: arguments of vLLM's SamplingParams.
             adapter: vLLM's LoRARequest.
         """
         from vllm import SamplingParams
@@ -65,20 +65,20 @@ class Vllm:
         self.engine.add_request(id_, {"prompt_token_ids": list(token_ids)}, chosen, lora_request=adapter)
 
     def step(self) -> list[tuple[str, Any]]:
-        """Sample for a moment; return (id, vLLM's CompletionOutput) of each request with something new."""
+        """Run an engine step; return (id, CompletionOutput) of each request with new tokens."""
         return [(output.request_id, output.outputs[0]) for output in self.engine.step()]
 
     def abort(self, ids: Sequence[str]) -> None:
-        """End answers."""
+        """Abort requests."""
         self.engine.abort_request(list(ids))
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method, or a function of the worker, in each of its workers."""
+        """Call a method, or a function of the worker, in every worker."""
         found: list[Any] = self.engine.collective_rpc(method, args=args)
         return found
 
     def close(self) -> None:
-        """End the workers, and remove shared memory that those of a CPU leave behind."""
+        """End the workers, and remove shared memory that CPU workers leave behind."""
         names = {name for name in self.call(_name_of_shared_memory) if name}
         self.engine.engine_core.shutdown()
         for name in names:
@@ -87,21 +87,21 @@ class Vllm:
 
 
 def _name_of_shared_memory(worker: Any) -> str:
-    """Return how the names of a worker's files in /dev/shm begin; empty where vLLM has none there."""
+    """Return the prefix of the names of a worker's files in /dev/shm, "" if vLLM has none."""
     return os.environ.get("VLLM_DIST_IDENT", "")
 
 
 def check_vllm(options: GenerationOptions, adapters: Sequence[Path]) -> None:
-    """Refuse what is not supported with vLLM.
+    """Raise if vLLM does not support the options.
 
     Raises:
-        MegatuneError: (SETTINGS) several adapters, or pictures; (UNAVAILABLE) vLLM is not installed.
+        MegatuneError: (SETTINGS) several adapters, images or videos; (UNAVAILABLE) vLLM is not installed.
     """
     findings = []
     if len(adapters) > 1:
         fix = "`megatune export --merge_lora` writes a merged model, which vLLM takes"
         findings.append(Finding("several adapters at once are not supported with vLLM", "--adapters", fix=fix))
-    if options.pictures:
+    if options.media:
         fix = "leave out --infer_backend vllm"
         findings.append(Finding("images and videos are not supported with vLLM", "--image, --video", fix=fix))
     if findings:
@@ -116,7 +116,7 @@ Event = str | Reply | BaseException
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer that is being written, and what is told to the thread that waits for it."""
+    """An answer in progress, and the events for the thread that waits for it."""
 
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     text: str = ""
@@ -124,13 +124,14 @@ class _Answer:
 
 
 class VllmBackend:
-    """Continues prompts with vLLM, for any number of threads at the same time; see `Backend`. One of its own steps it.
+    """Continues prompts with vLLM for many threads at the same time; see `Backend`. An internal thread steps the
+    engine.
 
     Attributes:
-        context: tokens of a prompt and its answer at most.
+        context: maximum number of tokens of a prompt and its answer.
     """
 
-    at_once = 256
+    max_concurrency = 256
 
     def __init__(self, vllm: Vllm, adapter: Path | None = None) -> None:
         self._vllm, self._answers = vllm, dict[str, _Answer]()
@@ -150,7 +151,7 @@ class VllmBackend:
         *,
         arguments: Mapping[str, Any],
     ) -> VllmBackend:
-        """Load a model and at most one adapter; `arguments` are vLLM's own."""
+        """Load a model and at most one adapter; `arguments` are vLLM's engine arguments."""
         given = dict(arguments)
         if adapters:
             given |= lora_arguments(read_peft_config(adapters[0]).rank)
@@ -170,14 +171,14 @@ class VllmBackend:
     def _finished(
         self, id_: str, answer: _Answer, on_text: OnText | None = None, is_stopped: IsStopped | None = None
     ) -> Reply:
-        """Wait for an answer that was begun."""
+        """Wait for an answer."""
         try:
             while True:
                 try:
-                    event = answer.events.get(timeout=_LOOK_SECONDS)
+                    event = answer.events.get(timeout=_POLL_SECONDS)
                 except queue.Empty:
                     if not self._thread.is_alive():
-                        raise RuntimeError("vLLM was closed before the answer was whole") from None
+                        raise RuntimeError("vLLM was closed before the answer was complete") from None
                 else:
                     if isinstance(event, BaseException):
                         raise event
@@ -186,13 +187,13 @@ class VllmBackend:
                     if on_text is not None:
                         on_text(event)
                 if is_stopped is not None and is_stopped():
-                    self._asked.put(partial(self._end, id_))  # which tells the reply
+                    self._asked.put(partial(self._end, id_))  # which sends the reply
                     is_stopped = None
         finally:
             self._asked.put(partial(self._end, id_))
 
     def _begin(self, prompt: Prompt, sampling: Sampling) -> tuple[str, _Answer]:
-        """Have the thread begin an answer; return its id, and what it is told of."""
+        """Let the thread begin an answer; return its id and state."""
         id_, answer, params = uuid.uuid4().hex, _Answer(), self._params(sampling, prompt)
 
         def begin() -> None:
@@ -220,7 +221,7 @@ class VllmBackend:
                 self._answers = {}
 
     def _note(self, id_: str, piece: Any) -> None:
-        """Tell of what was sampled of an answer."""
+        """Send the new text of an answer."""
         if (answer := self._answers.get(id_)) is None:  # aborted
             return
         answer.text, answer.num_tokens = answer.text + piece.text, answer.num_tokens + len(piece.token_ids)
@@ -230,7 +231,7 @@ class VllmBackend:
             self._conclude(id_, stopped=piece.finish_reason == "stop")
 
     def _end(self, id_: str) -> None:
-        """End an answer early, if it has not ended already."""
+        """Abort an answer unless it has ended already."""
         if id_ in self._answers:
             self._vllm.abort([id_])
             self._conclude(id_, stopped=False)
@@ -240,15 +241,15 @@ class VllmBackend:
         answer.events.put(Reply(answer.text, answer.num_tokens, stopped=stopped))
 
     def close(self) -> None:
-        """End the thread, and vLLM's processes."""
+        """End the thread and vLLM's processes."""
         self._asked.put(None)
         self._thread.join(10)
         self._vllm.close()
 
     def _params(self, sampling: Sampling, prompt: Prompt) -> dict[str, Any]:
-        """Return the arguments of vLLM's SamplingParams; what is left open is as the model's files say."""
-        if prompt.pictures:
-            finding = Finding("images and videos are not supported with vLLM", fix="ask without")
+        """Return the arguments of vLLM's SamplingParams; defaults are those of generation_config.json."""
+        if prompt.media:
+            finding = Finding("images and videos are not supported with vLLM", fix="leave them out")
             raise MegatuneError(finding, ExitCode.INPUT)
         own, temperature = self._vllm.generation, sampling.temperature
         room = self._vllm.engine.model_config.max_model_len - len(prompt.token_ids)
@@ -269,11 +270,11 @@ class VllmBackend:
 
 
 def set_environment(*, on_gpu: bool | None = None, more: Mapping[str, str] | None = None) -> None:
-    """Set the variables that vLLM reads when it is imported; those that are set already stay.
+    """Set the environment variables that vLLM reads when it is imported, unless they are set already.
 
     Args:
-        on_gpu: whether it computes on a GPU; None: where torch sees one.
-        more: go before those that are chosen here.
+        on_gpu: whether vLLM runs on a GPU; None if torch decides.
+        more: variables that override the defaults.
     """
     if on_gpu is None:
         import torch
@@ -282,10 +283,10 @@ def set_environment(*, on_gpu: bool | None = None, more: Mapping[str, str] | Non
     chosen = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process, and takes tensors as they are
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process and takes tensors directly
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    if on_gpu:  # who has asked torch for GPUs cannot fork processes that use them
+    if on_gpu:  # a process that has initialized CUDA cannot fork processes that use it
         chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     else:
         chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -299,7 +300,7 @@ def lora_arguments(rank: int) -> dict[str, Any]:
 
 
 def lora_request(folder: Path, number: int) -> Any:
-    """Return what a request names an adapter with; another number is another adapter."""
+    """Return the LoRARequest of an adapter; each adapter needs another number."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{number}", number, str(folder))
@@ -307,14 +308,14 @@ def lora_request(folder: Path, number: int) -> Any:
 
 @contextmanager
 def starting(engine: str, model: object) -> Iterator[None]:
-    """Turn what an engine refuses a model, or this machine, with into one line (UNAVAILABLE)."""
+    """Convert an engine's error while loading a model to one line (UNAVAILABLE)."""
     try:
         yield
     except (RuntimeError, ValueError, OSError, TypeError) as error:
-        # pydantic's errors are ValueErrors, whose first line says how many there are.
+        # pydantic's errors are ValueErrors whose first line is only their number.
         found = error.errors() if isinstance(error, ValidationError) else []
         why = "; ".join(each["msg"] for each in found) or str(error).strip().partition("\n")[0]
-        fix = f"see the lines above, or the log of the engine; change the arguments that are handed to {engine}"
+        fix = f"see the lines above, or the log of the engine; change the arguments of {engine}"
         finding = Finding(f"{engine} cannot load the model", str(model), why, fix)
         raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error
 

@@ -1,10 +1,8 @@
-"""A response of several turns as a reward sees it: an environment answers each turn, until it is done; and the
-tools that a model calls in its turns: a program that is run, an index that is searched. A turn that calls none is the
-answer, and the last one.
+"""Environments of multi-turn responses, and two tools as environments: a Python sandbox and a search index. A turn that
+calls no tool is the answer, and the last turn.
 
-An environment has Gymnasium's terms. It runs in the processes of its domain's reward, which may be any of them, and
-may be new after a resume: so it is played again from its beginning for every turn, and must answer equal turns of
-equal rows equally.
+Environments have Gymnasium's interface. They run in any process of their domain's reward, and continue in others
+after a resume: so all turns are replayed for every new turn, and an environment must be deterministic.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from megatune.config.rl.rollout import ENVIRONMENTS
 from megatune.rl.rewards.answer import Answer, Reward, RewardError, Verdict
 from megatune.rl.rewards.code.sandbox import Job, Sandbox
 
-OBSERVATION = "observation"  # of a verdict's details: the response goes on after it
+OBSERVATION = "observation"  # key in a verdict's details; the response continues after the observation
 BUILT_IN = {name: f"megatune.rl.environments:{name.title()}Tool" for name in ENVIRONMENTS}
 
 # observation, reward, terminated, truncated, info
@@ -31,29 +29,29 @@ Step = tuple[str, float, bool, bool, Mapping[str, Any]]
 
 
 class Environment(Protocol):
-    """One problem, from its first turn to its last. It may have a class attribute `is_stateless`, where an answer
-    depends on the turn alone, which is not played again then."""
+    """One episode: a problem from its first turn to its last. If a class attribute `is_stateless` is true, a step
+    depends only on the turn, and earlier turns are not replayed."""
 
     def reset(self, row: Mapping[str, Any]) -> object:
-        """Begin with a row; the model sees its prompt, whatever this returns."""
+        """Begin with a row; the return value is ignored, since the model sees the row's prompt."""
         ...
 
     def step(self, action: str) -> Step:
-        """Answer a turn of the model: its text, without special tokens."""
+        """Respond to a turn of the model: its text without special tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """A reward that plays.
+class EnvironmentReward:
+    """A reward with an environment.
 
-    The score is the sum of the environment's rewards, or what another reward says of the last turn. `correct` is
-    that of the last info, else whether the score is 1 or more.
+    The score is the sum of the environment's rewards, or the score of another reward for the last turn. `correct` is
+    that of the last info, by default whether the score is 1 or more.
 
     Attributes:
         make: returns a new environment.
-        max_turns: of the model.
-        reward: scores the last turn; None: the environment does.
+        max_turns: maximum number of turns of the model.
+        reward: scores the last turn; None if the environment does.
     """
 
     make: Callable[[], Environment]
@@ -61,17 +59,17 @@ class Play:
     reward: Reward | None = None
 
     def __call__(self, answer: Answer) -> Verdict:
-        """Return a verdict that asks for another turn (`OBSERVATION`), or the response's."""
-        total, is_done, observation, info = self._played(answer)
+        """Return a verdict that requests another turn (`OBSERVATION`), or the final one."""
+        total, is_done, observation, info = self._replay(answer)
         if not is_done and answer.finish == "stop" and len(answer.turns) < self.max_turns:
             return Verdict(total, 0.0, {OBSERVATION: observation})
-        said = {name: value for name, value in info.items() if name != "correct"} | {"turns": len(answer.turns)}
+        details = {name: value for name, value in info.items() if name != "correct"} | {"turns": len(answer.turns)}
         if self.reward is None:
-            return Verdict(total, float(info.get("correct", total >= 1)), said)
+            return Verdict(total, float(info.get("correct", total >= 1)), details)
         verdict = self.reward(answer)
-        return replace(verdict, details={**said, **verdict.details})
+        return replace(verdict, details={**details, **verdict.details})
 
-    def _played(self, answer: Answer) -> tuple[float, bool, str, Mapping[str, Any]]:
+    def _replay(self, answer: Answer) -> tuple[float, bool, str, Mapping[str, Any]]:
         environment = self.make()
         environment.reset(answer.row)
         turns = answer.turns[-1:] if getattr(environment, "is_stateless", False) else answer.turns
@@ -79,10 +77,10 @@ class Play:
         for turn in turns:
             step = environment.step(turn)
             if not isinstance(step, tuple) or len(step) != 5:
-                what = "step returns (observation, reward, terminated, truncated, info)"
+                what = "step must return (observation, reward, terminated, truncated, info)"
                 raise RewardError(f"the environment {type(environment).__name__}: {what}, not {step!r:.80}")
-            observation, reward, terminated, truncated, own = step
-            total, info, is_done = total + float(reward), {**info, **own}, bool(terminated or truncated)
+            observation, reward, terminated, truncated, new_info = step
+            total, info, is_done = total + float(reward), {**info, **new_info}, bool(terminated or truncated)
             if is_done:
                 break
         return total, is_done, str(observation), info
@@ -91,11 +89,11 @@ class Play:
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _BLOCK = re.compile(r"```(?:python|py)\n(.*?)```", re.DOTALL)
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-_THOUGHT = "</think>"
+_END_OF_THINK = "</think>"
 
 
 class _Tool(ABC):
-    """Args of all: max_characters: of what a tool returns; the middle of more is left out."""
+    """Base of tools. max_characters limits a tool's output, whose middle is cut out."""
 
     is_stateless = True
     name, argument, written = "", "", re.compile("")
@@ -103,43 +101,43 @@ class _Tool(ABC):
     def __init__(self, max_characters: int = 2000) -> None:
         if max_characters < 1:
             raise ValueError(f"max_characters is {max_characters}, expected 1 or more")
-        self._most = max_characters
+        self._max_characters = max_characters
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        """Begin; a tool is the same for every row."""
+        """Do nothing; a tool is the same for every row."""
         return ""
 
     def step(self, action: str) -> Step:
-        """Run the turn's last call: {"name": ..., "arguments": {...}} in <tool_call>, or as the tool writes it."""
-        said = action.rpartition(_THOUGHT)[2]
-        asked = self.written.findall(said)
-        for text in _CALL.findall(said):
+        """Run the turn's last call: {"name": ..., "arguments": {...}} in <tool_call>, or in the tool's own form."""
+        text = action.rpartition(_END_OF_THINK)[2]
+        calls = self.written.findall(text)
+        for block in _CALL.findall(text):
             try:
-                call = json.loads(text)
+                call = json.loads(block)
                 if call["name"] != self.name:
                     return f"Error: there is no tool {call['name']!r}, only {self.name}", 0.0, False, False, {}
-                asked.append(str(call["arguments"][self.argument]))
+                calls.append(str(call["arguments"][self.argument]))
             except (ValueError, KeyError, TypeError):
                 form = {"name": self.name, "arguments": {self.argument: "..."}}
                 return f"Error: write {json.dumps(form)} in <tool_call>", 0.0, False, False, {}
-        if not asked:
+        if not calls:
             return "", 0.0, True, False, {}
-        return self._shortened(self.call(asked[-1])), 0.0, False, False, {}
+        return self._shorten(self.call(calls[-1])), 0.0, False, False, {}
 
     @abstractmethod
-    def call(self, asked: str) -> str:
-        """Return what the tool says."""
+    def call(self, argument: str) -> str:
+        """Return the tool's output."""
 
-    def _shortened(self, text: str) -> str:
-        half = self._most // 2
-        return text if len(text) <= self._most else f"{text[:half]} … {text[-half:]}"
+    def _shorten(self, text: str) -> str:
+        half = self._max_characters // 2
+        return text if len(text) <= self._max_characters else f"{text[:half]} … {text[-half:]}"
 
 
 class PythonTool(_Tool):
-    """Runs the last ```python block of a turn in the sandbox of rewards, and returns what it prints.
+    """Runs the last ```python block of a turn in the rewards' sandbox, and returns its output.
 
     Args:
-        seconds: that it may take.
+        seconds: time limit.
     """
 
     name, argument, written = "python", "code", _BLOCK
@@ -148,18 +146,18 @@ class PythonTool(_Tool):
         super().__init__(max_characters)
         self._seconds = seconds
 
-    def call(self, asked: str) -> str:
-        with Sandbox(Job(asked), seconds=self._seconds) as sandbox:
+    def call(self, argument: str) -> str:
+        with Sandbox(Job(argument), seconds=self._seconds) as sandbox:
             found = sandbox.read("", self._seconds)
         return "\n".join(filter(None, (found.stdout.strip(), found.failure))) or "(no output)"
 
 
 class SearchTool(_Tool):
-    """Searches texts by SQLite's full-text index, the best by BM25 first: <search>words</search>.
+    """Searches texts with SQLite's full-text index, ranked by BM25: <search>words</search>.
 
     Args:
-        file: JSON lines with a column `text`, and perhaps `title`.
-        results: how many are returned.
+        file: JSON lines with a column `text`, and optionally `title`.
+        results: number of returned texts.
     """
 
     name, argument, written = "search", "query", _SEARCH
@@ -170,8 +168,8 @@ class SearchTool(_Tool):
             raise ValueError(f"file {file} is missing")
         self._file, self._results = file, results
 
-    def call(self, asked: str) -> str:
-        words = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", asked))
+    def call(self, argument: str) -> str:
+        words = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", argument))
         if not words:
             return "(no words to search for)"
         query = "SELECT title, text FROM texts WHERE texts MATCH ? ORDER BY bm25(texts), rowid LIMIT ?"
@@ -181,11 +179,11 @@ class SearchTool(_Tool):
 
 @lru_cache(maxsize=4)
 def _index(file: str) -> sqlite3.Connection:
-    """Return an index of a file's texts, in memory."""
-    made = sqlite3.connect(":memory:")
-    made.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text)")
-    made.executemany("INSERT INTO texts VALUES (?, ?)", _texts(Path(file)))
-    return made
+    """Return an in-memory index of a file's texts."""
+    index = sqlite3.connect(":memory:")
+    index.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text)")
+    index.executemany("INSERT INTO texts VALUES (?, ?)", _texts(Path(file)))
+    return index
 
 
 def _texts(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,4 @@
-"""Pictures of prompts: read with the rows, placed among their tokens, and handed to engines and trainers as they are
-packed in prepared rows."""
+"""Images of prompts: read with the rows, placed among their tokens, and passed to engines and trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from megatune.data.truncation import unnumbered
 from megatune.data.vision import Placed, VisionInput, load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.rl.samples import Problem, Shown
+from megatune.rl.samples import Problem, PromptImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,9 +32,9 @@ _VIDEOS = "videos"
 
 
 def vision_of(source: Path, tokenizer: PreTrainedTokenizerBase, data: PromptData) -> VisionInput | None:
-    """Read what the policy makes of pictures; None of a language model.
+    """Load how the policy preprocesses images; return None for a text-only model.
 
-    An image is brought to whole tokens between image_min_pixels and image_max_pixels, as ROLL and ms-swift do.
+    An image is resized to whole tokens between image_min_pixels and image_max_pixels, as in ROLL and ms-swift.
 
     Raises:
         MegatuneError: as `load_vision_input`.
@@ -51,8 +50,8 @@ def vision_of(source: Path, tokenizer: PreTrainedTokenizerBase, data: PromptData
 
 
 def text_of(content: object) -> tuple[str, list[object]] | None:
-    """Return the text of a message, with a tag for each of its parts that is a picture, and what these parts name;
-    None where it is neither text nor a list of such parts."""
+    """Return the text of a message, with a tag for each part that is an image, and the values of these parts; None if
+    the content is neither text nor a list of such parts."""
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
@@ -79,19 +78,19 @@ def with_placeholders(
     """Replace the tags of images in messages by the model's placeholders.
 
     Args:
-        inline: what parts of messages name, by the message's index.
-        column: of the row's images.
-        vision: None of a model that reads text only.
+        inline: images in parts of messages, by message index.
+        column: the column of the row's images.
+        vision: None for a text-only model.
 
     Raises:
-        RowError: an image cannot be read, there are more or fewer tags than images, or the model takes none.
+        RowError: an image cannot be read, the numbers of tags and images differ, or the model is text-only.
     """
     if vision is None:
         if inline or files_of(row.get(column)):
             raise RowError("pictures", "the row has images, and the model reads text only")
         return [dict(each) for each in messages], ()
     if files_of(row.get(_VIDEOS)):
-        raise RowError("videos", "the row has videos; prompts of reinforcement learning have images only")
+        raise RowError("videos", "the row has videos; prompts of reinforcement learning support images only")
     begin = int(messages[0]["role"] == "system" and len(messages) > 1)  # images without a tag go before the question
     if begin and 0 in inline:
         raise RowError("picture-in-system", "the system message has an image", "images belong to the question")
@@ -103,30 +102,28 @@ def with_placeholders(
     return [*({**each} for each in messages[:begin]), *found], placed
 
 
-def with_pictures(
-    problem: Problem, ids: Sequence[int], placed: Sequence[Placed], vision: VisionInput | None
-) -> Problem:
-    """Return a problem with its tokens, a run of placeholders for each picture.
+def with_images(problem: Problem, ids: Sequence[int], placed: Sequence[Placed], vision: VisionInput | None) -> Problem:
+    """Return a problem with its tokens, with as many placeholder tokens per image as the model needs.
 
     Raises:
-        RowError: the text has the model's own placeholders.
+        RowError: the text contains the model's placeholders.
     """
     if vision is None:
         return replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
     (expanded,) = vision.expanded([list(ids)], placed)
     tokens, numbers = unnumbered(np.asarray(expanded, dtype=np.int64))
-    shown = Shown(vision, vision.remaining(tokens, numbers, placed)) if placed else None
-    return replace(problem, prompt_ids=tokens, shown=shown)
+    shown = PromptImages(vision, vision.remaining(tokens, numbers, placed)) if placed else None
+    return replace(problem, prompt_ids=tokens, images=shown)
 
 
-def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
-    """Refuse pictures where a role takes none.
+def check_images(settings: RLSettings, problems: Iterable[Problem]) -> None:
+    """Refuse images that a role does not support.
 
     Raises:
-        MegatuneError: SETTINGS, everything at once.
+        MegatuneError: SETTINGS, with all findings.
     """
     problems = [*problems]
-    seen = {each.domain: each.shown.vision.vision for each in problems if each.shown is not None}
+    seen = {each.domain: each.images.vision.vision for each in problems if each.images is not None}
     if not seen:
         return
     vision, findings = next(iter(seen.values())), []
@@ -134,7 +131,7 @@ def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
         other = load_architecture(folder).vision
         if other is None or other.reading != vision.reading:
             what, fix = f"{name} does not read the images of the prompts", "take a model of the policy's family"
-            why = "it reads text alone" if other is None else "it cuts images into other patches or tokens"
+            why = "it reads text only" if other is None else "it cuts images into other patches or tokens"
             findings.append(Finding(what, folder, why, fix))
     if vision.whole:
         why = "the built-in engine computes causal attention, and in this model the tokens of an image see each other"
@@ -147,41 +144,40 @@ def check_pictures(settings: RLSettings, problems: Iterable[Problem]) -> None:
         if "environment" in settings.rewards[domain].arguments:
             what = f"rewards.{domain} has an environment, and prompts have images"
             fix = "remove environment, or the images"
-            findings.append(Finding(what, why="later turns are written as text alone", fix=fix))
+            findings.append(Finding(what, why="later turns are written as text only", fix=fix))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 
 
 def _others(settings: RLSettings) -> dict[str, str]:
-    """Return the folders of models beside the policy that read the prompts, by their names in messages."""
+    """Return the folders of the other models that read prompts, by their names in messages."""
     teachers, actor = settings.teachers.values(), settings.actor_train
     roles = {role.name: role.settings for role in (settings.reference, settings.critic, *teachers) if role is not None}
     engines = roles | ({} if actor.teacher is None else {"teacher": actor.teacher})
     return {name: str(engine.model.model_name_or_path) for name, engine in engines.items()}
 
 
-def model_arguments(input_ids: np.ndarray, shown: Shown) -> dict[str, Tensor]:
-    """Return what Transformers' model takes of a prompt's pictures beside its tokens, int64 [tokens]; see
-    `media_arguments`.
+def model_arguments(input_ids: np.ndarray, images: PromptImages) -> dict[str, Tensor]:
+    """Return the image arguments of a Transformers model for a prompt with int64 [tokens]; see `media_arguments`.
 
     Raises:
-        MegatuneError: (DATA) a picture cannot be read, or has changed since it was measured.
+        MegatuneError: (DATA) an image cannot be read, or has changed since its size was measured.
     """
     given = []
-    for each in shown.pictures:
+    for each in images.pictures:
         source, measured = unpacked(each.packed)
         try:
-            pixels = shown.vision.processor.pixels(source, measured)
+            pixels = images.vision.processor.pixels(source, measured)
         except RowError as error:
-            fix = "engines read images where the driver does: on every machine, at the same path"
+            fix = "make images available on every machine at the same path, because engines read them, too"
             raise MegatuneError(Finding(str(error), source.name, fix=fix), ExitCode.DATA) from error
         given.append((source.kind, each.grid, each.seconds_per_grid, pixels))
-    return media_arguments(input_ids, given, shown.vision.vision)
+    return media_arguments(input_ids, given, images.vision.vision)
 
 
-def position_shift(input_ids: np.ndarray, shown: Shown | None) -> int:
-    """Return by how much positions after a prompt's pictures differ from the tokens' own numbers."""
-    if shown is None:
+def position_shift(input_ids: np.ndarray, images: PromptImages | None) -> int:
+    """Return the difference between position ids after a prompt's images and token indices."""
+    if images is None:
         return 0
-    measures = [(each.grid, each.seconds_per_grid) for each in shown.pictures]
-    return int(rotary_position_ids(input_ids, measures, shown.vision.vision).max()) + 1 - len(input_ids)
+    measures = [(each.grid, each.seconds_per_grid) for each in images.pictures]
+    return int(rotary_position_ids(input_ids, measures, images.vision.vision).max()) + 1 - len(input_ids)

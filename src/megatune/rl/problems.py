@@ -1,4 +1,4 @@
-"""Rows of files to prompts."""
+"""Reads problems: rows of files, with their prompts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pictures import text_of, with_pictures, with_placeholders
-from megatune.rl.prompts import Asked, Writer, encode_prompts, prompt_writer, swift_reader
+from megatune.rl.pictures import text_of, with_images, with_placeholders
+from megatune.rl.prompts import PromptRow, Writer, encode_prompts, prompt_writer, swift_reader
 from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatune.config.rl.settings import RewardRole
 
 DIFFICULTY = "difficulty"  # the column of difficulty_loss_weight: 0 easy ... 1 hard
-UNKNOWN_TAGS = "math_rule"  # the domain of rows whose tag no reward names, where there is such a domain
+UNKNOWN_TAGS = "math_rule"  # the domain of rows whose tag belongs to no reward, if there is such a domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Problems:
     """The problems of a run.
 
     Attributes:
-        by_domain: in the order of the files.
-        notes: lines for the log: what was read, what was left out, tags that no reward names.
+        by_domain: problems in the order of the files.
+        notes: lines for the log about read and excluded rows, and unknown tags.
     """
 
     by_domain: dict[str, list[Problem]]
     notes: tuple[str, ...] = field(default=())
 
     def all(self) -> list[Problem]:
-        """The problems of every domain, for validation."""
+        """Return the problems of all domains, for validation."""
         return [problem for problems in self.by_domain.values() for problem in problems]
 
 
@@ -72,24 +72,22 @@ def read_problems(
     """Read the rows of all files and write their prompts.
 
     A row's domain is its column `domain`, else that of the reward whose `tag_included` has its tag, else math_rule, or
-    the only reward there is. With `data.domain_interleave_probs` only their domains are kept; without (validation),
-    those of `rewards`.
+    the only reward. Only the domains of `data.domain_interleave_probs` are kept, or without it (validation) those of
+    `rewards`.
 
     Args:
-        template: global_template; None: `data.template`.
-        needs_difficulty: difficulty_loss_weight: every row has a number in the column difficulty.
-        needs_answers: opd_lmbda below 1: every row has an answer of its own.
-        vision: what the policy makes of pictures; None of a language model.
+        template: global_template; None for `data.template`.
+        needs_difficulty: whether every row needs a number in the column difficulty (difficulty_loss_weight).
+        needs_answers: whether every row needs its own answer (opd_lmbda below 1).
+        vision: None for a text-only policy.
 
     Raises:
-        MegatuneError: (DATA) rows that cannot be read or lack a column that their reward needs, a domain without
-            problems: all at once; (INPUT) a file is missing; (SETTINGS) an unknown template.
+        MegatuneError: (DATA) with all rows that cannot be read or lack a column that their reward needs, and domains
+            without problems; (INPUT) a file is missing; (SETTINGS) an unknown template.
     """
     given = template or data.template, tag_to_template or {}, needs_difficulty, needs_answers, vision
     reader = _Reader(data, rewards, tokenizer, *given)
-    by_domain: dict[str, list[Problem]] = {
-        domain: [] for domain in tuple(data.domain_interleave_probs) or tuple(rewards)
-    }
+    by_domain: dict[str, list[Problem]] = {domain: [] for domain in data.domain_interleave_probs or rewards}
     bad: list[Finding] = []
     too_long, elsewhere, num_bad = 0, Counter[str](), 0
     rows = _rows(data, dataset_filter or DatasetFilter())
@@ -116,13 +114,13 @@ def read_problems(
     return Problems(by_domain, tuple(_notes(by_domain, too_long, elsewhere, reader.unknown_tags)))
 
 
-CHUNK_ROWS = 1024  # tokenised at once
+CHUNK_ROWS = 1024  # tokenized together
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
 
 
 def find_prompts(settings: Settings, evaluation: bool) -> list[PromptSet]:
-    """Find the files of data sets that are named as for training; those on a hub are fetched.
+    """Find the files of data sets by their names as in training; those on a hub are downloaded.
 
     Raises:
         MegatuneError: as `resolve_datasets`.
@@ -135,13 +133,13 @@ def count_rows(files: Sequence[str]) -> int:
     """Count the rows of files.
 
     Raises:
-        MegatuneError: one of them is missing (exit code 66).
+        MegatuneError: a file is missing (exit code 66).
     """
     return sum(1 for name in files for _ in islice(read_rows(_counted(name)[0]), _counted(name)[1]))
 
 
 def _counted(name: str) -> tuple[Path, int | None]:
-    """Return a file, and of one that is named `FILE#N` how many of its first rows are meant."""
+    """Split `FILE#N` into the file and the number of its first rows to read; None for all rows."""
     path, _, count = name.rpartition("#")
     is_counted = path and count.isdecimal() and not Path(name).exists()
     return (Path(path), int(count)) if is_counted else (Path(name), None)
@@ -149,15 +147,14 @@ def _counted(name: str) -> tuple[Path, int | None]:
 
 def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
     """Yield the rows of all files that dataset_filter keeps."""
-    fix = "paths are taken from the folder that the command runs in"
+    fix = "check the path; it is relative to the folder in which the command runs"
     if missing := [name for name in data.file_name if not _counted(name)[0].exists()]:
-        raise MegatuneError(
-            [Finding(f"no file {name!r}", "data_args.file_name", "", fix) for name in missing], ExitCode.INPUT
-        )
+        findings = [Finding(f"no file {name!r}", "data_args.file_name", "", fix) for name in missing]
+        raise MegatuneError(findings, ExitCode.INPUT)
     left = keep.num_samples or None
     for file, count in map(_counted, data.file_name):
         for row in islice(read_rows(file), count):
-            raw = replace(row, fields=_by_our_names(row.fields, data))
+            raw = replace(row, fields=_rename_verl_columns(row.fields, data))
             if keep.source and raw.error is None and raw.fields.get("source") not in keep.source:
                 continue
             if left is not None:
@@ -167,8 +164,8 @@ def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
             yield raw
 
 
-def _by_our_names(row: dict[str, Any], data: PromptData) -> dict[str, Any]:
-    """Return a row with what verl's files, and ROLL's of images, call data_source and reward_model.ground_truth."""
+def _rename_verl_columns(row: dict[str, Any], data: PromptData) -> dict[str, Any]:
+    """Add tag and ground_truth from data_source and reward_model.ground_truth of verl's files and ROLL's image data."""
     truth = row.get("reward_model")
     found = {data.tag: row.get("data_source")}
     found["ground_truth"] = truth.get("ground_truth") if isinstance(truth, Mapping) else None
@@ -177,7 +174,7 @@ def _by_our_names(row: dict[str, Any], data: PromptData) -> dict[str, Any]:
 
 
 class _Reader:
-    """Turns rows into problems."""
+    """Converts rows to problems."""
 
     def __init__(
         self,
@@ -195,55 +192,56 @@ class _Reader:
         self._template, self._tag_to_template = template, tag_to_template
         self._writers: dict[str | None, Writer] = {}
         by_rules = swift_reader(data, tokenizer, vision, answers=needs_answers) if data.conversation_rules else None
-        self._asked = by_rules or self._messages
-        for tag in tag_to_template:  # so that an unknown template shows before rows are read
+        self._read_row = by_rules or self._messages
+        for tag in tag_to_template:  # raises for an unknown template before rows are read
             self._writer(tag)
         self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
         only = next(iter(rewards)) if len(rewards) == 1 else None
-        self._else = UNKNOWN_TAGS if UNKNOWN_TAGS in rewards else only
+        self._default_domain = UNKNOWN_TAGS if UNKNOWN_TAGS in rewards else only
         self.unknown_tags: Counter[str] = Counter()
 
     def _domain(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the domain of a row; None where no reward would score it."""
-        if self._else == UNSCORED:
+        """Return the domain of a row; None if no reward would score it."""
+        if self._default_domain == UNSCORED:
             return UNSCORED
         if fields.get("domain") is not None:
             return str(fields["domain"])
         tag = str(fields.get(self._data.tag) or "")
         if tag not in self._domain_of:
             self.unknown_tags[tag] += 1
-        return self._domain_of.get(tag, self._else)
+        return self._domain_of.get(tag, self._default_domain)
 
     def problems(
         self, chunk: Sequence[RawRow], domains: Collection[str], elsewhere: Counter[str]
     ) -> list[Problem | RowError | None]:
-        """Make problems of rows: None for those of other domains, which are counted in `elsewhere`, and what is wrong
-        with those that cannot be read, have no prompt, or lack a column that their reward needs."""
-        made: list[Problem | RowError | None] = []
-        pictures: dict[int, tuple[Placed, ...]] = {}
+        """Convert rows to problems. The result is None for rows of other domains, which are counted in `elsewhere`, and
+        an error for rows that cannot be read, have no prompt, or lack a column that their reward needs."""
+        found: list[Problem | RowError | None] = []
+        images: dict[int, tuple[Placed, ...]] = {}
         for raw in chunk:
             domain = self._domain(raw.fields)
             if raw.error is None and domain not in domains:
                 elsewhere[domain or "no domain"] += 1
-                made.append(None)
+                found.append(None)
                 continue
             try:
-                problem, pictures[len(made)] = self._problem(raw, domain or "")
-                made.append(problem)
+                problem, images[len(found)] = self._problem(raw, domain or "")
+                found.append(problem)
             except RowError as error:
-                made.append(error)
-        texts = [cast(Problem, made[place]).prompt for place in pictures]
-        for (place, placed), ids in zip(pictures.items(), self._encoded(texts), strict=True):
+                found.append(error)
+        texts = [cast(Problem, found[index]).prompt for index in images]
+        encoded = encode_prompts(texts, self._tokenizer, is_complete=self._data.conversation_rules is not None)
+        for (index, placed), ids in zip(images.items(), encoded, strict=True):
             try:
-                made[place] = with_pictures(cast(Problem, made[place]), ids, placed, self._vision)
+                found[index] = with_images(cast(Problem, found[index]), ids, placed, self._vision)
             except RowError as error:
-                made[place] = error
+                found[index] = error
             if not ids:
-                made[place] = RowError("empty", "the prompt is empty")
-        return made
+                found[index] = RowError("empty", "the prompt is empty")
+        return found
 
     def _problem(self, raw: RawRow, domain: str) -> tuple[Problem, tuple[Placed, ...]]:
-        """Make a problem of a row, without its tokens, and its pictures."""
+        """Return the problem of a row, without tokens, and its images."""
         if raw.error is not None:
             raise raw.error
         row, tag = raw.fields, encodable(str(raw.fields.get(self._data.tag) or ""), self._data.tag)
@@ -253,12 +251,12 @@ class _Reader:
         if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
-        messages, text, placed, answer = self._asked(row)
+        messages, text, placed, answer = self._read_row(row)
         answer_ids = None
         if self._needs_answers:
             if not answer:
                 what = "opd_lmbda below 1 trains on answers of the rows"
-                raise RowError("no-answer", what, "there is none behind the prompt")
+                raise RowError("no-answer", what, "there is none after the prompt")
             answer_ids = np.array(self._tokenizer(answer, add_special_tokens=False)["input_ids"], np.int64)
         if placed and self._vision is not None:
             text = pad_media(text, self._vision.vision.text)
@@ -267,29 +265,26 @@ class _Reader:
         prompt = encodable(text, "prompt")
         return Problem(number, tag, domain, messages, _NO_TOKENS, row, prompt, answer_ids=answer_ids), placed
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        return encode_prompts(texts, self._tokenizer, is_whole=self._data.conversation_rules is not None)
-
-    def _messages(self, row: Mapping[str, Any]) -> Asked:
-        """Return the messages of a row as they stand, and its prompt."""
+    def _messages(self, row: Mapping[str, Any]) -> PromptRow:
+        """Return the messages of a row and its prompt, without ms-swift's rules."""
         tag = str(row.get(self._data.tag) or "")
         column = self._data.messages or ("" if self._data.prompt else "messages")
         if column and row.get(column):
-            return self._written(row[column], row, tag)
+            return self._from_messages(row[column], row, tag)
         text = row.get(self._data.prompt or "prompt")
-        if isinstance(text, list):  # of messages, as verl's files have it
-            return self._written(text, row, tag)
+        if isinstance(text, list):  # of messages, as in verl's files
+            return self._from_messages(text, row, tag)
         if not isinstance(text, str):
             columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
             raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {field_names(row)}")
         messages = [{"role": "user", "content": text}]
         (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
-        return Asked(messages, written["content"], placed)
+        return PromptRow(messages, written["content"], placed)
 
-    def _written(self, value: object, row: Mapping[str, Any], tag: str) -> Asked:
+    def _from_messages(self, value: object, row: Mapping[str, Any], tag: str) -> PromptRow:
         messages, inline = read_messages(value)
         written, placed = with_placeholders(messages, inline, row, self._data.images, self._vision)
-        return Asked(messages, self._writer(tag)(written), placed)
+        return PromptRow(messages, self._writer(tag)(written), placed)
 
     def _writer(self, tag: str) -> Writer:
         name = self._tag_to_template.get(tag, self._template)
@@ -299,11 +294,11 @@ class _Reader:
 
 
 def read_messages(value: object) -> tuple[list[dict[str, str]], Inline]:
-    """Return the messages of a row: a list of objects with role and content, or JSON of one; and what the pictures
-    among the parts of a content name, by the message's index.
+    """Parse the messages of a row: a list of objects with role and content, or its JSON. Return them, and the images in
+    parts of a content, by message index.
 
     Raises:
-        RowError: it is something else.
+        RowError: the value is something else.
     """
     if isinstance(value, str):
         try:
@@ -314,12 +309,12 @@ def read_messages(value: object) -> tuple[list[dict[str, str]], Inline]:
         raise RowError("not-messages", "messages are not a list")
     messages, inline = [], Inline()
     for number, each in enumerate(value):
-        said = text_of(each.get("content")) if isinstance(each, Mapping) else None
-        if said is None or not isinstance(each.get("role"), str):
-            raise RowError("not-messages", "a message lacks a role or a content that is text", str(each)[:80])
-        messages.append({"role": each["role"], "content": said[0]})
-        if said[1]:
-            inline[number] = said[1]
+        content = text_of(each.get("content")) if isinstance(each, Mapping) else None
+        if content is None or not isinstance(each.get("role"), str):
+            raise RowError("not-messages", "a message lacks a role or a text as content", str(each)[:80])
+        messages.append({"role": each["role"], "content": content[0]})
+        if content[1]:
+            inline[number] = content[1]
     return messages, inline
 
 
@@ -331,8 +326,8 @@ def _is_number(value: object) -> bool:
 
 
 def _why_empty(elsewhere: Counter[str], too_long: int) -> str:
-    said = [f"{count:,} rows are of {domain}" for domain, count in elsewhere.items()]
-    return ", ".join([*said, *([f"{too_long:,} prompts are too long"] if too_long else [])]) or "there are no rows"
+    others = [f"{count:,} rows belong to {domain}" for domain, count in elsewhere.items()]
+    return ", ".join([*others, *([f"{too_long:,} prompts are too long"] if too_long else [])]) or "there are no rows"
 
 
 def _notes(
@@ -343,7 +338,7 @@ def _notes(
     if too_long:
         yield f"{too_long:,} rows were left out: their prompts are longer than prompt_length"
     for domain, count in elsewhere.items():
-        yield f"{count:,} rows were left out: they are of {domain}, which is not trained or scored here"
+        yield f"{count:,} rows were left out: they belong to {domain}, which is not trained or scored here"
     if unknown:
         tags = ", ".join(f"{tag or 'none'} ({count:,})" for tag, count in unknown.most_common(5))
         yield f"tags that no reward names in tag_included: {tags}"

@@ -1,4 +1,4 @@
-"""Messages to the text of a prompt, by ROLL's template names, or by those of this project."""
+"""Renders messages to the text of a prompt, with ROLL's template names or those of megatune."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Messages = Sequence[Mapping[str, str]]
 Writer = Callable[[Messages], str]
 
 
-class Asked(NamedTuple):
-    """What a row asks.
+class PromptRow(NamedTuple):
+    """The prompt of a row.
 
     Attributes:
-        messages: without the answer.
-        prompt: its text, template and all.
-        placed: the prompt's pictures.
-        answer: the text of the row's own answer behind the prompt; None where it has none, or nobody reads it.
+        messages: the messages without the answer.
+        prompt: the text of the prompt, template included.
+        placed: the prompt's images.
+        answer: the text of the row's own answer after the prompt; None if there is none, or it is not needed.
     """
 
     messages: list[dict[str, str]]
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     answer: str | None = None
 
 
-# DeepSeek-R1-Zero's way of asking a base model, with the answer in a box.
+# DeepSeek-R1-Zero's prompt of a base model, with the answer in a box.
 BASE = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
     "first thinks about the reasoning process in the mind and then provides the user with the answer, ensuring that "
@@ -59,14 +59,12 @@ ROLL_TEMPLATES = ("native", "qwen2_5", "qwen3", "chatml", "base", "empty", "long
 
 
 def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """Return what writes prompts by a template.
-
-    A writer raises RowError where it cannot write a row's messages.
+    """Return a function that renders messages with a template, and raises RowError for messages that it refuses.
 
     Args:
-        name: native and qwen2_5 are the tokenizer's chat template, as None is; qwen3 is it with thinking switched on,
-            longcot_V3 with the thought begun; base and empty take one message of the user's; else a template of
-            data/templates, or a YAML file.
+        name: native, qwen2_5 and None are the tokenizer's chat template; qwen3 is the same with enable_thinking,
+            longcot_V3 the same followed by <think>; base and empty take one user message; any other name is a template
+            of data/templates, or a YAML file.
 
     Raises:
         MegatuneError: (SETTINGS) there is no such template; (INPUT) the tokenizer has no chat template.
@@ -78,7 +76,7 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
         raise MegatuneError(Finding(what, why=why, fix=fix), ExitCode.SETTINGS)
     if name in ("base", "empty"):
         form = BASE if name == "base" else EMPTY
-        return lambda messages: form.replace("{question}", _question(messages, name))
+        return lambda messages: form.replace("{question}", _single_question(messages, name))
     if name == "chatml":
         return _chatml
     if name in (None, "native", "default", "qwen2_5"):
@@ -106,41 +104,37 @@ def prompt_writer(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Write
 
 
 def conversation_writer(tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """Return what writes whole conversations, whose last message is an answer, by the tokenizer's chat template; see
+    """Return a function that renders conversations that end with an answer with the tokenizer's chat template; see
     `prompt_writer`."""
     return _chat_template(tokenizer, add_generation_prompt=False)
 
 
 def swift_reader(
     data: PromptData, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None, *, answers: bool = False
-) -> Callable[[Mapping[str, Any]], Asked]:
-    """Return what reads a row by ms-swift's rules: its messages without the answer, and the prompt of its template;
-    with `answers` what the template writes behind it, too.
-
-    It raises RowError for rows that ms-swift leaves out.
+) -> Callable[[Mapping[str, Any]], PromptRow]:
+    """Return a function that reads a row by ms-swift's rules: the messages without the answer, the prompt, and with
+    `answers` the template's text of the answer. It raises RowError for rows that ms-swift skips.
 
     Raises:
-        MegatuneError: (SETTINGS) there is no such template; (INPUT) none is known for the model.
+        MegatuneError: (SETTINGS) there is no such template; (INPUT) no template is known for the model.
     """
     names = ("conversation_rules", "template", "default_system", "enable_thinking")
-    asked = {name: getattr(data, name) for name in names}
-    settings = Settings(
-        model=ModelSettings(model_name_or_path=str(tokenizer.name_or_path)),
-        data=DataSettings(**asked),
-    )
+    values = {name: getattr(data, name) for name in names}
+    model = ModelSettings(model_name_or_path=str(tokenizer.name_or_path))
+    settings = Settings(model=model, data=DataSettings(**values))
     template = template_of_swift(settings, tokenizer)
     form = Form("ms_swift", swift_version=settings.data.swift_version)
 
-    def read(row: Mapping[str, Any]) -> Asked:
+    def read(row: Mapping[str, Any]) -> PromptRow:
         conversation = to_swift_example(row, form, "sft", pictures=vision is not None)
         assert isinstance(conversation, Conversation)
-        said, last = conversation.messages, conversation.messages[-1]
+        asked, last = conversation.messages, conversation.messages[-1]
         if last.role == "assistant":
-            said = said[:-1]
-        if not said:
-            raise RowError("no-question", "there is no message but the answer")
+            asked = asked[:-1]
+        if not asked:
+            raise RowError("no-question", "the only message is the answer")
         placed: tuple[Placed, ...] = ()
-        written = replace(conversation, messages=said)
+        written = replace(conversation, messages=asked)
         if vision is not None:
             written, placed = vision.place(written, {})
         prompt, answer = _text(written), None
@@ -148,8 +142,8 @@ def swift_reader(
             whole = _text(replace(written, messages=(*written.messages, last)))
             answer = whole.removeprefix(prompt) if whole.startswith(prompt) else None
         system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
-        messages = [*system, *({"role": each.role, "content": each.content} for each in said)]
-        return Asked(messages, prompt, placed, answer)
+        messages = [*system, *({"role": each.role, "content": each.content} for each in asked)]
+        return PromptRow(messages, prompt, placed, answer)
 
     def _text(conversation: Conversation) -> str:
         return "".join(piece for turn in template.render(conversation, Thinking()) for piece in turn.pieces)
@@ -158,23 +152,23 @@ def swift_reader(
 
 
 def encode_prompts(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, is_whole: bool = False
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, is_complete: bool = False
 ) -> list[list[int]]:
-    """Tokenise prompts, with the tokens that begin a text unless the template wrote them.
+    """Tokenize prompts, and add the BOS token unless the template wrote it.
 
-    ROLL always adds them, so that prompts of Llama's models begin with two.
+    ROLL always adds it, so that its prompts of Llama models begin with two.
 
     Args:
-        is_whole: whether the texts have all of their tokens.
+        is_complete: whether the texts include all special tokens.
     """
     bos = str(tokenizer.bos_token)
-    begun = [is_whole or (bool(tokenizer.bos_token) and text.startswith(bos)) for text in texts]
+    begun = [is_complete or (bool(tokenizer.bos_token) and text.startswith(bos)) for text in texts]
     ids: list[list[int]] = [[] for _ in texts]
     for has_begun in set(begun):
-        places = [place for place, each in enumerate(begun) if each == has_begun]
-        encoded = tokenizer([texts[place] for place in places], add_special_tokens=not has_begun)["input_ids"]
-        for place, each in zip(places, encoded, strict=True):
-            ids[place] = each
+        indices = [index for index, each in enumerate(begun) if each == has_begun]
+        encoded = tokenizer([texts[index] for index in indices], add_special_tokens=not has_begun)["input_ids"]
+        for index, each in zip(indices, encoded, strict=True):
+            ids[index] = each
     return ids
 
 
@@ -199,20 +193,20 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Writer
 
 
 def _chatml(messages: Messages) -> str:
-    said = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
-    return f"{said}<|im_start|>assistant\n"
+    turns = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    return f"{turns}<|im_start|>assistant\n"
 
 
-def _question(messages: Messages, name: str) -> str:
+def _single_question(messages: Messages, name: str) -> str:
     if [each["role"] for each in messages] != ["user"]:
         roles = ", ".join(each["role"] for each in messages)
-        raise RowError("not-one-question", f"template {name} takes one message of the user's", f"there are {roles}")
+        raise RowError("not-one-question", f"template {name} takes exactly one user message", f"there are {roles}")
     return messages[0]["content"]
 
 
 def _conversation(messages: Messages) -> Conversation:
-    """Return messages with an answer at the end, before which the prompt ends."""
+    """Return a conversation with an empty answer after the messages; the prompt ends before it."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     rest = messages[1:] if messages[0]["role"] == "system" else messages
-    said = [Message(each["role"], each["content"]) for each in rest]  # type: ignore[arg-type]
-    return Conversation((*said, Message("assistant", "")), system)
+    asked = [Message(each["role"], each["content"]) for each in rest]  # type: ignore[arg-type]
+    return Conversation((*asked, Message("assistant", "")), system)

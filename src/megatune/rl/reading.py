@@ -1,4 +1,4 @@
-"""Reads a file of reinforcement learning as far as this machine can check it: settings, models and engines."""
+"""Reads a file of reinforcement learning, and checks its settings, models and engines as far as this machine can."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def read_file(source: str, overrides: Sequence[str], *, runs: bool = False) -> R
 
 
 def read_checked(reader: Callable[[ModelOf | None], ReadRL], *, runs: bool = False, builtin: str = _BUILTIN) -> ReadRL:
-    """Read a file twice: its own words say which hub its models come from, and the models what is wrong with it.
+    """Read a file twice: first without its models, to learn from which hub they come, then checked with them.
 
     Args:
-        reader: reads it, with what models are, or None.
-        runs: whether this machine will run it, and so has to have its engines.
-        builtin: what to write for the built-in engine of a role, {role}.
+        reader: reads the file, given a function that loads architectures, or None.
+        runs: whether this machine will run it, and so needs its engines.
+        builtin: how to select the built-in engine for a role, {role}.
 
     Raises:
-        MegatuneError: INPUT, where the file, or a model of a file that is right otherwise, cannot be read.
+        MegatuneError: INPUT, if the file, or a model of an otherwise correct file, cannot be read.
     """
     read = reader(None)
     missing: list[Finding] = []
     if read.settings is not None:
         os.environ.update({**read.variables, **os.environ, **read.settings.run.system_envs})
         missing = missing_engines(read.settings, read.places, builtin) if runs else []
-    models = _Models(asks=not read.findings and not missing)
+    models = _Models(online=not read.findings and not missing)
     read = reader(models)
     if missing:
         return replace(read, findings=(*read.findings, *missing))
@@ -56,10 +56,10 @@ def read_checked(reader: Callable[[ModelOf | None], ReadRL], *, runs: bool = Fal
 
 
 def _load_functions(settings: RLSettings, places: Mapping[str, str]) -> None:
-    """Load rewards and what else users name by Python path: what is wrong with them shows before anything starts.
+    """Load the rewards and functions that users name by Python path, to find errors before anything starts.
 
     Raises:
-        MegatuneError: SETTINGS, UNAVAILABLE: all that cannot be loaded, with where it was written.
+        MegatuneError: SETTINGS, UNAVAILABLE, with everything that cannot be loaded, and where it was written.
     """
     algorithm, findings, code = settings.algorithm, list[Finding](), ExitCode.SETTINGS
     paths = {key: getattr(algorithm, key) for key in ("advantage_function", "loss_function")}
@@ -75,13 +75,13 @@ def _load_functions(settings: RLSettings, places: Mapping[str, str]) -> None:
 
 
 def _placed(key: str, places: Mapping[str, str]) -> str:
-    """Return a key, or the mapping `key`, after the place of the first of its keys that was written."""
+    """Prefix a key with the file and line of the first written key in it."""
     place = next((place for dotted, place in places.items() if f"{dotted}.".startswith(f"{key}.")), "")
     return f"{place}: {key}" if place and key else key
 
 
 def missing_engines(settings: RLSettings, places: Mapping[str, str], builtin: str = _BUILTIN) -> list[Finding]:
-    """Find roles whose engine is not in the environment that they would run in."""
+    """Return findings for roles whose engine is missing in their environment."""
     roles = [settings.actor_infer, settings.reward_model, *(reward.judge for reward in settings.rewards.values())]
     found = (_missing_engine(role, places, builtin) for role in roles if role is not None)
     return [finding for finding in found if finding is not None]
@@ -91,29 +91,29 @@ def _missing_engine(role: InferRole, places: Mapping[str, str], builtin: str) ->
     if role.engine == "builtin":
         return None
     strategy = f"{role.name}.strategy_args"
-    builtin = f"{builtin.format(role=role.name)} samples with this program's own engine"
+    builtin = f"{builtin.format(role=role.name)} selects megatune's built-in engine"
     if role.py_executable is not None:
         key = f"{strategy}.strategy_config.py_executable"
         if os.access(role.py_executable, os.X_OK) and Path(role.py_executable).is_file():
             return None
-        what = f"{key}: {role.py_executable} is not a program"
+        what = f"{key}: {role.py_executable} is not an executable"
         return Finding(what, places.get(key, ""), fix=f"name the python of an environment that has {role.engine}")
     if importlib.util.find_spec(role.engine) is not None:
         return None
     what = f"{role.name} has strategy_name {role.engine}, and {role.engine} is not installed in this environment"
     fix = f"{builtin}; or {strategy}.strategy_config.py_executable=PYTHON names that of an environment that has it"
-    return Finding(what, places.get(f"{strategy}.strategy_name", ""), "it samples responses there", fix)
+    return Finding(what, places.get(f"{strategy}.strategy_name", ""), "it would run in this environment", fix)
 
 
 class _Models:
-    """Reads what the models of a file are, each once.
+    """Loads the architectures of a file's models, each once.
 
     Args:
-        asks: whether hubs may be asked; a file that is refused anyway is checked with folders alone.
+        online: whether hubs may be queried; a file with other errors is checked with local folders only.
     """
 
-    def __init__(self, *, asks: bool) -> None:
-        self._asks = asks
+    def __init__(self, *, online: bool) -> None:
+        self._online = online
         self.errors: list[MegatuneError] = []
         self._known: dict[tuple[str | None, str], Architecture | None] = {}
 
@@ -126,7 +126,7 @@ class _Models:
     def _read(self, settings: Settings, stage: str) -> Architecture | None:
         name = settings.model.model_name_or_path
         try:
-            folder = RunModel(settings, asks=self._asks).config_dir(name) if name else None
+            folder = RunModel(settings, asks=self._online).config_dir(name) if name else None
             return None if folder is None else load_architecture(folder, stage)
         except MegatuneError as error:
             self.errors.append(error)

@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: routes, who may ask, and what becomes of a request."""
+"""The endpoint as an ASGI application: routes, authorization, and handling of requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatune.generation.endpoint.requests import Asked, read_chat, read_completion
-from megatune.generation.endpoint.responses import Answer, ApiError, event
+from megatune.generation.endpoint.requests import ApiRequest, read_chat, read_completion
+from megatune.generation.endpoint.responses import ApiError, ApiResponse, event
 from megatune.generation.endpoint.streams import Event, Events, Streams
 from megatune.generation.generator import Generator
 from megatune.generation.options import Sampling
@@ -28,16 +28,16 @@ from megatune.generation.prompt import Prompt, Reply
 
 _LOG = logging.getLogger("uvicorn.error")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_CLIENT_LEFT = 499  # nobody sees it
+_CLIENT_LEFT = 499  # never sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a client may take.
+    """Limits of a request.
 
     Attributes:
-        body_bytes: of a request, at most.
-        seconds: for a request, its waiting and its answer.
+        body_bytes: maximum size of the body.
+        seconds: time limit, including waiting and the answer.
     """
 
     body_bytes: int = 16 * 2**20
@@ -48,10 +48,10 @@ class App:
     """The endpoint of one model.
 
     Args:
-        name: of the model, as clients ask for it.
+        name: name of the model for clients.
         created: when it was loaded, in seconds since 1970.
-        defaults: how answers are written where a request says nothing else.
-        api_key: None lets everyone ask who calls it by a name of this machine.
+        defaults: default sampling options of requests.
+        api_key: None to accept all requests that address this machine by a local name.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class App:
         """Return the application.
 
         Args:
-            cors_origins: of web pages that may ask; none by default.
+            cors_origins: origins of web pages that may send requests; none by default.
         """
         cors = Middleware(
             CORSMiddleware,
@@ -106,7 +106,7 @@ class App:
         return {"id": self._name, "object": "model", "created": self._created, "owned_by": "megatune"}
 
     def _admit(self, request: Request) -> None:
-        """Refuse who does not know the key; without a key, web pages that call this machine by a name of theirs."""
+        """Reject requests without the key; if there is no key, requests of web pages that use another host name."""
         if self._api_key is None:
             if _host(request) not in _LOCAL_NAMES:
                 raise ApiError(403, "without an API key, only this machine's own names are answered: localhost")
@@ -119,27 +119,27 @@ class App:
         if name != self._name:
             raise ApiError(404, f"there is no model {name!r}; this is {self._name!r}", "model", "model_not_found")
 
-    def _route(self, read: Callable[[bytes, Generator, Sampling], Asked]) -> Callable[[Request], Any]:
-        """Return the function of a route whose bodies `read` reads."""
+    def _route(self, read: Callable[[bytes, Generator, Sampling], ApiRequest]) -> Callable[[Request], Any]:
+        """Return the handler of a route; `read` parses its bodies."""
 
         async def answer(request: Request) -> Response:
             self._admit(request)
             if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                # Web pages send other types without asking first whether they may.
+                # Browsers send other types without a CORS preflight request.
                 raise ApiError(415, "the body must be application/json")
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     body = await self._body(request)
             except TimeoutError as error:
-                raise ApiError(408, "the body did not come in time") from error
-            asked = read(body, self._generator, self._defaults)
-            self._check_model(asked.model)
-            return await self._answer(request, asked)
+                raise ApiError(408, "the body did not arrive in time") from error
+            api_request = read(body, self._generator, self._defaults)
+            self._check_model(api_request.model)
+            return await self._answer(request, api_request)
 
         return answer
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body, or refuse one that is too large before it is all here."""
+        """Return the body; raise as soon as it is too large."""
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -147,19 +147,19 @@ class App:
                 raise ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes", code="too_large")
         return bytes(body)
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
-        """Answer in one piece, or begin to stream; a client that leaves, or waits too long, ends the answer."""
+    async def _answer(self, request: Request, api_request: ApiRequest) -> Response:
+        """Answer in one piece, or start to stream; a disconnect of the client, or the time limit, ends the answer."""
         deadline = asyncio.get_running_loop().time() + self._limits.seconds
-        events = self._streams.stream(asked.make, asked.sampling)
+        events = self._streams.stream(api_request.make, api_request.sampling)
         gone = asyncio.create_task(_gone(request))
         is_handed_over = False
         try:
-            # What is wrong with a prompt is said by the status, whether the answer streams or not.
+            # Errors of a prompt are reported by the status, also for streams.
             prompt = await _next(events, gone, deadline)
             assert isinstance(prompt, Prompt)
-            answer = Answer(asked, prompt)
-            if asked.stream:
-                is_handed_over = True  # Starlette looks after the client from here on, and cancels what it streams
+            answer = ApiResponse(api_request, prompt)
+            if api_request.stream:
+                is_handed_over = True  # from here on, Starlette watches the client and cancels the stream
                 return StreamingResponse(_sent(events, answer, deadline), media_type="text/event-stream")
             while not isinstance(each := await _next(events, gone, deadline), Reply):
                 pass
@@ -173,7 +173,7 @@ class App:
 
 
 def _host(request: Request) -> str | None:
-    """Return the name that a client calls this machine by, without the port."""
+    """Return the host name of a request, without the port."""
     try:
         return urlsplit(f"//{request.headers.get('host', '')}").hostname
     except ValueError:
@@ -181,7 +181,7 @@ def _host(request: Request) -> str | None:
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has left; the body has been read."""
+    """Wait until the client disconnects; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -190,13 +190,13 @@ async def _next(events: Events, gone: asyncio.Task[None], deadline: float) -> Ev
     """Return the next event.
 
     Raises:
-        ClientDisconnect: the client has left.
-        ApiError: (504) it takes too long, or what the events raise.
+        ClientDisconnect: the client has disconnected.
+        ApiError: (504) it takes too long, or the error of the events.
     """
     task = asyncio.ensure_future(anext(events))
     try:
-        left = deadline - asyncio.get_running_loop().time()
-        await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        remaining = deadline - asyncio.get_running_loop().time()
+        await asyncio.wait({task, gone}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect if gone.done() else _too_slow()
@@ -207,8 +207,8 @@ async def _next(events: Events, gone: asyncio.Task[None], deadline: float) -> Ev
                 await task
 
 
-async def _sent(events: Events, answer: Answer, deadline: float) -> AsyncIterator[bytes]:
-    """Yield an answer as server-sent events; what goes wrong is the last one."""
+async def _sent(events: Events, answer: ApiResponse, deadline: float) -> AsyncIterator[bytes]:
+    """Yield an answer as server-sent events; an error is the last event."""
     async with aclosing(events):
         try:
             yield answer.first()
@@ -230,7 +230,7 @@ async def _sent(events: Events, answer: Answer, deadline: float) -> AsyncIterato
 
 
 def _too_slow() -> ApiError:
-    return ApiError(504, "the answer did not come in time", code="timeout")
+    return ApiError(504, "the answer was not finished in time", code="timeout")
 
 
 def _internal(error: Exception) -> ApiError:

@@ -1,5 +1,5 @@
-"""What clients ask: OpenAI's bodies, of which each field is used, neutral, or refused by name; the prompt to make of
-one, and how its answer is written."""
+"""Parses OpenAI's request bodies, in which every field is used, ignored, or rejected by name, to a prompt and sampling
+options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatune.generation.generator import Generator, TooLongError
 from megatune.generation.options import Sampling
 from megatune.generation.prompt import Prompt
 
-# Fields that would change an answer, at the values at which they don't; None is always one.
+# Fields that would change an answer, with the values that do not; None is always allowed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -43,12 +43,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Fields that change nothing about an answer.
-_PASSED_OVER = (
+# Fields that do not affect an answer.
+_IGNORED = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "user",
 )  # fmt: skip
-_MOST_STOP_WORDS = 16
+_MAX_STOP_WORDS = 16
 
 
 class _Body(BaseModel):
@@ -62,10 +62,10 @@ class _StreamOptions(_Body):
 
 class _Url(_Body):
     url: str
-    detail: str | None = None  # OpenAI's choice of a size; images have the sizes of the settings here
+    detail: str | None = None  # OpenAI's choice of a size; ignored, since options set the size of images
 
 
-class _Text(_Body):
+class _TextPart(_Body):
     type: Literal["text"]
     text: str
 
@@ -81,8 +81,8 @@ class Message(_Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Annotated[_Text | Image, Field(discriminator="type")]]
-    # What answers of other endpoints carry, and histories then bring back, empty.
+    content: str | list[Annotated[_TextPart | Image, Field(discriminator="type")]]
+    # Fields of other endpoints' answers, which histories contain empty.
     name: Any = None
     refusal: Any = None
     annotations: Any = None
@@ -102,8 +102,8 @@ class _TemplateSwitches(_Body):
     enable_thinking: bool | None = None
 
 
-class Common(_Body):
-    """What both routes take."""
+class CommonBody(_Body):
+    """The fields of both routes."""
 
     model: str
     stream: bool | None = None
@@ -117,7 +117,7 @@ class Common(_Body):
     stop: str | list[str] | None = None
 
 
-class ChatBody(Common):
+class ChatBody(CommonBody):
     """The body of a chat completion."""
 
     messages: list[Message] = Field(min_length=1)
@@ -125,29 +125,29 @@ class ChatBody(Common):
     chat_template_kwargs: _TemplateSwitches | None = None
 
 
-class CompletionBody(Common):
-    """The body of a completion: one text."""
+class CompletionBody(CommonBody):
+    """The body of a completion, with one text."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
 
-_Kind = TypeVar("_Kind", bound=Common)
+_Kind = TypeVar("_Kind", bound=CommonBody)
 
 
-def validated(kind: type[_Kind], body: bytes) -> _Kind:
-    """Check a body, less the fields that change nothing.
+def parse_body(kind: type[_Kind], body: bytes) -> _Kind:
+    """Parse a body, ignoring fields that have no effect.
 
     Raises:
-        ApiError: (400) naming the field.
+        ApiError: (400) naming the invalid field.
     """
     try:
         fields = _OBJECT.validate_json(body)
         for name, neutral in _NEUTRAL.items():
             value = fields.pop(name, None)
-            if value is not None and repr(value) not in map(repr, neutral):  # of 0 and False, each is meant
+            if value is not None and repr(value) not in map(repr, neutral):  # 0 and False differ
                 only = f"only {json.dumps(neutral[0])} is supported" if neutral else "is not supported"
                 raise ApiError(400, f"{name}: {only}; leave it out", name, "unsupported_parameter")
-        for name in _PASSED_OVER:
+        for name in _IGNORED:
             fields.pop(name, None)
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -155,36 +155,36 @@ def validated(kind: type[_Kind], body: bytes) -> _Kind:
 
 
 _OBJECT = TypeAdapter(dict[str, Any])
-# By pydantic's types of errors; the second is of `Message._empty`.
+# By pydantic's error types; value_error is raised by `Message._empty`.
 _CODES = {"json_invalid": "invalid_json", "value_error": "unsupported_parameter"}
-# Of fields, in places of errors.
+# Names of fields in the locations of errors.
 _NAMES = {name for kind in (ChatBody, CompletionBody, Message) for name in kind.model_fields} | {"include_usage"}
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """Say what is wrong with the first wrong field."""
+    """Return the error of the first invalid field."""
     first = error.errors(include_url=False, include_input=False)[0]
     is_unknown = first["type"] == "extra_forbidden"
-    # Behind the names of fields come pydantic's names of types.
+    # pydantic appends names of types to the names of fields.
     named = takewhile(lambda each: isinstance(each, int) or each in _NAMES or is_unknown, first["loc"])
     param = ".".join(map(str, named)) or None
     if is_unknown:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
-    said = first["msg"].removeprefix("Value error, ")
-    message = f"{param}: {said}" if param else said
+    text = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {text}" if param else text
     return ApiError(400, message, param, _CODES.get(first["type"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that can be answered.
+class ApiRequest:
+    """A valid request.
 
     Attributes:
-        model: the name that was asked for.
-        is_chat: a chat completion, not a completion.
-        stream: the answer is sent while it is written.
-        usage: the stream ends with the numbers of tokens.
-        make: makes the prompt; raises ApiError.
+        model: the requested name.
+        is_chat: whether it is a chat completion.
+        stream: whether the answer is streamed.
+        usage: whether the stream ends with the numbers of tokens.
+        make: builds the prompt; raises ApiError.
     """
 
     model: str
@@ -195,31 +195,31 @@ class Asked:
     make: Callable[[], Prompt]
 
 
-def read_chat(body: bytes, generator: Generator, defaults: Sampling) -> Asked:
+def read_chat(body: bytes, generator: Generator, defaults: Sampling) -> ApiRequest:
     """Read the body of a chat completion.
 
     Raises:
-        ApiError: (400) it is not one, or asks for what is not built.
+        ApiError: (400) it is not one, or has an unsupported field.
     """
-    asked = validated(ChatBody, body)
+    asked = parse_body(ChatBody, body)
     switches = asked.chat_template_kwargs
     thinking = switches.enable_thinking if switches else None
-    return _asked(asked, defaults, lambda: _chat_prompt(asked.messages, thinking, generator), is_chat=True)
+    return _api_request(asked, defaults, lambda: _chat_prompt(asked.messages, thinking, generator), is_chat=True)
 
 
-def read_completion(body: bytes, generator: Generator, defaults: Sampling) -> Asked:
+def read_completion(body: bytes, generator: Generator, defaults: Sampling) -> ApiRequest:
     """Read the body of a completion.
 
     Raises:
-        ApiError: (400) it is not one, or asks for what is not built.
+        ApiError: (400) it is not one, or has an unsupported field.
     """
-    asked = validated(CompletionBody, body)
+    asked = parse_body(CompletionBody, body)
     text = asked.prompt if isinstance(asked.prompt, str) else asked.prompt[0]
-    return _asked(asked, defaults, lambda: _fitting(lambda: generator.text_prompt(text), "prompt"), is_chat=False)
+    return _api_request(asked, defaults, lambda: _build(lambda: generator.text_prompt(text), "prompt"), is_chat=False)
 
 
-def _asked(body: Common, defaults: Sampling, make: Callable[[], Prompt], *, is_chat: bool) -> Asked:
-    return Asked(
+def _api_request(body: CommonBody, defaults: Sampling, make: Callable[[], Prompt], *, is_chat: bool) -> ApiRequest:
+    return ApiRequest(
         model=body.model,
         is_chat=is_chat,
         stream=bool(body.stream),
@@ -229,8 +229,8 @@ def _asked(body: Common, defaults: Sampling, make: Callable[[], Prompt], *, is_c
     )
 
 
-def _sampling(body: Common, defaults: Sampling) -> Sampling:
-    """Return how an answer is written: as the request says, else as the endpoint was started."""
+def _sampling(body: CommonBody, defaults: Sampling) -> Sampling:
+    """Return the sampling options of a request, with the endpoint's defaults."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(body, name)) is not None}
     for limit in (body.max_tokens, getattr(body, "max_completion_tokens", None)):
@@ -240,8 +240,8 @@ def _sampling(body: Common, defaults: Sampling) -> Sampling:
         given["stop_words"] = [body.stop] if isinstance(body.stop, str) else body.stop
         if not all(given["stop_words"]):
             raise ApiError(400, "stop: an empty text ends every answer", "stop")
-        if len(given["stop_words"]) > _MOST_STOP_WORDS:
-            raise ApiError(400, f"stop: {_MOST_STOP_WORDS} texts at most", "stop")
+        if len(given["stop_words"]) > _MAX_STOP_WORDS:
+            raise ApiError(400, f"stop: at most {_MAX_STOP_WORDS} texts are supported", "stop")
     usual = {name: getattr(defaults, name) for name in Sampling.model_fields}
     try:
         return Sampling(**{**usual, **given, "keep_stop_word": False})
@@ -252,16 +252,16 @@ def _sampling(body: Common, defaults: Sampling) -> Sampling:
 
 
 def _chat_prompt(messages: list[Message], thinking: bool | None, generator: Generator) -> Prompt:
-    """Write a conversation, with its images where they stand among its text."""
-    shown = []
+    """Return the prompt of a conversation, with its images between its texts."""
+    media = []
     written: list[Mapping[str, str]] = []
     for number, message in enumerate(messages):
         parts = [message.content] if isinstance(message.content, str) else message.content
         text = ""
         for part in parts:
             if isinstance(part, Image):
-                shown.append(_image(part.image_url.url, message.role, f"messages.{number}.content", generator))
-                text += shown[-1].placeholder
+                media.append(_image(part.image_url.url, message.role, f"messages.{number}.content", generator))
+                text += media[-1].placeholder
             else:
                 text += part if isinstance(part, str) else part.text
         written.append({"role": "system" if message.role == "developer" else message.role, "content": text})
@@ -269,34 +269,34 @@ def _chat_prompt(messages: list[Message], thinking: bool | None, generator: Gene
     def make() -> Prompt:
         if thinking is not None:
             generator.check_thinking()
-        return generator.chat_prompt(written, tuple(shown), enable_thinking=thinking)
+        return generator.chat_prompt(written, tuple(media), enable_thinking=thinking)
 
-    return _fitting(make, "messages")
+    return _build(make, "messages")
 
 
 def _image(url: str, role: str, param: str, generator: Generator) -> Any:
-    """Read an image of a message: its data, never a file or an address that a client names."""
+    """Read the image of a data: URL; files and other URLs are refused."""
     if role != "user":
         raise ApiError(400, f"{param}: only user messages may have images", param)
-    if generator.pictures is None:
+    if generator.media is None:
         raise ApiError(400, f"{param}: the model reads text only", param)
     if not url.startswith("data:image/"):
         raise ApiError(400, f"{param}: images are sent as data: URLs; nothing is fetched", param, "invalid_image_url")
     try:
-        return generator.pictures.read(media_source(url, "image", ""))
+        return generator.media.read(media_source(url, "image", ""))
     except RowError as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_image") from error
 
 
-def _fitting(make: Callable[[], Prompt], param: str) -> Prompt:
-    """Make a prompt; what is wrong with it is said in OpenAI's way."""
+def _build(make: Callable[[], Prompt], param: str) -> Prompt:
+    """Build a prompt, and convert its errors to OpenAI's form."""
     try:
         return make()
     except TooLongError as error:
-        raise ApiError(400, _said(error), param, "context_length_exceeded") from error
+        raise ApiError(400, _text(error), param, "context_length_exceeded") from error
     except MegatuneError as error:
-        raise ApiError(400, _said(error), param) from error
+        raise ApiError(400, _text(error), param) from error
 
 
-def _said(error: MegatuneError) -> str:
+def _text(error: MegatuneError) -> str:
     return "; ".join(f"{each.what} ({each.why})" if each.why else each.what for each in error.findings)

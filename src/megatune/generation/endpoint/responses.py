@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects of an answer, whole or in chunks, or of what is wrong."""
+"""OpenAI's response objects: answers, whole or in chunks, and errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from starlette.responses import JSONResponse
 from megatune.generation.prompt import Prompt, Reply
 
 if TYPE_CHECKING:
-    from megatune.generation.endpoint.requests import Asked
+    from megatune.generation.endpoint.requests import ApiRequest
 
 
 class ApiError(Exception):
-    """Ends a request.
+    """An error response.
 
     Args:
-        status: of HTTP.
-        message: for people.
-        param: the field of the request that is wrong.
-        code: for programs.
+        status: HTTP status.
+        message: human-readable message.
+        param: the invalid field of the request.
+        code: machine-readable code.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -31,40 +31,40 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON has it."""
+        """The error as a JSON object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the answer over HTTP."""
+        """Return the HTTP response."""
         headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(self.status)
         return JSONResponse(self.body, self.status, headers)
 
 
-class Answer:
-    """The objects of one answer, which share an id.
+class ApiResponse:
+    """The response objects of one answer, with a common id.
 
     Args:
-        asked: the request.
-        prompt: of which the tokens are counted.
+        request: the request.
+        prompt: the prompt, for the number of its tokens.
     """
 
-    def __init__(self, asked: Asked, prompt: Prompt) -> None:
-        self._asked, self._num_prompt_tokens = asked, len(prompt.token_ids)
-        kind = "chat.completion" if asked.is_chat else "text_completion"
-        if asked.is_chat and asked.stream:
+    def __init__(self, request: ApiRequest, prompt: Prompt) -> None:
+        self._request, self._num_prompt_tokens = request, len(prompt.token_ids)
+        kind = "chat.completion" if request.is_chat else "text_completion"
+        if request.is_chat and request.stream:
             kind += ".chunk"
-        prefix = "chatcmpl" if asked.is_chat else "cmpl"
+        prefix = "chatcmpl" if request.is_chat else "cmpl"
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
         }
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """Return an answer in one piece."""
-        if self._asked.is_chat:
+        if self._request.is_chat:
             text: dict[str, Any] = {"message": {"role": "assistant", "content": reply.text, "refusal": None}}
         else:
             text = {"text": reply.text}
@@ -72,23 +72,23 @@ class Answer:
         return {**self._head, "choices": [choice], "usage": self._usage(reply)}
 
     def first(self) -> bytes:
-        """Return what a stream begins with: of a chat, who speaks."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._asked.is_chat else b""
+        """Return the beginning of a stream: in a chat, the role."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._request.is_chat else b""
 
     def piece(self, text: str) -> bytes:
         """Return the next piece of text."""
-        return self._chunk({"delta": {"content": text}} if self._asked.is_chat else {"text": text})
+        return self._chunk({"delta": {"content": text}} if self._request.is_chat else {"text": text})
 
     def last(self, reply: Reply) -> bytes:
-        """Return the end of a stream: why it ends, and the numbers of tokens where they are asked for."""
-        end = self._chunk({"delta": {}} if self._asked.is_chat else {"text": ""}, _reason(reply))
-        if self._asked.usage:
+        """Return the end of a stream: the finish reason, and the numbers of tokens if requested."""
+        end = self._chunk({"delta": {}} if self._request.is_chat else {"text": ""}, _reason(reply))
+        if self._request.usage:
             end += event({**self._head, "choices": [], "usage": self._usage(reply)})
         return end + b"data: [DONE]\n\n"
 
     def _chunk(self, text: dict[str, Any], reason: str | None = None) -> bytes:
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": reason}
-        usage = {"usage": None} if self._asked.usage else {}
+        usage = {"usage": None} if self._request.usage else {}
         return event({**self._head, "choices": [choice], **usage})
 
     def _usage(self, reply: Reply) -> dict[str, int]:

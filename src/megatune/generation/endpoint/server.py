@@ -1,4 +1,4 @@
-"""The endpoint's process: its address, and its end."""
+"""The endpoint's server: its socket, and its shutdown."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 if TYPE_CHECKING:
     from megatune.generation.endpoint.streams import Streams
 
-_SECONDS_TO_END = 10  # for answers that are being sent when the endpoint is stopped
+_SHUTDOWN_SECONDS = 10  # for answers that are being sent
 
 
 def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """Take an address, before the seconds that loading a model takes; nobody can connect yet.
+    """Bind a socket before the model is loaded, without listening yet.
 
     Raises:
-        MegatuneError: (SETTINGS) no such address, or one that others reach while there is no key; (UNAVAILABLE) it is
-            taken, or not for this user.
+        MegatuneError: (SETTINGS) an invalid address, or one that other machines can reach although there is no key;
+            (UNAVAILABLE) the address is in use, or not permitted.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -38,31 +38,29 @@ def listening_socket(host: str, port: int, *, has_key: bool) -> socket.socket:
         why = f"{host} is reachable from other machines, and anyone who can reach it could use the model"
         fix = "set MEGATUNE_API_KEY, or --host 127.0.0.1"
         raise MegatuneError(Finding("there is no API key", "--host", why, fix), ExitCode.SETTINGS)
-    taken = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, OverflowError) as error:
-        taken.close()
+        bound.close()
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        finding = Finding(
-            f"{host}:{port} cannot be listened on", "--port", why, "give another --port; 0 takes a free one"
-        )
-        raise MegatuneError(finding, ExitCode.UNAVAILABLE) from error
-    return taken
+        what, fix = f"{host}:{port} cannot be listened on", "choose another --port; 0 selects a free one"
+        raise MegatuneError(Finding(what, "--port", why, fix), ExitCode.UNAVAILABLE) from error
+    return bound
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine reaches an IP address."""
+    """Return whether an IP address is reachable only from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 class Server(uvicorn.Server):
-    """Serves an application until SIGINT or SIGTERM, which also end the answer that is being written.
+    """Serves an application until SIGINT or SIGTERM, which also end the answers in progress.
 
     Args:
-        streams: the answers that a model writes; None of an application that has none.
+        streams: answers in progress; None for an application without a model.
     """
 
     def __init__(
@@ -74,24 +72,24 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_level=log_level, timeout_graceful_shutdown=_SECONDS_TO_END, server_header=False, ws="none",
+                app, log_level=log_level, timeout_graceful_shutdown=_SHUTDOWN_SECONDS, server_header=False, ws="none",
             )
         )  # fmt: skip
         self._streams, self._on_start = streams, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say so."""
+        """Begin to listen, and call `on_start`."""
         await super().startup(sockets)
         if self.started and self._on_start is not None:
             self._on_start()
 
-    def serve_on(self, taken: socket.socket) -> None:
-        """Serve on an address; returns when it is stopped."""
-        # uvicorn raises the signals that ended it once more, for handlers that were there before: here, nobody.
+    def serve_on(self, bound: socket.socket) -> None:
+        """Serve on a bound socket until stopped."""
+        # uvicorn raises the signal that stopped it again for earlier handlers; ours do nothing.
         is_main = threading.current_thread() is threading.main_thread()
         before = {each: signal.signal(each, _nothing) for each in (signal.SIGINT, signal.SIGTERM) if is_main}
         try:
-            self.run(sockets=[taken])
+            self.run(sockets=[bound])
         finally:
             if self._streams is not None:
                 self._streams.close()
@@ -99,7 +97,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End answers, then the endpoint."""
+        """End the answers, then the endpoint."""
         if self._streams is not None:
             self._streams.stop()
         super().handle_exit(sig, frame)

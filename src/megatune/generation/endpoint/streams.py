@@ -1,4 +1,4 @@
-"""Answers as events, for many clients at once: what the endpoint asks of a backend."""
+"""Streams answers of a backend to many clients, as events."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Events = AsyncGenerator[Event, None]
 
 
 class Streams:
-    """Answers as many prompts at a time as the backend can, each in a thread; others wait.
+    """Answers prompts in threads, as many at a time as the backend supports; others wait.
 
     Args:
-        max_waiting: prompts that may wait; more are refused.
+        max_waiting: maximum number of waiting prompts; more are rejected.
     """
 
     def __init__(self, backend: Backend, max_waiting: int) -> None:
         self._backend, self._max_waiting = backend, max_waiting
-        self._threads = ThreadPoolExecutor(backend.at_once, "generate")
-        self._tokenizing = threading.Lock()  # a tokenizer serves one thread
+        self._threads = ThreadPoolExecutor(backend.max_concurrency, "generate")
+        self._tokenizing = threading.Lock()  # tokenizers are not thread-safe
         self._unfinished = 0  # in the event loop's thread only
         self._stopped = False
 
     async def stream(self, make: Callable[[], Prompt], sampling: Sampling) -> Events:
-        """Yield the prompt as soon as its turn has come, then pieces of text, and at last the whole answer.
+        """Yield the prompt when its answer begins, then pieces of text, and finally the whole answer.
 
         Closing the iterator ends the answer.
 
         Args:
-            make: makes the prompt, which may take a while: in a thread.
+            make: builds the prompt; called in a thread, because it may take a while.
 
         Raises:
-            ApiError: (503) too many are waiting, or the endpoint ends.
+            ApiError: (503) too many prompts are waiting, or the endpoint is shutting down.
         """
         if self._stopped:
             raise _ending()
-        if self._unfinished >= self._backend.at_once + self._max_waiting:
+        if self._unfinished >= self._backend.max_concurrency + self._max_waiting:
             raise ApiError(503, f"{self._max_waiting} requests are waiting; try again later", code="queue_full")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
         left = threading.Event()
@@ -86,11 +86,11 @@ class Streams:
         self._unfinished -= 1
 
     def stop(self) -> None:
-        """End the answers that are being written, and those that wait; a signal may call it at any moment."""
+        """End running and waiting answers; safe to call from a signal handler."""
         self._stopped = True
 
     def close(self) -> None:
-        """End the threads, with their answers, when nobody asks any more."""
+        """End the threads and their answers, after the last request."""
         self.stop()
         self._threads.shutdown(wait=False)
         self._backend.close()

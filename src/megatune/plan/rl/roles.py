@@ -61,7 +61,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MAX_NUM_SEQS, _MAX_BATCHED_TOKENS = 256, 8192
 _CPU_CACHE, _CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", 4
 # Share of the free memory after loading the weights that the built-in engine's KV cache may use: on a GPU, and on a CPU
-# (rl.rollout.kv_cache.room_of_cache).
+# (rl.rollout.kv_cache.kv_cache_budget).
 _GPU_SHARE, _CPU_SHARE = 0.5, 0.25
 # Bytes of captured CUDA graphs: an assumption; vLLM reports 0.5 to 2 GiB at its start.
 GRAPHS = 2**30

@@ -1,1 +1,1 @@
-"""Ray: processes, devices, calls, and how failures are told."""
+"""Ray: processes, devices, calls, and failure reports."""

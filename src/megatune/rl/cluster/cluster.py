@@ -1,4 +1,4 @@
-"""A run's actors, on this machine or on a cluster that is already running."""
+"""Starts a run's actors, on this machine or on a Ray cluster that is already running."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ STORE_BYTES = 2**30  # of objects in flight
 
 
 class Cluster(AbstractContextManager["Cluster"]):
-    """Ray, started for this run on this machine, or the cluster that RAY_ADDRESS names; as a context manager, ends all.
+    """A Ray instance started for this run, or the cluster of RAY_ADDRESS; as a context manager, it ends all actors.
 
-    Colocated roles, which name the same devices, share them: they are to be called by turns.
+    Colocated roles name the same devices and must use them in turn (see `DeviceScheduler`).
 
     Args:
         run_dir: gets logs/ROLE-RANK.log, heartbeats/, ROLE-RANK.error.json and report.json.
-        devices: of all roles together, global numbers.
-        devices_per_node: devices of one machine.
-        bytes_in_flight: of objects that are in transfer at once: a step's samples. This machine's object store gets
-            room for them, as far as there is memory; what exceeds it goes to a disk.
-        call_limit: seconds of a call that states no limit.
-        timeline: gets a trace of what each process has done, at the end; None: nobody notes it.
+        devices: global numbers of the devices of all roles.
+        devices_per_node: number of devices per machine.
+        bytes_in_flight: size of the objects in transfer at once, a step's samples. The object store on this machine has
+            room for them if there is enough memory; Ray spills the rest to disk.
+        call_limit: default time limit of calls, in seconds.
+        timeline: path of the trace to write at the end; None for no trace.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where Ray is not installed (extra "rl"), does not start, the cluster cannot be
-            joined, or has fewer devices than are asked for.
+        MegatuneError: UNAVAILABLE, if Ray is not installed (extra "rl") or does not start, or the cluster cannot be
+            joined or has too few devices.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Cluster(AbstractContextManager["Cluster"]):
             slots = max(1, per_node[0])
             store = session.store_bytes(bytes_in_flight)
             self._folder = stack.enter_context(session.ray_session(slots, own_gpus, store, self._run_dir))
-            from megatune.rl.cluster.placement import Placement  # what imports Ray comes after its switches are set
+            from megatune.rl.cluster.placement import Placement  # these import Ray, after its variables are set
             from megatune.rl.cluster.watch import Watch
 
             self._services = {} if joined else session.services()
             self._placement = Placement(self._run_dir, per_node, joined=joined)
             stack.callback(self._leave)
             self._machines = self._placement.machines
-            self._equipment = [machine.equipment() for machine in self._machines]
+            self._infos = [machine.info() for machine in self._machines]
             self._gpus = self._name_gpus(used, joined)
             self._watch = Watch(self._run_dir, self._machines, self._services)
             self._own = RankContext(RankEnv(0, 0, 1, 1, LOOPBACK, 0, 0), self._run_dir, role="driver")
@@ -97,21 +97,21 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._stack = stack.pop_all()
 
     def _name_gpus(self, used: Sequence[Sequence[int]], joined: bool) -> dict[int, str]:
-        """Return CUDA's name on its machine for each device; {} where devices are processes of CPUs."""
+        """Return the CUDA device name of each device on its machine; {} if devices are CPU processes."""
         if not self._placement.has_gpus:
             return {}
         names: dict[int, str] = {}
-        for equipment, devices in zip(self._equipment, used, strict=True):
-            # A bundle of a shared cluster is of any devices of its machine; this machine's own are numbered.
-            places = range(len(devices)) if joined else [device % self._devices_per_node for device in devices]
-            names |= {device: equipment.gpus[place] for device, place in zip(devices, places, strict=True)}
+        for info, devices in zip(self._infos, used, strict=True):
+            # On a shared cluster, Ray chose the GPUs of a bundle; on this machine, devices are indices.
+            indices = range(len(devices)) if joined else [device % self._devices_per_node for device in devices]
+            names |= {device: info.gpus[index] for device, index in zip(devices, indices, strict=True)}
         return names
 
     def start(self, specs: Sequence[RoleSpec], *, limit: float = START_SECONDS) -> dict[str, RoleGroup]:
-        """Start roles, all at once, and return them by name; every object is built by then.
+        """Start roles in parallel, build their objects, and return them by name.
 
         Raises:
-            MegatuneError: see `group.Pending.result`; UNAVAILABLE, where a py_executable cannot be used.
+            MegatuneError: see `role.Pending.result`; UNAVAILABLE, if a py_executable cannot be used.
         """
         from megatune.rl.cluster.watch import Actor
 
@@ -120,31 +120,30 @@ class Cluster(AbstractContextManager["Cluster"]):
         started: list[tuple[Actor, RoleSpec, tuple[str, int]]] = []
         for spec in specs:
             places = placements(spec, self._devices_per_node, self._nodes)
-            meeting = self._meeting(places[0]) if spec.rendezvous else (LOOPBACK, 0)
+            rendezvous = self._rendezvous(places[0]) if spec.rendezvous else (LOOPBACK, 0)
             actors = [
-                Actor(spec.name, placement, self._equipment[placement.node].host, next(self._count))
-                for placement in places
+                Actor(spec.name, placement, self._infos[placement.node].host, next(self._count)) for placement in places
             ]
-            again = partial(self._start, spec, meeting, START_SECONDS)
-            groups[spec.name] = RoleGroup(spec.name, actors, self._watch, self._call_limit, again)
-            started += [(actor, spec, meeting) for actor in actors]
+            restart = partial(self._start, spec, rendezvous, START_SECONDS)
+            groups[spec.name] = RoleGroup(spec.name, actors, self._watch, self._call_limit, restart)
+            started += [(actor, spec, rendezvous) for actor in actors]
 
-        async def together() -> None:
-            await asyncio.gather(*(self._start(spec, meeting, limit, actor) for actor, spec, meeting in started))
+        async def start_all() -> None:
+            await asyncio.gather(*(self._start(spec, rendezvous, limit, actor) for actor, spec, rendezvous in started))
 
-        self._watch.run(together())
+        self._watch.run(start_all())
         for actor, spec, _ in started:
             actor.restarts = spec.restarts
         return groups
 
-    async def _start(self, spec: RoleSpec, meeting: tuple[str, int], limit: float, actor: Actor) -> bool:
-        """Start the process of an actor and build its object; return whether it is there, and was not lost meanwhile.
+    async def _start(self, spec: RoleSpec, rendezvous: tuple[str, int], limit: float, actor: Actor) -> bool:
+        """Start the process of an actor and build its object; return whether it was not lost meanwhile.
 
         Args:
-            meeting: where the ranks of the role meet.
+            rendezvous: address and port at which the ranks of the role meet.
         """
         until = time.monotonic() + limit
-        actor.begin(self._host(spec, actor.placement, meeting))
+        actor.begin(self._create_actor(spec, actor.placement, rendezvous))
         pid = await self._watch.begin("start", limit, actor, actor.handle.pid.remote())
         if pid is LOST:
             return False
@@ -154,50 +153,50 @@ class Cluster(AbstractContextManager["Cluster"]):
         return await self._watch.begin("build", until - time.monotonic(), actor, building) is not LOST
 
     def reward_pool(self, rewards: Mapping[str, RewardRole]) -> RewardPool:
-        """Return what scores samples, on every machine of the run."""
+        """Return the pool of processes that score samples, on all machines of the run."""
         strategies = [self._placement.strategy(node) for node in range(len(self._machines))]
         return RewardPool(rewards, ray_scorer(strategies), log_dir=self._run_dir / "logs", machines=len(strategies))
 
     def note(self, phase: str, step: int) -> None:
-        """Take note of where the run is: failures are told with it, and heartbeats/driver-0 has it."""
-        self._watch.place = phase, step
+        """Record the phase and step of the run, for failure reports and heartbeats/driver-0."""
+        self._watch.position = phase, step
         self._own.beat(phase, step)
         self._timeline.begin(phase, step)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _meeting(self, first: ActorPlacement) -> tuple[str, int]:
-        """Return where ranks meet: an address of the first one's machine, and a port that no other role has."""
+    def _rendezvous(self, first: ActorPlacement) -> tuple[str, int]:
+        """Return the address of the first rank's machine, and a port there that no other role uses."""
         machine = self._machines[first.node]
         while (found := (first.node, machine.free_port())) in self._ports:
             pass
         self._ports.add(found)
-        return self._equipment[first.node].address, found[1]
+        return self._infos[first.node].address, found[1]
 
-    def _host(self, spec: RoleSpec, placement: ActorPlacement, meeting: tuple[str, int]) -> Any:
+    def _create_actor(self, spec: RoleSpec, placement: ActorPlacement, rendezvous: tuple[str, int]) -> Any:
         """Start an actor's process."""
         import ray
 
-        from megatune.rl.cluster.host import ActorConfig, Host, ServerHost
+        from megatune.rl.cluster.host import ActorConfig, AsyncRoleActor, RoleActor
 
         env = RankEnv(
-            placement.rank, placement.local_rank, spec.size, placement.local_world_size, *meeting, placement.node
+            placement.rank, placement.local_rank, spec.size, placement.local_world_size, *rendezvous, placement.node
         )
         config = ActorConfig(spec.name, env, self._run_dir, os.getcwd(), () if spec.py_executable else tuple(sys.path))
         runtime: dict[str, Any] = {"env_vars": self._environment(spec, placement, env)}
         if spec.py_executable:
             runtime["py_executable"] = spec.py_executable
         options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": self._placement.strategy(placement.node)}
-        # The name of the class is what `ps` shows.
-        kind = type(f"{spec.name}-{placement.rank}", (ServerHost if spec.is_server else Host,), {})
+        # `ps` shows the name of the class.
+        kind = type(f"{spec.name}-{placement.rank}", (AsyncRoleActor if spec.is_server else RoleActor,), {})
         return ray.remote(kind).options(runtime_env=runtime, **options).remote(config)
 
     def _environment(self, spec: RoleSpec, placement: ActorPlacement, env: RankEnv) -> dict[str, str]:
-        """Return the variables of an actor's process, beside those of the machine."""
+        """Return the environment variables that an actor's process gets in addition to those of its machine."""
         threads = rank_environment({}, placement.local_world_size)
         variables = {name: os.environ.get(name, value) for name, value in threads.items()}
-        if not spec.rendezvous:  # for ranks of Megatron-Core; an engine copies while it computes
+        if not spec.rendezvous:  # only for ranks of Megatron-Core: an engine overlaps copies with compute
             del variables["CUDA_DEVICE_MAX_CONNECTIONS"]
         if spec.py_executable:
             variables["PYTHONPATH"] = session.package_path(self._folder)
@@ -208,35 +207,36 @@ class Cluster(AbstractContextManager["Cluster"]):
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         if spec.rendezvous:
             variables |= env.variables()
-        elif not self._joined:  # what engines leave in their temporary folder goes with the run's
+        elif not self._joined:  # removed at the end with the files that engines leave there
             variables["TMPDIR"] = str(self._folder)
         return variables | dict(spec.environment)
 
     def _leave(self) -> None:
-        if session.are_alive(self._services):  # nobody else would answer
+        if session.are_alive(self._services):  # otherwise the calls would hang
             self._placement.close()
 
     def _end(self) -> None:
         self._watch.close()
         for number, machine in enumerate(self._machines):
-            with contextlib.suppress(MegatuneError):  # of a machine that is gone
+            with contextlib.suppress(MegatuneError):  # the machine is gone
                 actors = (actor for actor in self._watch.actors if actor.machine == number)
                 machine.kill({actor.name: actor.state.pid for actor in actors})
 
 
 def _ensure_devices(used: Sequence[Sequence[int]], devices_per_node: int) -> int:
-    """Return how many GPUs of this machine a run uses that starts Ray itself: none where there are none.
+    """Return how many GPUs of this machine a run that starts Ray itself uses; 0 on a machine without GPUs.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where the devices are of several machines, or more than this one has.
+        MegatuneError: UNAVAILABLE, if the devices are on several machines, or this machine has too few.
     """
     if len(used) > 1:
         what = f"the run's devices are on {len(used)} machines, of {devices_per_node} devices each"
-        fix = "start a Ray cluster on them (`ray start`), and set RAY_ADDRESS; or a device_mapping of one machine"
-        raise MegatuneError(Finding(what, "device_mapping", "only this machine was given", fix), ExitCode.UNAVAILABLE)
+        why = "RAY_ADDRESS is not set, so the run has only this machine"
+        fix = "start a Ray cluster on them (`ray start`) and set RAY_ADDRESS, or use a device_mapping of one machine"
+        raise MegatuneError(Finding(what, "device_mapping", why, fix), ExitCode.UNAVAILABLE)
     gpus = len(session.visible_gpus())
     highest = max((device % devices_per_node for device in used[0]), default=0)
     if gpus and highest >= gpus:
-        what, fix = f"device {highest} on a machine that shows {gpus} GPUs", f"devices from 0 to {gpus - 1}"
+        what, fix = f"device {highest} on a machine that shows {gpus} GPUs", f"use devices from 0 to {gpus - 1}"
         raise MegatuneError(Finding(what, "device_mapping", "", fix), ExitCode.UNAVAILABLE)
     return min(gpus, max(1, len(used[0])))

@@ -1,6 +1,6 @@
-"""The process of an actor: sets itself up, builds the object of its role, and does what it is told.
+"""The process of an actor: sets itself up, builds the object of its role, and runs the methods that the driver calls.
 
-Nothing heavy is imported here: the class of a role may live in an environment with other libraries.
+It imports nothing heavy, because the class of a role may live in an environment with other libraries.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatune.rl.cluster.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
-    """What an actor's process is told at its start.
+    """The configuration of an actor's process.
 
     Attributes:
-        folder: where the driver runs; paths of the settings are relative to it.
-        sys_path: the driver's, for what users name by Python path.
+        folder: the driver's working directory, to which paths in settings are relative.
+        sys_path: the driver's sys.path, for objects that users name by Python path.
     """
 
     role: str
@@ -43,13 +43,13 @@ class ActorConfig:
 
 
 class _Process:
-    """What all actors have: their log, and the object of their role.
+    """Base of all actors: their log, and the object of their role.
 
-    What the object raises is an answer, a `Failure`, and so needs no class that the driver can import.
+    Exceptions of the object are returned as a `Failure`, so that the driver need not be able to import their classes.
     """
 
     def __init__(self, config: ActorConfig) -> None:
-        die_with_parent(os.getppid())  # of Ray's raylet
+        die_with_parent(os.getppid())  # Ray's raylet
         with contextlib.suppress(OSError):
             os.chdir(config.folder)
         sys.path += [entry for entry in config.sys_path if entry not in sys.path]
@@ -62,7 +62,7 @@ class _Process:
         self._object: Any = None
 
     def pid(self) -> int:
-        """Return this process's number on its machine."""
+        """Return the PID of this process."""
         return os.getpid()
 
     def build(self, target: str, arguments: Mapping[str, Any]) -> Any:
@@ -88,25 +88,25 @@ class _Process:
 
     def _fail(self, error: Exception) -> Failure:
         failure = describe_failure(error, self._context)
-        with contextlib.suppress(OSError):  # on a full disk the answer still says it
+        with contextlib.suppress(OSError):  # a full disk: the failure is returned anyway
             write_failure(error_path(self._context.run_dir, self._context.rank, self._role), failure)
         print_failure(failure, sys.stderr)
         return failure
 
 
-class Host(_Process):
+class RoleActor(_Process):
     """A Ray actor whose methods run one at a time, in the process's main thread."""
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of the object, and return its answer, or a `Failure`."""
+        """Call a method of the object, and return its result or a `Failure`."""
         return self._guarded(method, lambda: getattr(self._object, method)(*args))
 
 
-class ServerHost(_Process):
-    """A Ray actor whose object does any number of calls at once: `ask(method, *args)` returns a future."""
+class AsyncRoleActor(_Process):
+    """A Ray actor whose object runs any number of calls concurrently: `ask(method, *args)` returns a future."""
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of the object, and return its answer, or a `Failure`."""
+        """Call a method of the object, and return its result or a `Failure`."""
         try:
             with self._timeline.span(method):
                 return await asyncio.wrap_future(self._object.ask(method, *args))
@@ -115,7 +115,7 @@ class ServerHost(_Process):
 
 
 def _open_log(config: ActorConfig) -> Any:
-    """Send all output to the actor's log, below that of earlier runs; SIGUSR1 and crashes write all stacks there."""
+    """Redirect all output to the actor's log, appending; SIGUSR1 and crashes write all stacks there."""
     path = log_path(config.run_dir, f"{config.role}-{config.env.rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("a", buffering=1)

@@ -1,4 +1,4 @@
-"""What can be seen of actors from outside, on the machine that they run on: also of one that hangs, or is gone."""
+"""Inspects actors' processes from outside, on their machine; this also works for processes that hang or are gone."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatune.rl.cluster.session import visible_gpus
 _CRASH_REASON_BYTES = 20_000
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _END_SECONDS = 5.0
-_SERVER = "/rl/rollout/server.py"  # whose thread an engine runs in
+_SERVER = "/rl/rollout/server.py"  # the module whose thread runs an engine
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What is seen of a process: the kernel's letter for what it does ("?": it is gone), and its last beat."""
+    """The state of a process: the kernel's letter ("?" if the process is gone), and its last heartbeat."""
 
     state: str
     beat: Beat | None
@@ -44,8 +44,8 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
-    """A machine: host name, address that others reach it at, and its GPUs as CUDA_VISIBLE_DEVICES names them."""
+class MachineInfo:
+    """A machine's host name, its address in the network, and its GPUs by their names in CUDA_VISIBLE_DEVICES."""
 
     host: str
     address: str
@@ -53,40 +53,41 @@ class Equipment:
 
 
 class Machine:
-    """Used by the driver for its own machine, and as an actor on each machine of a cluster that is somebody else's.
+    """Inspects and kills processes; used directly by the driver on its own machine, and as a Ray actor on each machine
+    of a cluster that was joined.
 
     Args:
-        address: that others reach it at; None for the one that Ray has.
+        address: address in the network; None for Ray's address of the node.
     """
 
     def __init__(self, run_dir: Path, address: str | None) -> None:
         self._run_dir, self._address = run_dir, address
         self._kills = OomKills()
 
-    def equipment(self) -> Equipment:
-        """See `Equipment`."""
+    def info(self) -> MachineInfo:
+        """Return the machine's `MachineInfo`."""
         address = self._address
         if address is None:
             import ray
 
             address = ray.util.get_node_ip_address()
-        return Equipment(socket.gethostname(), address, visible_gpus())
+        return MachineInfo(socket.gethostname(), address, visible_gpus())
 
     def free_port(self) -> int:
-        """Find a TCP port that nothing on this machine holds."""
+        """Find a free TCP port on this machine."""
         return find_free_port()
 
-    def look(self, pids: Mapping[str, int]) -> dict[str, ProcessStatus]:
-        """Look at processes, by the names of their actors."""
+    def statuses(self, pids: Mapping[str, int]) -> dict[str, ProcessStatus]:
+        """Return the status of processes, by the names of their actors."""
         self._kills.update(time.monotonic())
         beats = self._run_dir / "heartbeats"
         return {name: ProcessStatus(process_state(pid), read_beat(beats / name)) for name, pid in pids.items()}
 
     def stacks(self, pids: Mapping[str, int]) -> dict[str, RankActivity]:
-        """Have each process write all its stacks into its log, which works wherever it hangs, and read them back.
+        """Make each process write all its stacks into its log, which works wherever it hangs, and read them back.
 
         Args:
-            pids: 0 of a process that has not said its number; to the kernel that is this process and its whole group.
+            pids: 0 for a process whose PID is unknown, which gets no signal (0 would signal our process group).
         """
         logs = {name: log_path(self._run_dir, name) for name in pids}
         offsets = {name: path.stat().st_size if path.exists() else 0 for name, path in logs.items()}
@@ -100,8 +101,8 @@ class Machine:
         }
 
     def crash_reason(self, name: str) -> tuple[str, bool]:
-        """Return what Python wrote into the log of an actor that a signal ended ("Segmentation fault"; "" where it
-        wrote nothing, as after SIGKILL), and whether the kernel's out-of-memory killer has struck lately."""
+        """Return the fatal error in the log of an actor killed by a signal ("Segmentation fault"; "" without one, as
+        after SIGKILL), and whether the kernel's out-of-memory killer was active recently."""
         text = ""
         with contextlib.suppress(FileNotFoundError), log_path(self._run_dir, name).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _CRASH_REASON_BYTES))
@@ -110,15 +111,15 @@ class Machine:
         return found[-1] if found else "", self._kills.happened()
 
     def kill(self, pids: Mapping[str, int]) -> None:
-        """End processes with all that they started, at once."""
-        family = [member for pid in pids.values() for member in _family(pid)]
-        for process in family:
+        """Kill processes with all of their descendants."""
+        processes = [process for pid in pids.values() for process in _process_tree(pid)]
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(family, _END_SECONDS)
+        psutil.wait_procs(processes, _END_SECONDS)
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def _process_tree(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""The machines of a run, and a bundle of Ray's on each: its devices, which all roles there share."""
+"""The machines of a run, with a bundle of a Ray placement group on each: its devices, shared by all roles there."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _ANSWER_SECONDS = 60.0
 
 
 class Placement:
-    """A placement group with a bundle a machine, held until `close`.
+    """A placement group with one bundle per machine, reserved until `close`.
 
     Args:
         per_machine: number of devices used on each machine.
-        joined: the cluster is somebody else's; each machine is looked at by an actor of its own.
+        joined: whether the cluster was running already; then an actor on each machine inspects it.
 
     Attributes:
-        machines: by the number of their bundle.
-        has_gpus: the devices are GPUs, not processes of CPUs.
+        machines: by bundle index.
+        has_gpus: whether devices are GPUs, not CPU processes.
     """
 
     def __init__(self, run_dir: Path, per_machine: Sequence[int], *, joined: bool) -> None:
@@ -41,7 +41,7 @@ class Placement:
             raise MegatuneError(_no_room(bundles), ExitCode.UNAVAILABLE)
         if joined:
             gpus = [number if self.has_gpus else 0 for number in per_machine]
-            # The actor holds the GPUs of the bundle, and so learns their numbers; those beside it are told.
+            # The actor reserves the bundle's GPUs, to learn their numbers for the other actors on its machine.
             self._actors = [self._place(node, number).remote(run_dir, None) for node, number in enumerate(gpus)]
             self.machines = [cast(Machine, _RemoteMachine(node, actor)) for node, actor in enumerate(self._actors)]
         else:
@@ -49,21 +49,21 @@ class Placement:
             self.machines = [Machine(run_dir, LOOPBACK)]
 
     def strategy(self, node: int) -> PlacementGroupSchedulingStrategy:
-        """Return what puts an actor on a machine."""
+        """Return the scheduling strategy that places an actor on a machine."""
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
 
     def _place(self, node: int, gpus: int) -> Any:
         return ray.remote(Machine).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=self.strategy(node))
 
     def close(self) -> None:
-        """Give the bundles back."""
+        """Release the bundles."""
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
 
 
 class _RemoteMachine:
-    """A `Machine` on another machine, with the same methods."""
+    """A proxy of a `Machine` actor, with the same methods."""
 
     def __init__(self, node: int, actor: Any) -> None:
         self._node, self._actor = node, actor
@@ -75,7 +75,7 @@ class _RemoteMachine:
             except (RayActorError, GetTimeoutError) as error:
                 what = f"machine {self._node} of the cluster does not answer any more"
                 why = " ".join(str(error).split())
-                finding = Finding(what, "", why, "see whether it is up and in the network, then start again to resume")
+                finding = Finding(what, "", why, "check that it is up and in the network, then start again to resume")
                 raise MegatuneError(finding, ExitCode.PROCESS_DIED) from error
 
         return ask
@@ -85,7 +85,7 @@ def _no_room(bundles: Sequence[Mapping[str, float]]) -> Finding:
     def text(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU"))
 
-    asked = "; ".join(text(bundle) for bundle in bundles)
-    what = f"the Ray cluster does not have room for this run's {len(bundles)} machines ({asked})"
+    needed = "; ".join(text(bundle) for bundle in bundles)
+    what = f"the Ray cluster does not have room for this run's {len(bundles)} machines ({needed})"
     why = f"free now: {text(ray.available_resources())}, of {text(ray.cluster_resources())}"
-    return Finding(what, "device_mapping", why, "fewer devices, or wait until others have ended")
+    return Finding(what, "device_mapping", why, "use fewer devices, or wait until others have ended")

@@ -1,4 +1,4 @@
-"""What a run says of the actor that ended it, on stderr and as report.json."""
+"""Failure reports: the actor that ended a run, on stderr and in report.json."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from megatune.launch.report import (
 if TYPE_CHECKING:
     from megatune.rl.cluster.watch import Actor, Call
 
-Place: TypeAlias = tuple[str, int]  # phase and step of the run
+RunPosition: TypeAlias = tuple[str, int]  # phase and step of the run
 
 
-def death(state: RankState, host: str, crash_reason: str, exit_code: int | None, out_of_memory: bool) -> Failure:
-    """Describe an actor whose process is gone.
+def death_failure(
+    state: RankState, host: str, crash_reason: str, exit_code: int | None, out_of_memory: bool
+) -> Failure:
+    """Return the failure of an actor whose process is gone.
 
     Args:
         crash_reason: see `machine.Machine.crash_reason`.
-        exit_code: where it ended itself.
+        exit_code: of a process that exited; None if it was killed or that is unknown.
     """
     code = ExitCode.PROCESS_DIED
     if crash_reason:
@@ -49,8 +51,8 @@ def death(state: RankState, host: str, crash_reason: str, exit_code: int | None,
     return _failure(state, host, code, end)
 
 
-def trouble(state: RankState, host: str, error: Exception) -> Failure:
-    """Describe an answer that Ray could not bring."""
+def ray_failure(state: RankState, host: str, error: Exception) -> Failure:
+    """Return the failure of a call whose result Ray could not deliver."""
     text = " ".join(str(error).split())
     if "ObjectStoreFull" in text or type(error).__name__ in ("ObjectStoreFullError", "OutOfDiskError"):
         return _failure(state, host, ExitCode.OUT_OF_MEMORY, f"had no room in Ray's object store: {text}")
@@ -62,16 +64,16 @@ def _failure(state: RankState, host: str, exit_code: ExitCode, summary: str) -> 
     return Failure(state.rank, host, state.pid, phase, step, time.time(), exit_code, Kind.ERROR, summary)
 
 
-def failed(run_dir: Path, name: str, failure: Failure, place: Place | None) -> tuple[Finding, ...]:
-    """Say which actor failed first, where and of what.
+def failure_findings(run_dir: Path, name: str, failure: Failure, position: RunPosition | None) -> tuple[Finding, ...]:
+    """Return the findings about the actor that failed first: where and why.
 
     Args:
-        place: phase and step of the run, where they are known; an actor knows its own alone.
+        position: phase and step of the run, if known; an actor only knows its own.
     """
     where = f"{name} on host {failure.host}"
     if failure.findings:
         return tuple(replace(finding, where=finding.where or where) for finding in failure.findings)
-    where_in_run = _place(place, failure.phase, failure.step)
+    where_in_run = _position_text(position, failure.phase, failure.step)
     dead = failure.exit_code == ExitCode.PROCESS_DIED and not failure.traceback
     verb = "" if dead else "failed: "
     why = "it lost its peers; none of them failed before it" if failure.kind is Kind.COLLECTIVE else ""
@@ -79,28 +81,28 @@ def failed(run_dir: Path, name: str, failure: Failure, place: Place | None) -> t
     return (Finding(f"{where}, {where_in_run}, {verb}{failure.summary}", "", why, fix),)
 
 
-def _place(place: Place | None, phase: str, step: int) -> str:
-    """Say where the run was, and what an actor did there."""
-    if place is None:
+def _position_text(position: RunPosition | None, phase: str, step: int) -> str:
+    """Describe the phase and step of the run, and the actor's own phase."""
+    if position is None:
         return progress_text(phase, step)
-    return progress_text(place[0] if phase in (place[0], "idle") else f"{place[0]}: {phase}", place[1])
+    return progress_text(position[0] if phase in (position[0], "idle") else f"{position[0]}: {phase}", position[1])
 
 
-def hung(
+def hang_finding(
     run_dir: Path,
     suspects: Sequence[Actor],
     activities: dict[int, RankActivity],
     call: Call | None,
-    place: Place | None,
+    position: RunPosition | None,
 ) -> tuple[Finding, Actor]:
-    """Say which of the actors at work is the one that the others wait for, where it is, and for how long.
+    """Find the actor that the other busy actors wait for, and describe where it hangs, and for how long.
 
     Args:
-        call: the one that exceeded its limit, if that is how the hang was found.
+        call: the call that exceeded its limit, if that revealed the hang.
     """
     state = find_hung([actor.state for actor in suspects], activities)
     culprit = next(actor for actor in suspects if actor.state is state)
-    where = _place(place, state.beat.phase, state.beat.step) if state.beat else "while starting"
+    where = _position_text(position, state.beat.phase, state.beat.step) if state.beat else "while starting"
     silence = f"no progress for {time.monotonic() - state.progressed:.0f} s"
     if call is not None:
         silence = f"no answer to {call.method} within {call.limit:.0f} s"
@@ -109,24 +111,22 @@ def hung(
     return Finding(f"{culprit.name} on host {culprit.host} hung {where}: {silence}", "", why, fix), culprit
 
 
-def lost(finding: Finding, actor: Actor) -> str:
-    """Say what became of an actor that is started again."""
+def restart_warning(finding: Finding, actor: Actor) -> str:
+    """Return the warning about an actor that is restarted."""
     why = f" ({finding.why})" if finding.why else ""
-    left = (
-        f"{actor.restarts} more restart{'s' if actor.restarts != 1 else ''}" if actor.restarts else "no more restarts"
-    )
+    left = f"{actor.restarts or 'no'} more restart{'s' if actor.restarts != 1 else ''}"
     return f"warning: {finding.what}{why}. It is started again ({left} of it: max_engine_restarts); the run continues"
 
 
-def service(name: str, pid: int, place: Place | None) -> Finding:
-    """Say that a process of Ray's own is gone."""
-    where = progress_text(*place) if place else "while starting"
+def service_finding(name: str, pid: int, position: RunPosition | None) -> Finding:
+    """Return the finding about one of Ray's own processes that is gone."""
+    where = progress_text(*position) if position else "while starting"
     what = f"Ray's {name} (process {pid}) on host {socket.gethostname()}, {where}, died"
     return Finding(what, "", SIGNAL_REASONS[9], RESUME_HINT)
 
 
-def write(run_dir: Path, actors: Sequence[Actor], culprit: str, error: MegatuneError, traceback: str) -> None:
-    """report.json: how the run ended, for machines."""
+def write_report(run_dir: Path, actors: Sequence[Actor], culprit: str, error: MegatuneError, traceback: str) -> None:
+    """Write report.json, the failure in machine-readable form."""
 
     def entry(actor: Actor) -> dict[str, Any]:
         beat = asdict(actor.state.beat) if actor.state.beat else None

@@ -1,4 +1,4 @@
-"""A role: what it is made of, where each of its actors runs, and calls to them."""
+"""Roles: their specification, the placement of their actors, and calls to them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """A role: actors of one class, numbered from 0.
+    """The specification of a role: actors of one class, numbered from 0.
 
     Each actor builds `target` as Class(context, **arguments), with a `launch.context.RankContext` whose rank and
-    world_size are the actor's number and the number of actors; where ranks meet, master_addr and master_port are
-    rank 0's.
+    world_size are the actor's number and the number of actors; with `rendezvous`, master_addr and master_port are those
+    of rank 0.
 
     Attributes:
-        name: "actor_train"; actors are called "actor_train-0", as their logs.
+        name: such as "actor_train"; actors and their logs are named "actor_train-0".
         target: "package.module:Class".
-        arguments: what pickles.
-        devices: global numbers; device d is number d % devices_per_node of machine d // devices_per_node. GPUs, or
-            processes of a machine without any.
-        devices_per_actor: consecutive devices of one actor.
-        rendezvous: the actors are ranks that meet in torch.distributed; each sees the role's devices of its machine
-            (local_rank is its own). Otherwise each sees its own devices alone.
-        is_server: the object does calls at once, and answers them with futures (`host.ServerHost`); they may arrive in
-            another order than they were made in.
-        restarts: how often each actor may be started again where it dies or hangs, once all were built; see
-            `group.RoleGroup.restart`.
-        environment: variables of the processes, above all others.
-        py_executable: Python of another environment, with the same versions of Python and Ray.
+        arguments: must be picklable.
+        devices: global numbers; device d is number d % devices_per_node of machine d // devices_per_node. GPUs, or CPU
+            processes on a machine without GPUs.
+        devices_per_actor: number of consecutive devices per actor.
+        rendezvous: whether the actors are ranks of torch.distributed; then each sees all of the role's devices on its
+            machine, and local_rank is its own. Otherwise each sees only its own devices.
+        is_server: the object runs calls concurrently and answers them with futures (`host.AsyncRoleActor`); calls may
+            arrive out of order.
+        restarts: how often each actor may be restarted after it died or hung, once all were built; see
+            `RoleGroup.restart`.
+        environment: environment variables, which override all others.
+        py_executable: the Python of another environment, with the same versions of Python and Ray.
     """
 
     name: str
@@ -59,10 +59,10 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActorPlacement:
-    """Where an actor runs.
+    """The placement of an actor.
 
     Attributes:
-        node: number of its machine among those that the run uses.
+        node: index of its machine among those of the run.
         visible: the devices that it sees.
         local_rank, local_world_size: among the actors of its role on its machine.
     """
@@ -75,10 +75,10 @@ class ActorPlacement:
 
 
 def placements(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> list[ActorPlacement]:
-    """Place a role's actors.
+    """Return the placements of a role's actors.
 
     Args:
-        nodes: the machines that the run's devices are on, in order.
+        nodes: the machines of the run's devices, in order.
     """
     step = spec.devices_per_actor
     own = [spec.devices[first : first + step] for first in range(0, len(spec.devices), step)]
@@ -92,12 +92,11 @@ def placements(spec: RoleSpec, devices_per_node: int, nodes: Sequence[int]) -> l
 
 
 T = TypeVar("T")
-LOST = object()  # in place of an answer, of an actor that was lost and may be started again
+LOST = object()  # the result of a call to an actor that was lost and may be restarted
 
 
 class Pending:
-    """A call in flight to some actors of a role. Coroutines await its answers, and the driver's own code takes its
-    `result`."""
+    """A pending call to actors of a role. Coroutines await it; synchronous code of the driver calls `result`."""
 
     def __init__(self, watch: Watch, answers: Sequence[asyncio.Future[Any]]) -> None:
         self._watch, self._answers = watch, answers
@@ -109,36 +108,33 @@ class Pending:
         return [found for each in self._answers if (found := await each) is not LOST]
 
     def result(self) -> list[Any]:
-        """Wait, and return the answers in the order of the actors that were called; without those of actors that were
-        lost meanwhile, and may be started again.
+        """Wait, and return the results in the order of the called actors, without those of lost actors that may be
+        restarted.
 
         Raises:
             MegatuneError: naming role, rank, phase, step, cause and log file of the first failure of any actor of the
-                cluster meanwhile: PROCESS_DIED for one that died, hung or did not answer within the call's limit, else
-                the exit code of what it raised.
+                cluster meanwhile: PROCESS_DIED if it died, hung or exceeded the call's limit, else the exit code of the
+                exception.
         """
         return self._watch.run(self)
 
 
 class RoleGroup:
-    """The actors of a role. An actor does one call after another, in the order in which they were made, unless it is a
-    server.
+    """The actors of a role. An actor executes its calls in order, one at a time, unless it is a server.
 
-    Arguments and answers travel as pickles through Ray's object store: arrays arrive read-only, and tensors are of no
-    graph. Arguments that several actors get are stored once a machine.
+    Arguments and results are pickled through Ray's object store: arrays arrive read-only, and tensors without autograd
+    graph. Arguments for several actors are stored once per machine.
 
-    An actor that may be started again is lost where it dies or hangs: calls go on with the others until it is
-    admitted again.
+    If an actor that may be restarted dies or hangs, it is lost: calls go to the others until it is admitted again.
 
     Args:
-        start_again: starts an actor that was lost, and says whether it is there.
+        restart: restarts a lost actor, and returns whether it is running.
 
     Attributes:
-        name: of the role.
-        size: number of actors, those that are lost, too.
-        changes: how often an actor was lost, or admitted again.
-        loop: of the driver.
-        on_loss: called with the rank of an actor that was lost.
+        size: number of actors, including lost ones.
+        changes: how often an actor was lost or admitted.
+        loop: the driver's event loop.
+        on_loss: called with the rank of a lost actor.
     """
 
     def __init__(
@@ -147,28 +143,27 @@ class RoleGroup:
         actors: Sequence[Actor],
         watch: Watch,
         call_limit: float,
-        start_again: Callable[[Actor], Awaitable[bool]],
+        restart: Callable[[Actor], Awaitable[bool]],
     ) -> None:
         self.name, self.size, self.changes = name, len(actors), 0
         self.loop, self.run = watch.loop, watch.run
         self.on_loss: Callable[[int], None] = lambda rank: None
         self._actors, self._present = actors, set(range(len(actors)))
-        self._watch, self._call_limit, self._start_again = watch, call_limit, start_again
+        self._watch, self._call_limit, self._restart = watch, call_limit, restart
         for rank, actor in enumerate(actors):
             actor.on_loss = partial(self._note_loss, rank)
 
     @property
     def ranks(self) -> list[int]:
-        """Of the actors that calls go to."""
+        """Ranks of the actors that get calls."""
         return sorted(self._present)
 
     async def restart(self, rank: int) -> bool:
-        """Start the process of an actor that was lost, and build its object; return whether it is there. No call goes
-        to it before `admit`."""
-        return await self._start_again(self._actors[rank])
+        """Restart a lost actor and build its object; return whether it is running. It gets no calls before `admit`."""
+        return await self._restart(self._actors[rank])
 
     def admit(self, rank: int) -> None:
-        """Let calls go to an actor that was restarted."""
+        """Let a restarted actor get calls again."""
         self._present.add(rank)
         self.changes += 1
 
@@ -178,10 +173,10 @@ class RoleGroup:
         self.on_loss(rank)
 
     def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
-        """Call a method of every actor's object, and return their answers by rank.
+        """Call a method of every actor's object, and return the results by rank.
 
         Args:
-            limit: seconds for all of it; None for the cluster's.
+            limit: time limit in seconds; None for the cluster's default.
 
         Raises:
             MegatuneError: see `Pending.result`.
@@ -189,7 +184,7 @@ class RoleGroup:
         return self.start(method, *args, limit=limit).result()
 
     def start(self, method: str, *args: Any, limit: float | None = None) -> Pending:
-        """As `call`, without waiting."""
+        """Start a `call` without waiting."""
         return self._start(method, dict.fromkeys(self.ranks, args), limit)
 
     def start_one(self, rank: int, method: str, *args: Any) -> Pending:
@@ -213,10 +208,10 @@ class RoleGroup:
 
 
 def store(value: Any) -> Any:
-    """Put a value into Ray's object store, and return its reference.
+    """Put a value into Ray's object store and return its reference.
 
     Raises:
-        MegatuneError: OUT_OF_MEMORY, where the store is full.
+        MegatuneError: OUT_OF_MEMORY, if the store is full.
     """
     import ray
 
@@ -224,6 +219,6 @@ def store(value: Any) -> Any:
         return ray.put(value)
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         why = " ".join(str(error).split())
-        fix = "a smaller rollout_batch_size; more room in /dev/shm"
+        fix = "reduce rollout_batch_size, or give /dev/shm more room"
         finding = Finding("Ray's object store has no room for the arguments of a call", "", why, fix)
         raise MegatuneError(finding, ExitCode.OUT_OF_MEMORY) from error

@@ -1,5 +1,4 @@
-"""Where the time of a run goes: the seconds of a step by phase; and when each process did what, as a trace of Chrome's,
-which Perfetto opens.
+"""Timing of a run: the seconds of each phase of a step, and a trace of all processes in Chrome's format, for Perfetto.
 
 Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 
-class Phases:
-    """Seconds of a step by phase.
+class PhaseTimer:
+    """Measures the seconds of a step by phase.
 
     Args:
-        note: told each phase as it begins.
+        note: called with each phase as it begins.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda phase: None) -> None:
@@ -31,7 +30,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the seconds inside."""
+        """Measure the time inside the block."""
         began = time.monotonic()
         self._note(name)
         try:
@@ -49,11 +48,11 @@ _FOLDER = "timeline"
 
 
 class Timeline:
-    """Notes what one process does, in a file of its own; nothing in a run that has no `new_timeline`.
+    """Records the spans of one process in its own file; does nothing if the run has no timeline (`new_timeline`).
 
     Args:
-        run_dir: of the run, on a disk that all its machines see.
-        name: of the process, such as actor_train-0.
+        run_dir: the run's folder, on a disk shared by its machines.
+        name: name of the process, such as actor_train-0.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -63,7 +62,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note what is done inside, and for how long."""
+        """Record the block as a span."""
         began = time.time()
         try:
             yield
@@ -71,12 +70,12 @@ class Timeline:
             self._write(name, began, {})
 
     def begin(self, phase: str, step: int) -> None:
-        """Note that one phase is over, and another one begins."""
+        """Record the end of the current phase, and begin another one."""
         self.end()
         self._phase = phase, step, time.time()
 
     def end(self) -> None:
-        """Note that the phase that was begun last is over."""
+        """Record the end of the current phase."""
         if self._phase is not None:
             phase, step, began = self._phase
             self._write(phase, began, {"step": step})
@@ -86,22 +85,22 @@ class Timeline:
         if self._path is None:
             return
         event = {"name": name, "ts": began * 1e6, "dur": (time.time() - began) * 1e6, "args": details}
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full disk ends no run
+        with (
+            contextlib.suppress(OSError),
+            self._path.open("a", encoding="utf-8") as file,
+        ):  # a full disk must not end the run
             file.write(json.dumps(event) + "\n")
 
 
 def new_timeline(run_dir: Path, *, wanted: bool) -> None:
-    """Forget what an earlier run has noted; processes that start from here on note theirs where that is wanted."""
+    """Remove an earlier run's timeline; processes started from now on record theirs if `wanted`."""
     shutil.rmtree(run_dir / _FOLDER, ignore_errors=True)
     if wanted:
         (run_dir / _FOLDER).mkdir(parents=True)
 
 
 def write_timeline(run_dir: Path, target: Path) -> None:
-    """Write what all processes have noted as one file: a process of the trace for each, the driver first.
-
-    What a process does at the same time is in several rows, as few as hold it.
-    """
+    """Write the records of all processes as one trace, the driver first; concurrent spans go to several rows."""
     notes = sorted((run_dir / _FOLDER).glob("*.jsonl"), key=lambda path: (path.stem != "driver", path.stem))
     events: list[dict[str, Any]] = []
     for number, path in enumerate(notes):

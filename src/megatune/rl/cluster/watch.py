@@ -1,4 +1,4 @@
-"""The driver's event loop: takes answers of actors, and finds the actor that is the first cause when none will come."""
+"""The driver's event loop: receives results of actors, and finds the actor that caused a failure or a hang."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megatune.rl.cluster.role import LOST, ActorPlacement
 
 T = TypeVar("T")
 
-HANG_SECONDS = 1800.0  # between two beats of an actor at work, unless the beat states a limit of its own
-_LOOK_SECONDS = 1.0  # between two looks at all actors, of which each is two files; a death is known from Ray at once
-STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not go on by itself
+HANG_SECONDS = 1800.0  # between two heartbeats of a busy actor, unless the heartbeat states another limit
+_POLL_SECONDS = 1.0  # between two checks of all actors, which read two files each; Ray reports deaths at once
+STOPPED_SECONDS = 5.0  # a process that is stopped for longer will not continue by itself
 
 
 @dataclass(eq=False)
@@ -38,13 +38,13 @@ class Actor:
 
     Attributes:
         host: name of its machine.
-        number: its place among all actors of the run.
-        handle: Ray's.
+        number: index among all actors of the run.
+        handle: Ray's actor handle.
         state: of its process.
-        busy: calls in flight.
+        busy: number of calls in flight.
         stopped: when it was first seen stopped, on the monotonic clock.
-        restarts: how often it may be started again where it dies or hangs; without any left, that ends the run.
-        on_loss: called when it is gone, and may be started again.
+        restarts: how often it may still be restarted; at 0, its death or hang ends the run.
+        on_loss: called when it is lost and may be restarted.
     """
 
     role: str
@@ -64,20 +64,20 @@ class Actor:
 
     @property
     def machine(self) -> int:
-        """Number of its machine."""
+        """Index of its machine."""
         return self.placement.node
 
     def begin(self, handle: Any) -> None:
-        """Take note of a process that was started, of which nothing is known yet."""
+        """Set the handle of a new process, and reset its state."""
         self.handle, self.state = handle, RankState(self.number, 0, time.monotonic())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """A method that an actor runs; its answer is `LOST` where the actor is.
+    """A call in flight; its result is `LOST` if the actor is lost.
 
     Attributes:
-        deadline: on the clock of `Watch`, which stands still while this process does.
+        deadline: on the clock of `Watch`, which stops while this process is stopped.
     """
 
     method: str
@@ -88,21 +88,21 @@ class Call:
 
 
 class Watch:
-    """All calls in flight, and all actors at work; the driver's event loop, in which answers arrive.
+    """Watches all actors and calls in flight; owns the driver's event loop, which receives the results.
 
-    Whatever the driver waits for, it waits in `run`, and all that is under way in the loop goes on meanwhile.
+    The driver always waits in `run`, while all tasks of the loop continue.
 
     Args:
-        machines: by number.
-        services: Ray's own processes that this run has started, by name.
+        machines: by index.
+        services: PIDs of Ray's own processes that this run has started, by name.
 
     Attributes:
-        place: phase and step of the run, once it says so.
+        position: phase and step of the run, once known.
     """
 
     def __init__(self, run_dir: Path, machines: Sequence[Machine], services: Mapping[str, int]) -> None:
         self.actors: list[Actor] = []
-        self.place: report.Place | None = None
+        self.position: report.RunPosition | None = None
         self._run_dir, self._machines, self._services = run_dir, machines, services
         self._calls: dict[Call, None] = {}
         self._failed: dict[Actor, Failure] = {}
@@ -114,7 +114,7 @@ class Watch:
         self._watching = self.loop.create_task(self._watch())
 
     def begin(self, method: str, limit: float, actor: Actor, ref: Any) -> asyncio.Future[Any]:
-        """Note a call that was made, of which Ray's reference is given; return what gets its answer."""
+        """Track a call by Ray's reference of its result, and return a future of the result."""
         now = time.monotonic()
         call = Call(method, limit, now - self._frozen + limit, actor, self.loop.create_future())
         self._calls[call] = None
@@ -125,37 +125,37 @@ class Watch:
         return call.answer
 
     def run(self, awaitable: Awaitable[T]) -> T:
-        """Wait for something, and return its result.
+        """Wait for an awaitable and return its result.
 
         Raises:
-            MegatuneError: an actor failed, died or hung, or a call has exceeded its limit.
+            MegatuneError: an actor failed, died or hung, or a call exceeded its limit.
         """
         wanted = asyncio.ensure_future(awaitable, loop=self.loop)
         either = asyncio.FIRST_COMPLETED
         self.loop.run_until_complete(asyncio.wait({wanted, self._watching}, return_when=either))
         if self._failed or self._watching.done():
-            wanted.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody asks for it
+            wanted.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved, against a warning
             wanted.cancel()
             self.loop.run_until_complete(self._watching)
         return wanted.result()
 
     def close(self) -> None:
-        """End all that is under way in the loop."""
+        """Cancel all tasks of the loop and close it."""
         self._runner.close()
 
     async def _watch(self) -> NoReturn:
-        """Look at the actors now and then, and raise once one of them has failed."""
+        """Check the actors periodically, and raise once one of them has failed."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_failed.wait(), _LOOK_SECONDS)
+                await asyncio.wait_for(self._has_failed.wait(), _POLL_SECONDS)
             self._look()
             if self._failed:
                 await self._conclude_failure()
             self._find_hung()
 
     def _arrived(self, call: Call, answer: Any) -> None:
-        """Take an answer, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody wants it
+        """Pass a result to the loop, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._take, call, answer)
 
     def _take(self, call: Call, answer: Any) -> None:
@@ -165,7 +165,7 @@ class Watch:
         error = answer.exception()
         if error is not None:
             self._note_error(call.actor, error)
-            if not self._failed and call in self._calls:  # the actor whose answer was an argument was lost
+            if not self._failed and call in self._calls:  # the actor that computed an argument was lost
                 self._conclude(call, LOST)
         elif isinstance(found := answer.result(), Failure):
             self._failed.setdefault(call.actor, found)
@@ -176,13 +176,13 @@ class Watch:
 
     def _conclude(self, call: Call, answer: Any) -> None:
         del self._calls[call]
-        if not call.answer.done():  # nobody wants it
+        if not call.answer.done():  # done if cancelled
             call.answer.set_result(answer)
 
     def _look(self) -> None:
         now, before = time.monotonic(), self._looked
         self._looked = now
-        # While this process did not run, or did other things, neither did its sense of the actors' time.
+        # Time in which this process was stopped or blocked does not count against the actors.
         if (frozen := now - before) > FROZEN_SECONDS:
             self._frozen += frozen
             for actor in self.actors:
@@ -190,7 +190,7 @@ class Watch:
         self._look_at_services()
         for number, machine in enumerate(self._machines):
             own = {actor.name: actor for actor in self.actors if actor.machine == number}
-            for name, status in machine.look({name: actor.state.pid for name, actor in own.items()}).items():
+            for name, status in machine.statuses({name: actor.state.pid for name, actor in own.items()}).items():
                 actor = own[name]
                 if status.gone:
                     self._note_death(actor, "")
@@ -199,27 +199,27 @@ class Watch:
                 actor.stopped = (actor.stopped or now) if status.stopped else None
 
     def _look_at_services(self) -> None:
-        """Raise if a process of Ray's is gone: all actors end with it, and no call is answered."""
+        """Raise if one of Ray's own processes is gone: all actors end with it, and no call returns."""
         for name, pid in self._services.items():
             if process_state(pid) in "?ZX":
-                self._raise((report.service(name, pid, self.place),), name, ExitCode.PROCESS_DIED)
+                self._raise((report.service_finding(name, pid, self.position),), name, ExitCode.PROCESS_DIED)
 
-    def _note_death(self, actor: Actor, ray_says: str) -> None:
+    def _note_death(self, actor: Actor, ray_message: str) -> None:
         if actor in self._failed:
             return
-        found = re.search(r"exit code (\d+)", ray_says)
-        words, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
+        found = re.search(r"exit code (\d+)", ray_message)
+        reason, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
         exit_code = int(found[1]) if found else None
-        failure = report.death(actor.state, actor.host, words, exit_code, out_of_memory)
+        failure = report.death_failure(actor.state, actor.host, reason, exit_code, out_of_memory)
         if actor.restarts:
-            self._lose(actor, report.failed(self._run_dir, actor.name, failure, self.place)[0])
+            self._lose(actor, report.failure_findings(self._run_dir, actor.name, failure, self.position)[0])
         else:
             self._failed[actor] = failure
 
     def _lose(self, actor: Actor, finding: Finding) -> None:
-        """Go on without an actor that may be started again: end what is left of it, and await none of its answers."""
+        """Continue without an actor that may be restarted: kill what is left of it, and give up its calls."""
         actor.restarts -= 1
-        print(report.lost(finding, actor), file=sys.stderr, flush=True)
+        print(report.restart_warning(finding, actor), file=sys.stderr, flush=True)
         if actor in self.actors:
             self.actors.remove(actor)
         self._machines[actor.machine].kill({actor.name: actor.state.pid})
@@ -230,18 +230,18 @@ class Watch:
         actor.on_loss()
 
     def _note_error(self, actor: Actor, error: Exception) -> None:
-        """What Ray raises in place of an answer: a death, or its own trouble."""
-        if isinstance(error, RayActorError):  # of this actor, or of one whose answer was its argument
+        """Record an error that Ray raised in place of a result: an actor's death, or a problem of Ray."""
+        if isinstance(error, RayActorError):  # of this actor, or of one that computed an argument
             owner = next((each for each in self.actors if each.handle._actor_id.hex() == error.actor_id), actor)
             if error.actor_init_failed:
-                self._failed.setdefault(owner, report.trouble(owner.state, owner.host, error))
+                self._failed.setdefault(owner, report.ray_failure(owner.state, owner.host, error))
             else:
                 self._note_death(owner, str(error))
         else:
-            self._failed.setdefault(actor, report.trouble(actor.state, actor.host, error))
+            self._failed.setdefault(actor, report.ray_failure(actor.state, actor.host, error))
 
     async def _conclude_failure(self) -> None:
-        """Gather what failed with the first, and raise the first cause."""
+        """Collect the failures that follow the first one, and raise the cause."""
 
         def first() -> tuple[Actor, Failure]:
             return min(self._failed.items(), key=lambda pair: (pair[1].kind, pair[1].time))
@@ -253,18 +253,18 @@ class Watch:
                 self._look()
         culprit, failure = first()
         if failure.kind is Kind.COLLECTIVE and failure.timed_out and (living := self._at_work()):
-            self._conclude_hang(living)  # the rank that waited in vain is the victim
-        findings = report.failed(self._run_dir, culprit.name, failure, self.place)
+            self._conclude_hang(living)  # the rank whose collective timed out is the victim
+        findings = report.failure_findings(self._run_dir, culprit.name, failure, self.position)
         self._raise(findings, culprit.name, ExitCode(failure.exit_code), failure.traceback)
 
     def _find_hung(self) -> None:
-        """Raise if an actor at work has shown no progress for too long, or a call has taken too long; one that may be
-        started again is lost then."""
+        """Raise if a busy actor makes no progress, or a call exceeds its limit; an actor that may be restarted is lost
+        instead."""
         now = time.monotonic()
         for actor in self._at_work():
             beat_limit = actor.state.beat.limit if actor.state.beat else None
             limit = HANG_SECONDS if beat_limit is None else beat_limit
-            # One that had nothing to do may have been stopped for long.
+            # An idle actor may have been stopped for long.
             stopped = actor.stopped is not None and now - max(actor.stopped, actor.state.progressed) > STOPPED_SECONDS
             if stopped or now - actor.state.progressed > limit:
                 self._conclude_hang(self._at_work())
@@ -281,7 +281,7 @@ class Watch:
             pids = {actor.name: actor.state.pid for actor in suspects if actor.machine == number}
             found = machine.stacks(pids) if pids else {}
             activities |= {actor.state.rank: found[actor.name] for actor in suspects if actor.name in found}
-        finding, culprit = report.hung(self._run_dir, suspects, activities, call, self.place)
+        finding, culprit = report.hang_finding(self._run_dir, suspects, activities, call, self.position)
         if culprit.restarts:
             self._lose(culprit, finding)
         else:
@@ -289,11 +289,11 @@ class Watch:
 
     def _raise(self, findings: tuple[Finding, ...], culprit: str, exit_code: ExitCode, traceback: str = "") -> NoReturn:
         error = MegatuneError(findings, exit_code)
-        report.write(self._run_dir, self.actors, culprit, error, traceback)
+        report.write_report(self._run_dir, self.actors, culprit, error, traceback)
         raise error
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what a task has raised; Ctrl-C reaches whichever is at work, and ends the run anyway."""
+    """Log the exception of a task, except KeyboardInterrupt, which ends the run anyway."""
     if not isinstance(context.get("exception"), KeyboardInterrupt):
         loop.default_exception_handler(context)

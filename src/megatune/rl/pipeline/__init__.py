@@ -1,1 +1,1 @@
-"""The driver: one step after another, what they print and what they leave behind."""
+"""The driver of a run: its steps, reports and checkpoints."""

@@ -1,4 +1,4 @@
-"""The loop over steps: weights to the engines, responses, rewards, updates, checkpoints."""
+"""The training loop: send weights, sample responses, score them, update the models, save checkpoints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from megatune.config.rl.settings import RLSettings
-from megatune.rl.cluster.timeline import Phases
-from megatune.rl.pipeline.collector import Collector, ProblemOrder, Taken
+from megatune.rl.cluster.timeline import PhaseTimer
+from megatune.rl.pipeline.collector import Collector, ProblemOrder, StepGroups
 from megatune.rl.pipeline.files import Progress, dump_samples, record_step, replay_step
 from megatune.rl.pipeline.learn import Learner
-from megatune.rl.pipeline.report import Reports, tell_failures, validation_metrics
-from megatune.rl.pipeline.sampler import MakeSampler, Sampler, sample_all
+from megatune.rl.pipeline.report import Reports, report_failures, validation_metrics
+from megatune.rl.pipeline.sampler import Sampler, SamplerFactory, sample_all
 from megatune.rl.pipeline.scores import RewardModels
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.weights import Weights
@@ -29,13 +29,12 @@ from megatune.training.storage.files import new_folder, writing
 
 @dataclass(slots=True, kw_only=True)
 class Driver:
-    """Runs the steps.
+    """Runs the steps of a run.
 
     Attributes:
-        scores: adds what reward models say.
-        sampler: makes what samples and scores.
-        progress: how far the run has come; changed by every step.
-        note: told each phase as it begins, and the step, counted from 1.
+        scores: adds the scores of reward models.
+        progress: the state of the run; every step updates it.
+        note: called with each phase as it begins, and the step, counted from 1.
     """
 
     settings: RLSettings
@@ -44,7 +43,7 @@ class Driver:
     learner: Learner
     pool: RewardPool
     scores: RewardModels
-    sampler: MakeSampler
+    sampler: SamplerFactory
     problems: Problems
     validation: Problems | None
     reports: Reports
@@ -54,7 +53,7 @@ class Driver:
     _sampler: Sampler = field(init=False)
     _collector: Collector = field(init=False)
     _synced: bool = field(default=False, init=False)
-    _version: int = field(default=0, init=False)  # of the engines' weights
+    _version: int = field(default=0, init=False)  # version of the engines' weights
 
     def __post_init__(self) -> None:
         run, rollout = self.settings.run, self.settings.rollout
@@ -75,7 +74,7 @@ class Driver:
             self.learner.state.load_state_dict(self.progress.algorithm)
 
     def run(self) -> Literal["finished", "stopped"]:
-        """Take all steps that are left, or until somebody asks to stop; the last step is always saved."""
+        """Run the remaining steps, or until a stop is requested; the last step is always saved."""
         run = self.settings.run
         while self.progress.step < run.max_steps:
             self._step(self.progress.step)
@@ -103,17 +102,17 @@ class Driver:
         return self.settings.rollout.async_generation_ratio > 0 and not run.rollout_mock.replays
 
     def _step(self, step: int) -> None:
-        """Take one step, counted from 0; the weights that it begins with are version step + 1."""
-        phases, run = Phases(lambda phase: self.note(phase, step + 1)), self.settings.run
+        """Run one step, counted from 0; it begins with version step + 1 of the weights."""
+        phases, run = PhaseTimer(lambda phase: self.note(phase, step + 1)), self.settings.run
         sync: dict[str, float] = {}
         if run.rollout_mock.replays:
-            taken = self._replayed(step)
+            batch = self._replay(step)
         else:
             samples = self.settings.algorithm.samples_at(step, run.seed)
             validates = self._validates and step % run.eval_steps == 0
             with self._paused():
                 if samples or validates:
-                    sync = self._synchronized(step, phases)
+                    sync = self._sync_if_due(step, phases)
                 else:
                     self._synced = False
                 if validates:
@@ -122,31 +121,32 @@ class Driver:
                         self._wake(step)
             self._sampler.takes_answers = not samples
             with phases("rollout"):
-                taken = self.roles.engines.run(self._collector.take())
+                batch = self.roles.engines.run(self._collector.take())
             if self.scores:
                 with phases("scores"):
-                    self.scores.score(taken.groups)
-        learned = self.learner.learn(taken.groups, step, phases)
-        self._keep(step, taken)
+                    self.scores.score(batch.groups)
+        learned = self.learner.learn(batch.groups, step, phases)
+        self._dump(step, batch)
         self.progress.step = step + 1
-        self.reports.step(step + 1, taken, learned, phases, self._beside(sync, taken, phases))
+        self.reports.step(step + 1, batch, learned, phases, self._other_metrics(sync, batch, phases))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Let nothing be sampled inside but what is asked for there."""
+        """Pause the sampling of training groups inside the block."""
         self.roles.engines.run(self._collector.pause())
         yield
         self._collector.resume()
 
-    def _synchronized(self, step: int, phases: Phases) -> dict[str, float]:
-        """Bring the engines to the weights of this step, where that is due; every model_update_frequency steps it is,
-        and where engines have forgotten theirs. After a checkpoint it is, too: a run that goes on from there has no
-        older weights to sample with; and where an engine was started again. Return metrics."""
+    def _sync_if_due(self, step: int, phases: PhaseTimer) -> dict[str, float]:
+        """Send the weights of this step to the engines if due, and return metrics of the transfer.
+
+        It is due every model_update_frequency steps, after a checkpoint (a run that resumes from it has no older
+        weights to sample with), when an engine was restarted, and when the engines have lost their weights."""
         often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
         is_due = not self._synced or step % often == 0 or step % save_steps == 0
         is_due |= self.roles.engines.admit()
         found: dict[str, float] = {}
-        if is_due or self.weights.engines_forget:
+        if is_due or self.weights.engines_lose_weights:
             with phases("sync"):
                 found = self._sync(step + 1)
             self._synced = True
@@ -159,33 +159,33 @@ class Driver:
         return found
 
     def _wake(self, step: int) -> None:
-        """Let the engines sample on after a reward model may have had their devices."""
-        if self.roles.engines.forgot:
+        """Give the engines their devices back, which a reward model may have used during the validation."""
+        if self.roles.engines.needs_weights:
             self._sync(step + 1)
         elif self.scores:
             self.weights.resume()
 
     def _sync(self, version: int) -> dict[str, float]:
-        """Give the engines the weights; those that were started again take part from here on."""
+        """Send the weights to the engines, including restarted ones, which sample again from here on."""
         engines, self._version = self.roles.engines, version
-        engines.refill = partial(self._sync, version)
+        engines.resend_weights = partial(self._sync, version)
         engines.admit()
         found = self.weights.sync(version)
-        engines.note_weights()
+        engines.mark_updated()
         return found
 
-    def _replayed(self, step: int) -> Taken:
-        """Read what was recorded of a step."""
+    def _replay(self, step: int) -> StepGroups:
+        """Read the recorded groups of a step."""
         by_id = {(domain, each.id): each for domain, own in self.problems.by_domain.items() for each in own}
-        return Taken(replay_step(Path(self.settings.run.rollout_mock.dump_dir), step + 1, by_id))
+        return StepGroups(replay_step(Path(self.settings.run.rollout_mock.dump_dir), step + 1, by_id))
 
-    def _keep(self, step: int, taken: Taken) -> None:
-        """Write rollouts where that is asked for."""
+    def _dump(self, step: int, batch: StepGroups) -> None:
+        """Write the rollouts if rollout_dump_dir or rollout_mock is set."""
         run = self.settings.run
         if run.rollout_dump_dir:
-            dump_samples(Path(run.rollout_dump_dir) / f"step-{step + 1:06d}.jsonl", step + 1, taken.groups)
+            dump_samples(Path(run.rollout_dump_dir) / f"step-{step + 1:06d}.jsonl", step + 1, batch.groups)
         if run.rollout_mock.records:
-            record_step(Path(run.rollout_mock.dump_dir), step + 1, taken.groups)
+            record_step(Path(run.rollout_mock.dump_dir), step + 1, batch.groups)
 
     def _validate(self, step: int) -> None:
         assert self.validation is not None
@@ -204,11 +204,11 @@ class Driver:
             metrics=validation_metrics(groups),
         )
         self.reports.callbacks.on_evaluate(report)
-        tell_failures(groups, "count as wrong")
+        report_failures(groups, "count as wrong")
 
-    def _beside(self, sync: Mapping[str, float], taken: Taken, phases: Phases) -> dict[str, float]:
-        """Return what is reported beside samples and updates."""
-        num_tokens = sum(len(sample.response.response_ids) for group in taken.groups for sample in group.samples)
+    def _other_metrics(self, sync: Mapping[str, float], batch: StepGroups, phases: PhaseTimer) -> dict[str, float]:
+        """Return the metrics of transfers, engines and rewards."""
+        num_tokens = sum(len(sample.response.response_ids) for group in batch.groups for sample in group.samples)
         found = {"rollout_tokens_per_second": num_tokens / max(phases.seconds["rollout"], 1e-9), **sync}
         for domain, counts in self.pool.counts.items():
             if counts:
@@ -216,7 +216,7 @@ class Driver:
         return found
 
     def _save(self) -> None:
-        """Save a checkpoint: the critic's first, so that the policy's says that all is there."""
+        """Save a checkpoint: the critic first, so that a checkpoint of the policy implies a complete one."""
         step = self.progress.step
         with self._paused():
             self.progress.routing = {}
@@ -231,7 +231,7 @@ class Driver:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a checkpoint to a second place."""
+    """Copy a checkpoint to a second folder."""
     size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     with writing(target), new_folder(target, size) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)

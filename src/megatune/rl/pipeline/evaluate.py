@@ -1,4 +1,4 @@
-"""`megatune rl FILE --evaluate MODEL`: the problems of a file's validation, answered by any model, and scored."""
+"""`megatune rl FILE --evaluate MODEL`: let any model answer the validation problems of a file, and score it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.files import dump_samples
 from megatune.rl.pipeline.groups import Group
-from megatune.rl.pipeline.report import tell_failures, validation_metrics
+from megatune.rl.pipeline.report import report_failures, validation_metrics
 from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.run import read_validation
-from megatune.rl.pipeline.sampler import sample_all, sampler_maker
+from megatune.rl.pipeline.sampler import make_sampler_factory, sample_all
 from megatune.rl.pipeline.scores import RewardModels
-from megatune.rl.pipeline.startup import samplers, start_engines, with_own_weights
+from megatune.rl.pipeline.startup import evaluation_settings, samplers, start_engines
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.training.storage.files import write_atomically, writing
 
@@ -26,24 +26,23 @@ _ADAPTER = "adapter_config.json"
 
 
 def evaluate(settings: RLSettings, model: str) -> int:
-    """Answer, score, and print: with the likeliest tokens, then as validation.generating_args says.
+    """Sample, score and print the results: with greedy decoding, then as validation.generating_args says.
 
-    The numbers are written to OUTPUT/evaluation/NAME/metrics.json, and every response beside them.
+    The numbers are written to OUTPUT/evaluation/NAME/metrics.json, and every response to the same folder.
 
     Args:
         model: a folder, such as a checkpoint of the run, or an id of a hub.
 
-    Returns:
-        DONE.
-
     Raises:
-        MegatuneError: (INPUT) the model cannot be used; (SETTINGS) there is no validation; (DATA) its problems.
+        MegatuneError: (INPUT) the model cannot be used; (SETTINGS) there is no validation; (DATA) problems that cannot
+            be used.
     """
     if settings.validation is None:
         fix = "write validation: with data_args and generating_args"
-        raise MegatuneError(Finding("validation is missing", why="it has the problems", fix=fix), ExitCode.SETTINGS)
+        why = "it names the problems"
+        raise MegatuneError(Finding("validation is missing", why=why, fix=fix), ExitCode.SETTINGS)
     source, asked = _folder(model), settings.validation.generating_args
-    settings = with_own_weights(settings, source)
+    settings = evaluation_settings(settings, source)
     problems = read_validation(settings, source)
     assert problems is not None
     folder = Path(settings.run.output_dir) / "evaluation" / Path(model).resolve().name
@@ -61,14 +60,14 @@ def evaluate(settings: RLSettings, model: str) -> int:
             scorer.group.call("join")
             scheduler.load(scorer)
         scores = RewardModels(settings, scheduler, scorers, pool, load_tokenizer(source))
-        make = sampler_maker(settings, engines, pool, source)
-        for name, generating in _ways(asked).items():
+        make = make_sampler_factory(settings, engines, pool, source)
+        for name, generating in _decodings(asked).items():
             scheduler.sample()
             groups = engines.run(sample_all(problems.all(), make(generating, "eval"), generating))
             scores.score(groups)
             found[name] = validation_metrics(groups)
             print(_line(name, found[name], groups), flush=True)
-            tell_failures(groups, "count as wrong")
+            report_failures(groups, "count as wrong")
             with writing(folder):
                 dump_samples(folder / f"{name}.jsonl", 0, groups)
         for group in (engines, *judges.values()):
@@ -83,7 +82,7 @@ def _folder(model: str) -> Path:
     """Return the folder of a model.
 
     Raises:
-        MegatuneError: INPUT, where it has none.
+        MegatuneError: INPUT, if there is no model.
     """
     path = open_model(model).fetch() if is_hub_id(model) else Path(model)
     if (path / "config.json").is_file():
@@ -94,7 +93,7 @@ def _folder(model: str) -> Path:
     raise MegatuneError(Finding(f"{model} is not a model", "--evaluate", why, fix), ExitCode.INPUT)
 
 
-def _ways(asked: Generating) -> dict[str, Generating]:
+def _decodings(asked: Generating) -> dict[str, Generating]:
     greedy = asked.model_copy(update={"do_sample": False, "num_return_sequences": 1})
     return {"greedy": greedy} if not asked.do_sample else {"greedy": greedy, "sampled": asked}
 

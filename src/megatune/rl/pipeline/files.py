@@ -1,5 +1,5 @@
-"""What the driver writes: how far a run has come, beside its models in each checkpoint; and rollouts, to be read by
-people (rollout_dump_dir) or to be replayed (rollout_mock)."""
+"""Files of the driver: its state in each checkpoint, and rollouts, to be read by people (rollout_dump_dir) or replayed
+(rollout_mock)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from megatune.config.rl.settings import RLSettings
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pipeline.groups import Group, arrays_file, group_from, group_record, read_arrays
+from megatune.rl.pipeline.groups import Group, arrays_file, group_from_record, group_record, read_arrays
 from megatune.rl.samples import Problem
 from megatune.training.storage.files import write_atomically, writing
 
 NAME, ROUTING_NAME = "rl.json", "rl-routing.npz"
-# What determines which problems a step has, and the random numbers that answer them.
+# They determine the problems of a step and the random numbers of its responses.
 _FIXED = {
     "seed": "seed",
     "rollout_batch_size": "prompts of a step",
@@ -30,32 +30,31 @@ _FIXED = {
 
 @dataclass(slots=True)
 class Progress:
-    """What a resume needs of the driver.
+    """The driver's state in a checkpoint.
 
     Attributes:
-        step: steps done.
-        fixed: what may not change within a run.
-        collector: which problems come next, and responses that are under way.
+        step: number of completed steps.
+        fixed: settings that must not change within a run.
+        collector: state of the `Collector`: the position in the data, and unfinished responses.
         algorithm: coefficient of the KL penalty, running moments of rewards.
-        routing: experts of the responses under way, by their ids: a file of their own.
+        routing: experts of the unfinished responses, by response id, in a separate file.
     """
 
     step: int = 0
     fixed: dict[str, Any] = field(default_factory=dict)
     collector: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
-
     routing: dict[str, np.ndarray] = field(default_factory=dict)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files, by their names."""
+        """Return the contents of the files by name."""
         content = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "routing"}
         arrays = {ROUTING_NAME: arrays_file(self.routing)} if self.routing else {}
         return {NAME: json.dumps(content).encode(), **arrays}
 
 
-def fixed_of(settings: RLSettings, problems: Mapping[str, Sequence[Problem]]) -> dict[str, Any]:
-    """Return what a resumed run must have in common with the run that it goes on with."""
+def fixed_settings(settings: RLSettings, problems: Mapping[str, Sequence[Problem]]) -> dict[str, Any]:
+    """Return the settings and the digest of the problems that a resumed run must share with the earlier run."""
     digest = hashlib.blake2b(digest_size=16)
     for domain, rows in problems.items():
         digest.update(domain.encode())
@@ -72,25 +71,25 @@ def fixed_of(settings: RLSettings, problems: Mapping[str, Sequence[Problem]]) ->
 
 
 def read_progress(checkpoint: Path, fixed: Mapping[str, Any]) -> Progress:
-    """Read how far a run had come.
+    """Read the driver's state from a checkpoint.
 
     Raises:
-        MegatuneError: SETTINGS, naming all that was changed since; INPUT, where the checkpoint is none of such a run.
+        MegatuneError: SETTINGS, naming everything that has changed; INPUT, if the checkpoint is not of such a run.
     """
     try:
         folder = checkpoint / "training"
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         progress = Progress(**content, routing=read_arrays(folder / ROUTING_NAME))
     except (OSError, ValueError, TypeError) as error:
-        what = f"{checkpoint} holds no state of reinforcement learning: {error}"
-        fix = "name a checkpoint of such a run, or start from its model: pretrain"
+        what = f"{checkpoint} has no state of reinforcement learning: {error}"
+        fix = "name a checkpoint of a reinforcement learning run, or start from its model with pretrain"
         raise MegatuneError(Finding(what, "resume_from_checkpoint", "", fix), ExitCode.INPUT) from error
     findings = [
         Finding(
             f"{words} {'are' if words.endswith('s') else 'is'} not what the run began with",
             str(checkpoint),
             f"{progress.fixed.get(name)} then, {fixed[name]} now",
-            "put it back, or start a new run in another output_dir",
+            "restore the old value, or start a new run in another output_dir",
         )
         for name, words in _FIXED.items()
         if progress.fixed.get(name) != fixed[name]
@@ -101,10 +100,10 @@ def read_progress(checkpoint: Path, fixed: Mapping[str, Any]) -> Progress:
 
 
 def dump_samples(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write samples as text, a line each.
+    """Write samples as JSON lines.
 
     Args:
-        step: that they are of, counted from 1.
+        step: the step of the samples, counted from 1.
     """
     lines = [
         {
@@ -128,7 +127,7 @@ def dump_samples(path: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def record_step(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write what `replay_step` reads: all that the engines and rewards gave."""
+    """Write everything that the engines and rewards returned, for `replay_step`."""
     path, routing = folder / f"rollouts-{step:06d}.jsonl", dict[str, np.ndarray]()
     lines = [
         {"problem": group.problem.id, "domain": group.problem.domain, **group_record(group, routing)}
@@ -147,16 +146,16 @@ def replay_step(folder: Path, step: int, problems: Mapping[tuple[str, str], Prob
         problems: by domain and id.
 
     Raises:
-        MegatuneError: INPUT, where the file is missing or of other problems.
+        MegatuneError: INPUT, if the file is missing or has other problems.
     """
     path = folder / f"rollouts-{step:06d}.jsonl"
     try:
-        with path.open(encoding="utf-8") as lines:  # `splitlines` would break texts, too: at U+2028, for one
+        with path.open(encoding="utf-8") as lines:  # `splitlines` would also split at U+2028
             records = [json.loads(line) for line in lines]
         routing = read_arrays(path.with_suffix(".npz"))
-        return [group_from(record, problems[record["domain"], record["problem"]], routing) for record in records]
+        return [group_from_record(record, problems[record["domain"], record["problem"]], routing) for record in records]
     except (OSError, ValueError, KeyError) as error:
-        why = f"no problem {error} in the data" if isinstance(error, KeyError) else str(error)
+        why = f"problem {error} is not in the data" if isinstance(error, KeyError) else str(error)
         fix = "record it first, with the same data: rollout_mock: {mode: dump}"
         raise MegatuneError(Finding(f"{path} cannot be replayed", "rollout_mock", why, fix), ExitCode.INPUT) from error
 

@@ -1,5 +1,4 @@
-"""The responses to one prompt: which requests they take, what came back, and how JSON has them: in checkpoints, and in
-dumps that are replayed."""
+"""Groups of responses to one prompt: their requests, and their JSON form in checkpoints and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ from megatune.rl.samples import Problem, Request, Response, Sample
 
 @dataclass(slots=True)
 class Group:
-    """Samples of one problem.
+    """The responses to one problem.
 
-    What is sampled is a function of the run's seed, `number`, `attempt` and the weights, whatever else is in flight.
+    The samples are a function of the run's seed, `number`, `attempt` and the weights, whatever else is in flight.
 
     Attributes:
         number: unique in the run.
-        index: of the problem in the order of its domain, over all epochs.
-        size: responses.
-        attempt: how often it was sampled again, because it was too old.
-        parts: by sample: what an aborted request had.
-        responses: by sample: those that are finished.
-        samples: with scores, in the order of the group.
-        ended: by sample: those with a score, while others take further turns.
-        longest: most tokens of a response, which observations leave room in.
+        index: position of the problem in the order of its domain, over all epochs.
+        size: number of responses.
+        attempt: how often the group was regenerated because it was too old.
+        parts: partial responses of aborted requests, by sample.
+        responses: finished responses, by sample.
+        samples: scored samples, in the order of the group.
+        ended: samples that have a score while others take further turns, by sample.
+        longest: maximum number of tokens of a response, including observations.
     """
 
     problem: Problem
@@ -46,46 +45,46 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights that have sampled any of its tokens; None before the first."""
+        """Oldest version of the weights that sampled any token; None before the first token."""
         found = [*self.responses.values(), *self.parts.values()]
         return min((version for response in found for _, version in response.versions), default=None)
 
     @property
     def scores(self) -> np.ndarray:
-        """Of the samples that have one, fp64."""
+        """Scores of the samples that have one, fp64."""
         return np.array([sample.score for sample in self.samples if sample.has_score], np.float64)
 
-    def note(self, response: Response) -> None:
-        """Take a response, or the part of one that was aborted."""
-        place = place_of(response.id)
+    def add_response(self, response: Response) -> None:
+        """Store a finished response, or the part of an aborted one."""
+        index = sample_index(response.id)
         if response.finish != "abort":
-            self.responses[place] = response
-            self.parts.pop(place, None)
+            self.responses[index] = response
+            self.parts.pop(index, None)
         elif len(response.response_ids):
-            self.parts[place] = response
+            self.parts[index] = response
 
-    def answer(self, longest: int) -> None:
-        """Let the row's own answer be every response."""
+    def use_row_answer(self, longest: int) -> None:
+        """Use the row's own answer as every response."""
         ids = self.problem.answer_ids
         assert ids is not None, "read with the problems"
         finish: Literal["stop", "length"] = "stop" if len(ids) <= longest else "length"
-        nothing = np.zeros(min(len(ids), longest), np.float32)
-        for place in range(self.size):
-            own = f"answer-{self.number}-{place}-{self.attempt}"
-            self.responses[place] = Response(own, ids[:longest], nothing, finish, ())
+        zeros = np.zeros(min(len(ids), longest), np.float32)
+        for index in range(self.size):
+            name = f"answer-{self.number}-{index}-{self.attempt}"
+            self.responses[index] = Response(name, ids[:longest], zeros, finish, ())
 
-    def again(self) -> Group:
-        """Return the group with nothing sampled, and other random numbers."""
+    def next_attempt(self) -> Group:
+        """Return the group without responses, with new random numbers."""
         return Group(self.problem, self.number, self.index, self.size, self.attempt + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """What requests of a run, or of its validations, have in common.
+class RequestBuilder:
+    """Builds the requests of a run, or of its validations.
 
     Attributes:
-        kind: "train" or "eval": they have different random numbers, and names.
-        response_length: most tokens of a response.
+        response_length: maximum number of tokens of a response.
+        kind: "train" or "eval", which have different random numbers and request ids.
     """
 
     generating: Generating
@@ -95,19 +94,19 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def requests(self, group: Group) -> list[Request]:
-        """Return a request for each response that is missing, which goes on with its part."""
-        return [self._request(group, place) for place in range(group.size) if place not in group.responses]
+        """Return a request for each missing response; it continues the partial response if there is one."""
+        return [self._request(group, index) for index in range(group.size) if index not in group.responses]
 
-    def _request(self, group: Group, place: int) -> Request:
-        generating, part = self.generating, group.parts.get(place)
+    def _request(self, group: Group, index: int) -> Request:
+        generating, part = self.generating, group.parts.get(index)
         greedy = not generating.do_sample or generating.temperature == 0
         so_far: dict[str, Any] = {}
         if part is not None:
             so_far = {name: getattr(part, name) for name in ("response_ids", "log_probs", "versions", "observed")}
         return Request(
-            id=f"{self.kind}-{group.number}-{place}-{group.attempt}",
+            id=f"{self.kind}-{group.number}-{index}-{group.attempt}",
             prompt_ids=group.problem.prompt_ids,
-            seed=seed_of(self.seed, self.kind, group.number, place, group.attempt),
+            seed=seed_of(self.seed, self.kind, group.number, index, group.attempt),
             max_new_tokens=self.response_length,
             temperature=0.0 if greedy else generating.temperature,
             top_p=generating.top_p,
@@ -115,27 +114,27 @@ class Sampling:
             repetition_penalty=generating.repetition_penalty,
             stop_token_ids=self.stop_token_ids,
             stop_strings=tuple(generating.stop_strings),
-            shown=group.problem.shown,
+            images=group.problem.images,
             **so_far,
         )
 
 
-def place_of(request_id: str) -> int:
-    """Return a request's place in its group."""
+def sample_index(request_id: str) -> int:
+    """Return the index in its group of a request's sample."""
     return int(request_id.split("-")[2])
 
 
 def seed_of(*words: int | str) -> int:
-    """Return 63 random bits that depend on all words, the same on every machine."""
+    """Return a seed of 63 bits that is a function of all words, the same on every machine."""
     numbers = [word if isinstance(word, int) else int.from_bytes(word.encode()) for word in words]
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return all of a group but its problem, whose place in the data it has.
+    """Return a group as JSON-serializable values, without its problem, which `index` identifies.
 
     Args:
-        routing: gets the experts of its responses, by their ids: they are gigabytes, and go to a file of arrays.
+        routing: receives the experts of the responses by id; they can be gigabytes and go to a file of arrays.
     """
     for response in (*group.parts.values(), *group.responses.values()):
         if response.routing is not None:
@@ -154,8 +153,8 @@ def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]
     }
 
 
-def group_from(record: Mapping[str, Any], problem: Problem, routing: Mapping[str, np.ndarray]) -> Group:
-    """Return the group of a record; `routing` is what `group_record` gave."""
+def group_from_record(record: Mapping[str, Any], problem: Problem, routing: Mapping[str, np.ndarray]) -> Group:
+    """Return the group of a record; `routing` is filled by `group_record`."""
     group = Group(problem, record["number"], record["index"], record["size"], record["attempt"])
     group.longest = record.get("longest", 0)
     group.parts = {place: _response_from(part, routing) for place, part in record["parts"]}
@@ -168,7 +167,7 @@ def group_from(record: Mapping[str, Any], problem: Problem, routing: Mapping[str
 
 
 def _response_record(response: Response) -> dict[str, Any]:
-    """Floats are written such that they are read with the same bits."""
+    """Return a response as JSON-serializable values; floats survive bit for bit."""
     return {
         "id": response.id,
         "response_ids": response.response_ids.tolist(),
@@ -192,14 +191,14 @@ def _response_from(record: Mapping[str, Any], routing: Mapping[str, np.ndarray])
 
 
 def arrays_file(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return arrays as a file of NumPy's; `read_arrays` reads it."""
+    """Return arrays as the content of an .npz file for `read_arrays`."""
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file, none where there is none."""
+    """Return the arrays of an .npz file, {} if there is no file."""
     if not path.exists():
         return {}
     with np.load(path, allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""What a run reports: numbers of steps and validations, and samples as text."""
+"""Reports metrics of steps and validations, and samples as text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatune.architecture import Architecture
 from megatune.config.rl.settings import UNSCORED, RLSettings
 from megatune.plan.flops import train_flops
 from megatune.progress import say
-from megatune.rl.cluster.timeline import Phases
-from megatune.rl.pipeline.collector import Taken
+from megatune.rl.cluster.timeline import PhaseTimer
+from megatune.rl.pipeline.collector import StepGroups
 from megatune.rl.pipeline.groups import Group
-from megatune.rl.pipeline.learn import Learned
+from megatune.rl.pipeline.learn import LearnResult
 from megatune.rl.samples import Sample
 from megatune.training.callbacks import CallbackList
 from megatune.training.callbacks.base import Callback, Shown, StepReport
@@ -26,7 +26,7 @@ from megatune.training.callbacks.plot import LossPlot
 from megatune.training.callbacks.trackers import Trackers
 from megatune.training.trackers import WORKERS, asked_trackers
 
-# Of a step's many numbers, what a line on the console has.
+# The metrics in a step's line on the console.
 _LINE = (
     *("reward", "reward_unfiltered", "teacher_kl", "teacher_divergence", "answer_loss", "accuracy", "response_length"),
     *("truncated", "critic/kl", "actor/entropy", "actor/ppo_ratio_clipfrac", "log_prob_gap_mean", "staleness"),
@@ -41,18 +41,17 @@ _PANELS = (
     "waiting",
     "rollout_tokens_per_second",
 )
-_OF_SCORES = ("reward", "reward_std", "reward_errors", "accuracy", "zero_std_groups")
-_MOST_SKIPPED = 3  # steps in a row without training before a warning
+_SCORE_METRICS = ("reward", "reward_std", "reward_errors", "accuracy", "zero_std_groups")
+_MAX_SKIPPED = 3  # consecutive steps without training before a warning
 _SAMPLES = 10  # of a logged step, in TensorBoard
-_SHOWN, _MOST_CHARACTERS = 2, 300  # on the console
+_SHOWN, _MAX_CHARACTERS = 2, 300  # on the console
 
 
 class Reports:
-    """Everything that looks on.
+    """The callbacks of a run, and what it prints.
 
     Args:
-        name: of the run.
-        resume_step: steps done before this process.
+        resume_step: steps completed before this process.
     """
 
     def __init__(self, settings: RLSettings, architecture: Architecture, log_dir: Path, resume_step: int) -> None:
@@ -61,7 +60,7 @@ class Reports:
         self._is_scored = UNSCORED not in settings.rewards
         name, shown, asked = settings.run.exp_name, Shown(throughput=False, lines=_LINE), asked_trackers(actor)
         self._tensorboard: TensorBoard | None = None
-        self._skipped = 0  # steps in a row that have not trained the policy
+        self._skipped = 0  # consecutive steps that have not trained the policy
         callbacks: list[Callback] = [
             Console(name, resume_step, shown=shown),
             Metrics(output_dir, resume_step),
@@ -77,30 +76,32 @@ class Reports:
             callbacks.append(Trackers(actor, workers, output_dir, log_dir, resume_step))
         self.callbacks = CallbackList(callbacks, settings.run.logging_steps)
 
-    def step(self, step: int, taken: Taken, learned: Learned, phases: Phases, beside: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, batch: StepGroups, learned: LearnResult, phases: PhaseTimer, other: Mapping[str, float]
+    ) -> None:
         """Report a step.
 
         Args:
-            step: steps done, this one among them.
-            beside: metrics of the transfer of weights, and of rewards.
+            step: number of completed steps, including this one.
+            other: metrics of the weight transfer and of rewards.
         """
         lengths = [
             len(sample.problem.prompt_ids) + len(sample.response.response_ids)
-            for group in taken.groups
+            for group in batch.groups
             for sample in group.samples
         ]
         seconds, trained = phases.total, learned.trained
         flops = train_flops(self._architecture, lengths, self._settings.actor_train.settings.finetuning)
         metrics = {
-            **sample_metrics(taken, step),
+            **sample_metrics(batch, step),
             **({} if learned.mismatch is None else learned.mismatch.metrics),
             **learned.metrics,
-            **beside,
+            **other,
             **{f"seconds/{name}": value for name, value in phases.seconds.items()},
             "waiting": phases.seconds["rollout"] / seconds,
         }
         if not self._is_scored:
-            metrics = {name: value for name, value in metrics.items() if name not in _OF_SCORES}
+            metrics = {name: value for name, value in metrics.items() if name not in _SCORE_METRICS}
         report = StepReport(
             step=step,
             total_steps=self._settings.run.max_steps,
@@ -120,17 +121,17 @@ class Reports:
             longest_row=max(lengths),
         )
         self.callbacks.on_step_end(report)
-        tell_failures(taken.groups, "are left out")
-        self._tell_training(step, learned)
+        report_failures(batch.groups, "are left out")
+        self._report_training(step, learned)
         if step % self._settings.run.logging_steps == 0:
-            self._show(step, taken.groups)
+            self._show(step, batch.groups)
 
-    def _tell_training(self, step: int, learned: Learned) -> None:
-        """Say why a step has trained nothing, and how many tokens were left out because two engines differ."""
+    def _report_training(self, step: int, learned: LearnResult) -> None:
+        """Print why a step has not trained, and how many tokens were masked because trainer and engine differ."""
         self._skipped = self._skipped + 1 if learned.skipped else 0
         if learned.skipped:
             print(f"  step {step} has not trained the policy: {learned.skipped}", flush=True)
-        if self._skipped >= _MOST_SKIPPED and "critic" not in learned.skipped:
+        if self._skipped >= _MAX_SKIPPED and "critic" not in learned.skipped:
             print(f"  warning: {self._skipped} steps in a row; allow longer responses, or fewer masks", flush=True)
         if learned.mismatch is not None and learned.mismatch.outliers:
             found = learned.mismatch
@@ -138,7 +139,7 @@ class Reports:
             print(f"  warning: rollout engine and trainer differ much in {what}; log_prob_gap_* has more", flush=True)
 
     def _show(self, step: int, groups: Sequence[Group]) -> None:
-        """Show samples as text: the best and the worst of them, and more in TensorBoard."""
+        """Print the best and the worst sample, and write more to TensorBoard."""
         scored = (sample for group in groups for sample in group.samples if sample.has_score)
         samples = sorted(scored, key=lambda sample: -sample.score)
         chosen = samples[:1] + samples[-1:][: _SHOWN - 1]
@@ -153,52 +154,52 @@ class Reports:
             self._tensorboard.add_text("samples", "\n\n".join(rows), step)
 
 
-def tell_failures(groups: Sequence[Group], what_becomes: str) -> None:
-    """Say how many samples have no score, or took too long, and why, for one of each domain."""
+def report_failures(groups: Sequence[Group], consequence: str) -> None:
+    """Print how many samples of each domain have no score or timed out, and the reason of one of them."""
     failed: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in (each for group in groups for each in group.samples):
         for kind in ("error", "late"):
             if kind in sample.details:
                 failed[sample.problem.domain, kind].append(sample)
     for (domain, kind), own in failed.items():
-        what, becomes = ("failed", what_becomes) if kind == "error" else ("took too long", "count as wrong")
-        said = f"the reward of {domain} {what} for {len(own)} samples, which {becomes}"
+        what, outcome = ("failed", consequence) if kind == "error" else ("took too long", "count as wrong")
+        said = f"the reward of {domain} {what} for {len(own)} samples, which {outcome}"
         print(f"  {said}; problem {own[0].problem.id}: {_shortened(own[0].details[kind])}", flush=True)
 
 
-def sample_metrics(taken: Taken, version: int) -> dict[str, float]:
-    """Return what samples say, over all of them and by domain where there are several.
+def sample_metrics(batch: StepGroups, version: int) -> dict[str, float]:
+    """Return metrics of samples, over all of them, and by domain if there are several.
 
     Args:
-        version: of the weights that are trained with them.
+        version: version of the weights that are trained.
     """
-    samples = [sample for group in taken.groups for sample in group.samples]
+    samples = [sample for group in batch.groups for sample in group.samples]
     lengths = [len(sample.response.response_ids) for sample in samples]
     scored = [sample for sample in samples if sample.has_score]
-    everyone = [*(sample.score for sample in scored), *taken.dropped_scores]
-    lags = [version - own for group in taken.groups if (own := group.oldest_version) is not None]
+    everyone = [*(sample.score for sample in scored), *batch.dropped_scores]
+    lags = [version - own for group in batch.groups if (own := group.oldest_version) is not None]
     return {
         "reward": _mean(sample.score for sample in scored),
-        **({"reward_unfiltered": _mean(everyone)} if taken.num_dropped else {}),
+        **({"reward_unfiltered": _mean(everyone)} if batch.num_dropped else {}),
         "reward_std": float(np.std([sample.score for sample in scored])) if scored else 0.0,
         "accuracy": _mean(is_correct(sample.details) for sample in scored),
         **_by_name("accuracy", [(sample.problem.domain, is_correct(sample.details)) for sample in scored]),
         **_by_name("reward", [(sample.problem.domain, sample.score) for sample in scored]),
         "response_length": _mean(lengths),
         "response_length_max": float(max(lengths)),
-        "prompt_length": _mean(len(group.problem.prompt_ids) for group in taken.groups),
+        "prompt_length": _mean(len(group.problem.prompt_ids) for group in batch.groups),
         "truncated": _mean(sample.response.finish == "length" for sample in samples),
         "reward_errors": float(len(samples) - len(scored)),
-        "zero_std_groups": _mean(len({*group.scores}) < 2 for group in taken.groups),
-        "groups_dropped": float(taken.num_dropped),
-        "groups_regenerated": float(taken.num_stale),
+        "zero_std_groups": _mean(len({*group.scores}) < 2 for group in batch.groups),
+        "groups_dropped": float(batch.num_dropped),
+        "groups_regenerated": float(batch.num_stale),
         "staleness": _mean(lags),
     }
 
 
 def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return means over all samples, and by domain and tag where there are several; pass@k for powers of 2, without
-    bias (arXiv:2107.03374)."""
+    """Return means over all samples, and by domain and tag if there are several; unbiased pass@k for powers of 2
+    (arXiv:2107.03374)."""
     samples = [sample for group in groups for sample in group.samples]
     found = {
         "reward": _mean(sample.score for sample in samples),
@@ -215,25 +216,25 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def pass_at_k(group: Group, k: int) -> float:
-    """Return the chance that any of k samples of a group is right: 1 - C(n - c, k) / C(n, k)."""
+    """Return the probability that any of k samples of a group is correct: 1 - C(n - c, k) / C(n, k)."""
     size, correct = group.size, sum(is_correct(sample.details) > 0 for sample in group.samples)
     return 1.0 - math.comb(size - correct, k) / math.comb(size, k)
 
 
 def is_correct(details: Mapping[str, object]) -> float:
-    """Return what a reward says of an answer: 1 right, 0 wrong."""
+    """Return 1 for a correct answer and 0 for a wrong one."""
     value = details.get("correct", 0.0)
     return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean; 0 of nothing."""
+    """Return the mean, 0 without values."""
     found = [*values]
     return float(np.mean(found)) if found else 0.0
 
 
 def _by_name(metric: str, values: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the mean of each name as METRIC/NAME, where there are several."""
+    """Return the mean of each name as METRIC/NAME if there are several names."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for name, value in values:
         by_name[name].append(value)
@@ -241,5 +242,5 @@ def _by_name(metric: str, values: Iterable[tuple[str, float]]) -> dict[str, floa
 
 
 def _shortened(text: str) -> str:
-    half = _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+    half = _MAX_CHARACTERS // 2
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"

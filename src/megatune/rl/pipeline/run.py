@@ -1,4 +1,4 @@
-"""A run of reinforcement learning from its settings to the final model, and what it says of itself before it starts."""
+"""A run of reinforcement learning, from its settings to the final model, and the lines that it prints at the start."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatune.generation.inputs import has_tokenizer
 from megatune.launch.torchrun import handle_stop_signals
 from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.pictures import check_pictures, vision_of
+from megatune.rl.pictures import check_images, vision_of
 from megatune.rl.pipeline.driver import Driver
-from megatune.rl.pipeline.files import Progress, fixed_of, read_progress
+from megatune.rl.pipeline.files import Progress, fixed_settings, read_progress
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports
 from megatune.rl.pipeline.roles import DeviceScheduler
-from megatune.rl.pipeline.sampler import sampler_maker
+from megatune.rl.pipeline.sampler import make_sampler_factory
 from megatune.rl.pipeline.scores import RewardModels, check_scored
 from megatune.rl.pipeline.startup import Roles, check_resume, devices_of, load_roles, start_roles, with_folders
 from megatune.rl.pipeline.weights import Weights
@@ -41,11 +41,11 @@ from megatune.training.storage.files import OutputLock, write_atomically, writin
 from megatune.training.storage.store import clean_partials, finalize_model
 from megatune.training.trackers import check_installed
 
-_BYTES_OF_A_TOKEN = 64  # in transfer: its number, log-probabilities, advantage, return, value, masks and weights
+_BYTES_PER_TOKEN = 64  # in transfer: id, log-probabilities, advantage, return, value, masks and weights
 
 
 def start(settings: RLSettings, run_yaml: str) -> int:
-    """Run to the end, or until somebody asks to stop.
+    """Run to the end, or until a stop is requested.
 
     Args:
         run_yaml: the text of OUTPUT/run.yaml.
@@ -54,26 +54,26 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         DONE, or STOPPED.
 
     Raises:
-        MegatuneError: whatever keeps the run from starting or going on, with its exit code.
+        MegatuneError: the run cannot start or continue, with its exit code.
     """
     output_dir = Path(settings.run.output_dir)
     check_installed(settings.actor_train.settings)
     stop_file = output_dir / "STOP"
-    with OutputLock(output_dir), asked_to_stop(stop_file) as stop:
+    with OutputLock(output_dir), watch_for_stop(stop_file) as stop:
         with writing(output_dir):
             clean_partials(output_dir)
             write_atomically(output_dir / "run.yaml", run_yaml)
             stop_file.unlink(missing_ok=True)
         check_resume(settings)
         settings, source = with_folders(settings)
-        problems, validation = _read(settings, source)
+        problems, validation = _read_all_problems(settings, source)
         say("\n".join([*start_lines(settings), *problems.notes]))
         run = settings.run
         with Cluster(
             output_dir / "launch",
             devices_of(settings),
             devices_per_node=run.num_gpus_per_node,
-            bytes_in_flight=settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_OF_A_TOKEN,
+            bytes_in_flight=settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_PER_TOKEN,
             call_limit=run.rpc_timeout,
             timeline=output_dir / "profile" / "timeline.json" if run.profiler_timeline else None,
         ) as cluster:
@@ -91,17 +91,17 @@ def drive(
     stop_requested: Callable[[], bool] = lambda: False,
     note: Callable[[str, int], None] = lambda phase, step: None,
 ) -> int:
-    """Load the models of roles that have started, and take all steps; see `start`.
+    """Load the models of roles that have started, and run all steps; see `start`.
 
     Args:
-        source: the folder of the policy that the run began with.
+        source: the folder of the initial policy.
         stop_requested, note: see `Driver`.
     """
     output_dir = Path(settings.run.output_dir)
     pool.clients |= judge_clients(settings, roles.judges)
     scheduler = DeviceScheduler(roles.engines, roles.models, list(roles.judges.values()))
     checkpoint, notes = load_roles(roles, scheduler, settings)
-    fixed = fixed_of(settings, problems.by_domain)
+    fixed = fixed_settings(settings, problems.by_domain)
     progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
@@ -112,7 +112,7 @@ def drive(
         learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
         pool=pool,
         scores=RewardModels(settings, scheduler, roles.scorers, pool, load_tokenizer(source)),
-        sampler=sampler_maker(settings, roles.engines, pool, source),
+        sampler=make_sampler_factory(settings, roles.engines, pool, source),
         problems=problems,
         validation=validation,
         reports=reports,
@@ -120,7 +120,7 @@ def drive(
         stop_requested=stop_requested,
         note=note,
     )
-    outcome = _reported(driver, reports, settings)
+    outcome = _run_with_callbacks(driver, reports, settings)
     for engines in (roles.engines, *roles.judges.values()):
         engines.close()
     if outcome == "stopped":
@@ -136,8 +136,8 @@ def drive(
     return ExitCode.DONE
 
 
-def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
-    """Run the steps, and tell the callbacks of the beginning and of any end."""
+def _run_with_callbacks(driver: Driver, reports: Reports, settings: RLSettings) -> str:
+    """Run the steps, and call the callbacks at the beginning and at any end."""
     run, began = settings.run, time.monotonic()
     schedule = RunSchedule(settings.samples_per_step, None, run.max_steps, run.save_steps, run.eval_steps)
     reports.callbacks.on_train_begin(schedule)
@@ -148,15 +148,14 @@ def _reported(driver: Driver, reports: Reports, settings: RLSettings) -> str:
         outcome = "interrupted"
         raise
     finally:
-        summary = TrainSummary(
-            outcome=outcome, step=driver.progress.step, total_steps=run.max_steps, seconds=time.monotonic() - began
-        )
+        step, seconds = driver.progress.step, time.monotonic() - began
+        summary = TrainSummary(outcome=outcome, step=step, total_steps=run.max_steps, seconds=seconds)
         reports.callbacks.on_train_end(summary)
     return str(outcome)
 
 
-def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None]:
-    """Read the problems of training and of validation, whose prompts are made for the model of a folder."""
+def _read_all_problems(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None]:
+    """Read the problems of training and validation, with prompts for the model of a folder."""
     rollout, algorithm = settings.rollout, settings.algorithm
     found = _problems(
         settings,
@@ -172,10 +171,10 @@ def _read(settings: RLSettings, source: Path) -> tuple[Problems, Problems | None
 
 
 def _check_teachers(settings: RLSettings, source: Path) -> None:
-    """Refuse teachers whose tokens are other texts than the policy's.
+    """Refuse teachers with another vocabulary than the policy's.
 
     Raises:
-        MegatuneError: INPUT, naming such a token.
+        MegatuneError: INPUT, naming a token that differs.
     """
     taught, own = settings.actor_train.teacher, load_tokenizer(source).get_vocab()
     inside = {} if taught is None else {"teacher": taught}
@@ -191,13 +190,13 @@ def _check_teachers(settings: RLSettings, source: Path) -> None:
 
 
 def read_validation(settings: RLSettings, source: Path) -> Problems | None:
-    """Read the problems of validation, None where there is none.
+    """Read the problems of validation; return None if the settings have none.
 
     Args:
-        source: the folder of the model that prompts are made for.
+        source: the folder of the model that gets the prompts.
 
     Raises:
-        MegatuneError: as `read_problems` and `check_pictures`.
+        MegatuneError: as `read_problems` and `check_images`.
     """
     rollout, validation = settings.rollout, settings.validation
     if validation is None:
@@ -206,48 +205,48 @@ def read_validation(settings: RLSettings, source: Path) -> Problems | None:
 
 
 def _problems(settings: RLSettings, source: Path, data: PromptData, length: int, **rows: Any) -> Problems:
-    """Read problems, whose prompts have at most so many tokens; `rows` is for `read_problems`."""
+    """Read problems whose prompts have at most `length` tokens; `rows` is passed to `read_problems`."""
     tokenizer, rollout = load_tokenizer(source), settings.rollout
     rows |= {"template": rollout.global_template, "tag_to_template": rollout.tag_to_template}
     vision = vision_of(source, tokenizer, data)
     found = read_problems(data, settings.rewards, tokenizer, length, vision=vision, **rows)
-    check_pictures(settings, found.all())
+    check_images(settings, found.all())
     check_scored(settings, found.all(), tokenizer)
     return found
 
 
 @contextmanager
-def asked_to_stop(stop_file: Path) -> Iterator[Any]:
-    """Yield a function that says whether somebody asked the run to save and stop: by SIGTERM, by SIGHUP (a closed
-    terminal, unless `nohup` says otherwise), or by the file. A second SIGTERM ends it at once, as Ctrl-C does; a
-    terminal that is closed may send several SIGHUP."""
-    asked = False
+def watch_for_stop(stop_file: Path) -> Iterator[Any]:
+    """Yield a function that returns whether a stop was requested: by SIGTERM, by SIGHUP (a closed terminal without
+    `nohup`), or by the file. A second SIGTERM ends the run at once, as Ctrl-C does; a second SIGHUP does not, because a
+    terminal that is closed may send several."""
+    requested = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGTERM:
+        nonlocal requested
+        if requested and number == signal.SIGTERM:
             raise KeyboardInterrupt
-        asked = True
+        requested = True
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     handle_stop_signals(note)
     try:
-        yield lambda: asked or stop_file.exists()
+        yield lambda: requested or stop_file.exists()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def start_lines(settings: RLSettings) -> list[str]:
-    """Return lines on the roles, on a step, and on what log-probabilities are those of."""
+    """Return the lines about a step, the roles, and the sampling that a run prints at its start."""
     generating, rollout, infer = settings.actor_infer.generating_args, settings.rollout, settings.actor_infer
     models = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
     models += settings.scorers.values()
     ahead = rollout.async_generation_ratio
-    turns = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
+    phases = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
     step = f"{rollout.rollout_batch_size} prompts x {rollout.num_return_sequences_in_group} responses"
     return [
-        f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {turns}",
+        f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {phases}",
         *(_line(role) for role in models if role is not None),
         f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {ranges(infer.devices)}",
         *(
@@ -261,7 +260,7 @@ def start_lines(settings: RLSettings) -> list[str]:
 
 
 def reward_line(role: RewardRole) -> str:
-    """Say what scores a domain, and what programs of a model can do on this machine."""
+    """Describe the reward of a domain, and the isolation of a model's programs on this machine."""
     name = f"{role.kind} {role.function}" if role.function else role.kind
     said = f"{name}, {role.workers} processes"
     if role.kind != "code_sandbox" or role.arguments.get("use_local") is False:
@@ -270,7 +269,7 @@ def reward_line(role: RewardRole) -> str:
 
 
 def _truncation(settings: RLSettings) -> str:
-    """Say what becomes of tokens that top_p and top_k leave out."""
+    """Describe how log-probabilities treat tokens that top_p and top_k exclude."""
     generating, algorithm = settings.actor_infer.generating_args, settings.algorithm
     said = "; log-probabilities are at this temperature"
     if generating.top_p >= 1 and generating.top_k <= 0:

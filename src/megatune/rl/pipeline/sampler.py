@@ -1,5 +1,4 @@
-"""One group from its prompt to its scores: sampled, scored, and sampled further where an environment answers, whose
-words are tokens between two turns of the model."""
+"""Samples and scores groups; if an environment answers a turn, appends the observation and samples the next turn."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.data.tokenizer_files import stop_tokens
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.environments import OBSERVATION
-from megatune.rl.pipeline.groups import Group, Sampling
+from megatune.rl.pipeline.groups import Group, RequestBuilder
 from megatune.rl.pipeline.roles import EngineGroup
 from megatune.rl.prompts import prompt_writer
 from megatune.rl.rewards.pool import RewardPool
@@ -30,20 +29,19 @@ if TYPE_CHECKING:
 
 _QUESTION, _TURN, _OBSERVATION = "a question", "a turn of the model", "an observation"
 
-# (problem, its response so far, what was observed) -> the response with the observation, which goes on
+# (problem, response so far, observation) -> the response with the observation, to be continued
 Extend = Callable[[Problem, Response, str], Response]
 
 
 class Sampler:
-    """Samples and scores any number of groups at once.
+    """Samples and scores any number of groups concurrently.
 
     Args:
-        decode: ids of tokens, int64 -> text, without special tokens, of responses that come without texts: those of
-            an earlier process.
-        extend: writes what an environment observes.
+        decode: token ids, int64 -> text without special tokens, for responses without texts, from an earlier process.
+        extend: appends an observation to a response.
 
     Attributes:
-        takes_answers: the rows' own answers are the responses of groups that begin now.
+        takes_answers: whether new groups take the rows' own answers as responses.
     """
 
     takes_answers = False
@@ -52,120 +50,122 @@ class Sampler:
         self,
         engines: EngineGroup,
         pool: RewardPool,
-        sampling: Sampling,
+        builder: RequestBuilder,
         decode: Callable[[np.ndarray], str],
         extend: Extend,
     ) -> None:
-        self._engines, self._pool, self._sampling = engines, pool, sampling
+        self._engines, self._pool, self._builder = engines, pool, builder
         self._decode, self._extend = decode, extend
         self._is_open = asyncio.Event()
         self.resume()
 
     async def finish(self, group: Group) -> None:
-        """Sample what a group lacks and score it, until all of its responses have ended.
+        """Sample the missing responses of a group and score it, until all of its responses have ended.
 
         Raises:
             MegatuneError: see `RewardPool.score`.
         """
-        group.longest = self._sampling.response_length
+        group.longest = self._builder.response_length
         if self.takes_answers:
-            group.answer(group.longest)
+            group.use_row_answer(group.longest)
         while True:
-            while requests := self._sampling.requests(group):
+            while requests := self._builder.requests(group):
                 await self._is_open.wait()
                 for response in await self._engines.generate(requests):
-                    group.note(response)
+                    group.add_response(response)
             await self._score(group)
             if group.samples:
                 return
 
     async def pause(self) -> None:
-        """Let the engines sample nothing; groups keep what they have, and are still scored."""
+        """Stop sampling; groups keep their partial responses, and are still scored."""
         self._is_open.clear()
         await self._engines.abort()
 
     def resume(self) -> None:
-        """Let groups be sampled again, from where they were."""
+        """Continue sampling, from the partial responses."""
         self._is_open.set()
 
     async def _score(self, group: Group) -> None:
-        group.samples = [group.ended.get(place) or self._sample(group, place) for place in range(group.size)]
-        asked = [sample for place, sample in enumerate(group.samples) if place not in group.ended]
-        await asyncio.gather(*map(self._pool.score, asked))
-        self._go_on(group)
+        group.samples = [group.ended.get(index) or self._sample(group, index) for index in range(group.size)]
+        unscored = [sample for index, sample in enumerate(group.samples) if index not in group.ended]
+        await asyncio.gather(*map(self._pool.score, unscored))
+        self._continue_turns(group)
 
-    def _sample(self, group: Group, place: int) -> Sample:
-        response = group.responses[place]
+    def _sample(self, group: Group, index: int) -> Sample:
+        response = group.responses[index]
         *turns, text = response.texts or texts_of(response, self._decode)
         return Sample(group.problem, group.number, response, text, turns=tuple(turns))
 
-    def _go_on(self, group: Group) -> None:
-        """Write observations behind the turns that an environment has answered. A response that has no room for one and
-        a token ends before it, and is scored as one that is cut off; the group has no samples until all have ended."""
+    def _continue_turns(self, group: Group) -> None:
+        """Append observations to the responses that an environment has answered, for their next turns.
+
+        A response without room for the observation and one more token ends before it and is scored as truncated. The
+        group has no samples until all of its responses have ended."""
         observed = {
-            place: sample.details[OBSERVATION]
-            for place, sample in enumerate(group.samples)
+            index: sample.details[OBSERVATION]
+            for index, sample in enumerate(group.samples)
             if OBSERVATION in sample.details
         }
         if not observed:
             group.ended = {}
             return
-        group.ended = {place: sample for place, sample in enumerate(group.samples) if place not in observed}
+        group.ended = {index: sample for index, sample in enumerate(group.samples) if index not in observed}
         group.samples = []
-        for place, text in observed.items():
-            response = group.responses[place]
+        for index, text in observed.items():
+            response = group.responses[index]
             longer = self._extend(group.problem, response, text)
             if len(longer.response_ids) < group.longest:
-                group.parts[place] = longer
-                del group.responses[place]
+                group.parts[index] = longer
+                del group.responses[index]
             else:
-                group.responses[place] = replace(response, finish="length")
+                group.responses[index] = replace(response, finish="length")
 
 
-# (how, "train" or "eval") -> what samples and scores so
-MakeSampler = Callable[[Generating, str], Sampler]
+# (generating_args, "train" or "eval") -> a sampler
+SamplerFactory = Callable[[Generating, str], Sampler]
 
 
-def sampler_maker(settings: RLSettings, engines: EngineGroup, pool: RewardPool, source: Path) -> MakeSampler:
-    """Return what makes the samplers of a run.
+def make_sampler_factory(settings: RLSettings, engines: EngineGroup, pool: RewardPool, source: Path) -> SamplerFactory:
+    """Return the factory of a run's samplers.
 
     Args:
-        source: the folder of the model that is sampled from.
+        source: the folder of the model to sample from.
     """
     tokenizer, rollout = load_tokenizer(source), settings.rollout
     lengths = {"train": rollout.max_response_length, "eval": rollout.val_max_response_length}
     stops = stop_tokens(source, tokenizer.eos_token_id)
-    decode, extend = partial(tokenizer.decode, skip_special_tokens=True), turn_writer(settings, tokenizer)
+    decode, extend = partial(tokenizer.decode, skip_special_tokens=True), observation_writer(settings, tokenizer)
 
     def make(generating: Generating, kind: str) -> Sampler:
-        sampling = Sampling(generating, settings.run.seed, lengths[kind], kind, stops)
-        return Sampler(engines, pool, sampling, decode, extend)
+        builder = RequestBuilder(generating, settings.run.seed, lengths[kind], kind, stops)
+        return Sampler(engines, pool, builder, decode, extend)
 
     return make
 
 
 async def sample_all(problems: Sequence[Problem], sampler: Sampler, generating: Generating) -> list[Group]:
-    """Sample and score num_return_sequences responses to every problem, in their order. A problem's random numbers are
-    the same in every validation."""
+    """Sample and score num_return_sequences responses to every problem, in order. A problem has the same random numbers
+    in every validation."""
     size = max(1, generating.num_return_sequences)
-    groups = [Group(problem, place, place, size) for place, problem in enumerate(problems)]
+    groups = [Group(problem, index, index, size) for index, problem in enumerate(problems)]
     await asyncio.gather(*map(sampler.finish, groups))
     return groups
 
 
-def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Extend:
-    """Return what writes observations: as messages of the user's in the prompt's template; as they are after a prompt
-    that is text, or whose template takes one question.
+def observation_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Extend:
+    """Return a function that appends observations to responses: as user messages in the prompt's template, or verbatim
+    if the prompt is plain text or its template takes one question.
 
-    The template is asked once for what stands between a turn and the next: it writes a conversation of known texts.
-    The writer raises MegatuneError (INPUT), where the template writes none of several turns.
+    The text between two turns is found once per template, by rendering a conversation of known texts. The function
+    raises MegatuneError (INPUT) if the template does not support several turns.
     """
     rollout, data = settings.rollout, settings.data
     default = rollout.global_template or data.template
 
     @lru_cache
     def around(tag: str) -> tuple[str, str]:
-        """Return what stands before an observation, after the turn's text, and what stands behind it."""
+        """Return the template's text between a turn and an observation, and the text after the observation."""
         write = prompt_writer((rollout.tag_to_template or {}).get(tag, default), tokenizer)
         said = [(_QUESTION, "user"), (_TURN, "assistant"), (_OBSERVATION, "user")]
         try:
@@ -173,17 +173,17 @@ def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Ext
         except RowError as error:
             if error.code == "not-one-question":
                 return "", ""
-            raise _writes_no_turns(str(error)) from error
+            raise _single_turn_template(str(error)) from error
         before, found, after = text.partition(_TURN)[2].partition(_OBSERVATION)
         if not found:
-            raise _writes_no_turns("it leaves messages out")
+            raise _single_turn_template("it leaves messages out")
         return before, after
 
     def extend(problem: Problem, response: Response, observation: str) -> Response:
         is_text = [each["content"] for each in problem.messages] in ([], [problem.prompt])
         before, after = ("", "") if is_text else around(problem.tag)
         ended = str(tokenizer.decode([int(response.response_ids[-1])]))
-        # The token that has ended the turn is what the template ends it with.
+        # The token that ended the turn is also the one that the template ends it with.
         text = before.removeprefix(ended) + observation + after
         ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
         begun = len(response.response_ids)
@@ -199,6 +199,6 @@ def turn_writer(settings: RLSettings, tokenizer: PreTrainedTokenizerBase) -> Ext
     return extend
 
 
-def _writes_no_turns(why: str) -> MegatuneError:
-    what = "the prompt's template does not write a conversation of several turns"
-    return MegatuneError(Finding(what, "environment", why, "write template: NAME of one that does"), ExitCode.INPUT)
+def _single_turn_template(why: str) -> MegatuneError:
+    what = "the prompt's template does not support conversations of several turns"
+    return MegatuneError(Finding(what, "environment", why, "set template to one that does"), ExitCode.INPUT)

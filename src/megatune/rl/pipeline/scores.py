@@ -1,5 +1,5 @@
-"""Scores of reward models: of all samples of a step, or of a validation, together, once they have been sampled. They
-are a function of these samples and the layout, whatever was finished first, and the models may share any device."""
+"""Scores of reward models, computed for all samples of a step or a validation together after sampling. So scores are a
+function of the samples and the layout, whatever was finished first, and the models may share any device."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from megatune.rl.pipeline.roles import DeviceScheduler, ModelGroup
 from megatune.rl.prompts import conversation_writer, encode_prompts
 from megatune.rl.rewards.answer import Verdict
 from megatune.rl.rewards.pool import RewardPool
-from megatune.rl.rewards.task import failure_of, reply_of
+from megatune.rl.rewards.task import error_reply, verdict_reply
 from megatune.rl.samples import Problem, Rollouts, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCORE = "model_score"  # of a sample's details: what the reward model says
+SCORE = "model_score"  # key in a sample's details
 
 
 class ScoredText:
-    """What a reward model reads of a sample: prompt and response as a conversation in its own chat template; without
-    one the policy's tokens, which its own tokenizer must know as the same.
+    """The input of a reward model: prompt and response as a conversation in its own chat template; without a template
+    the policy's tokens, if both tokenizers have the same vocabulary.
 
     Args:
-        policy: the tokenizer of the model that is sampled from.
+        policy: the policy's tokenizer.
 
     Raises:
-        MegatuneError: INPUT, where it has no tokenizer, or one that cannot write what it is to read.
+        MegatuneError: INPUT, if the reward model has no tokenizer, or has no chat template and another vocabulary.
     """
 
     def __init__(self, role: ModelRole, policy: PreTrainedTokenizerBase) -> None:
@@ -44,8 +44,8 @@ class ScoredText:
         self._tokenizer = load_tokenizer(folder)
         self._write = conversation_writer(self._tokenizer) if self._tokenizer.chat_template else None
         self._padding = read_config(folder).get("pad_token_id")
-        # The score stands where a token after the text would be predicted.
-        self._most = load_architecture(folder).max_position_embeddings - 1
+        # The score is computed where the token after the text would be predicted.
+        self._max_tokens = load_architecture(folder).max_position_embeddings - 1
         if self._write is None and self._tokenizer.get_vocab() != policy.get_vocab():
             what = f"{role.name}: the tokenizer has no chat template, and differs from the policy's"
             why = "the policy's tokens mean other texts to the reward model"
@@ -53,8 +53,8 @@ class ScoredText:
             raise MegatuneError(Finding(what, folder, why, fix), ExitCode.INPUT)
 
     def tokens(self, sample: Sample) -> np.ndarray:
-        """Return a sample up to the token whose score it has, int64 [t]: the last one that is no padding, as in
-        Transformers.
+        """Return a sample's tokens up to the last one that is not padding, whose score it gets, as in Transformers:
+        int64 [t].
 
         Raises:
             RowError: the template refuses the messages, or the text is longer than the model's context.
@@ -67,8 +67,8 @@ class ScoredText:
             ids = np.concatenate([problem.prompt_ids, sample.response.response_ids])
         (others,) = np.nonzero(ids != self._padding) if self._padding is not None else (np.arange(len(ids)),)
         ids = ids[: others[-1] + 1 if len(others) else 1]
-        if len(ids) > self._most:
-            detail = f"the reward model would have to read {len(ids):,} tokens, and reads {self._most:,}"
+        if len(ids) > self._max_tokens:
+            detail = f"the reward model would have to read {len(ids):,} tokens, and reads {self._max_tokens:,}"
             raise RowError("too-long", "the response is too long", detail)
         return ids
 
@@ -77,22 +77,22 @@ def check_scored(settings: RLSettings, problems: Iterable[Problem], policy: PreT
     """Refuse a reward model that cannot read the responses to its problems.
 
     Raises:
-        MegatuneError: see `ScoredText`; SETTINGS, where prompts have images.
+        MegatuneError: see `ScoredText`; SETTINGS, if prompts have images.
     """
-    shown = {problem.domain for problem in problems if problem.shown is not None}
+    with_images = {problem.domain for problem in problems if problem.images is not None}
     for domain, role in settings.scorers.items():
         ScoredText(role, policy)
-        if domain in shown:
+        if domain in with_images:
             what, fix = f"{role.name} has a reward model, and prompts have images", "score by another worker_cls"
             raise MegatuneError(Finding(what, role.name, "reward models read text only", fix), ExitCode.SETTINGS)
 
 
 class RewardModels:
-    """Adds the scores of reward models to what rewards have said of samples.
+    """Adds the scores of reward models to the scores that samples have.
 
     Args:
-        models: by domain; loaded.
-        policy: the tokenizer of the model that is sampled from.
+        models: the loaded reward models, by domain.
+        policy: the policy's tokenizer.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RewardModels:
         return bool(self._models)
 
     def score(self, groups: Sequence[Group]) -> None:
-        """Score the samples of domains that have a reward model; those without a score so far stay so.
+        """Score the samples of domains that have a reward model, except samples whose reward failed.
 
         Raises:
             MegatuneError: see `RewardPool.score`.
@@ -127,17 +127,19 @@ class RewardModels:
                 try:
                     texts.append((sample, self._texts[domain].tokens(sample)))
                 except RowError as error:
-                    self._pool.settle(sample, failure_of(error))
+                    self._pool.apply_reply(sample, error_reply(error))
             if texts:
                 self._scheduler.compute(model, "weights")
-                # A token follows each text, and what a causal model computes before it does not depend on it.
+                # One more token is appended to each text; in a causal model the score before it does not depend on it.
                 rollouts = Rollouts([np.append(ids, 0) for _, ids in texts], [len(ids) for _, ids in texts])
-                for (sample, _), values in zip(texts, model.ask("values", rollouts), strict=True):
+                for (sample, _), values in zip(texts, model.token_values("values", rollouts), strict=True):
                     self._add(sample, float(values[0]))
 
     def _add(self, sample: Sample, value: float) -> None:
         role, details = self._settings.rewards[sample.problem.domain], {**sample.details, SCORE: value}
         correct = float(details.pop("correct"))
-        if role.kind == REWARD_MODEL:  # nothing else says what is right
+        if role.kind == REWARD_MODEL:  # no other reward defines `correct`
             correct = float(value > 0)
-        self._pool.settle(sample, reply_of(Verdict(sample.score + role.score_weight * value, correct, details)))
+        self._pool.apply_reply(
+            sample, verdict_reply(Verdict(sample.score + role.score_weight * value, correct, details))
+        )

@@ -1,4 +1,4 @@
-"""The roles of a run: what actors they are, and how they come to their models."""
+"""Starts the roles of a run, fetches and loads their models, and chooses the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
 from megatune.training.storage.store import checkpoint_step, list_checkpoints
 
-# What actors build, by the names of their roles; of those that are not trained all the same.
+# Worker classes by role name; all roles that are not trained have the same.
 _WORKERS = {
     "actor_train": "megatune.rl.worker.policy:PolicyWorker",
     "critic": "megatune.rl.worker.training:ValueWorker",
 }
 _FROZEN = "megatune.rl.worker.model:ReferenceWorker"
-_DISTILLED = "megatune.rl.worker.distillation:DistillationWorker"  # of a role with a teacher
+_DISTILLED = "megatune.rl.worker.distillation:DistillationWorker"  # for a role with a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Roles:
     """The actors of a run.
 
     Attributes:
-        judges: by role's name.
+        judges: by role name.
         scorers: reward models, by domain.
     """
 
@@ -52,17 +52,17 @@ class Roles:
 
     @property
     def models(self) -> list[ModelGroup]:
-        """All that have a model of our engine."""
+        """All roles whose model runs in megatune's engine."""
         found = [self.policy, self.critic, self.reference, *self.teachers.values(), *self.scorers.values()]
         return [each for each in found if each is not None]
 
 
 def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
-    """Fetch models that are on a hub, give the critic a folder of its own, and return the settings with folders, and
-    that of the policy.
+    """Fetch models from hubs, and return the settings with local model folders and output folders, and the policy's
+    model folder.
 
     Raises:
-        MegatuneError: INPUT, or what a hub refuses with.
+        MegatuneError: INPUT, or the error of a hub.
     """
 
     def trained(role: ModelRole, name: str) -> ModelRole:
@@ -86,13 +86,13 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
 
 
 def _with_folder(role: ModelRole, output: Path) -> ModelRole:
-    """Return a role with folders for its model and its teacher, and for what they write."""
+    """Return a role with model and output folders for itself and its teacher."""
     teacher = None if role.teacher is None else _fetched(role.teacher, output / "teacher")
     return role.model_copy(update={"settings": _fetched(role.settings, output), "teacher": teacher})
 
 
 def _fetched(engine: Settings, output: Path) -> Settings:
-    """Return an engine with a folder for its model, and one for what it writes."""
+    """Return settings with a local model folder and an output folder."""
     model, asked = RunModel(engine, asks=True), engine.model.model_name_or_path
     assert asked is not None, "refused by the settings' checks"
     model.config_dir(asked)
@@ -101,9 +101,9 @@ def _fetched(engine: Settings, output: Path) -> Settings:
 
 
 def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
-    """Let engines that take adapters get the adapter that is trained, and load the base themselves.
+    """Configure engines that support adapters to load the base themselves and receive only the trained adapter.
 
-    vLLM takes low-rank adapters of linear layers; all others are merged into the weights that are sent.
+    vLLM supports low-rank adapters of linear layers; all other adapters are merged into the weights that are sent.
     """
     role, selection = settings.actor_infer, settings.actor_train.settings.finetuning
     continues = len(selection.adapter_name_or_path or ()) > 1 or selection.create_new_adapter
@@ -119,14 +119,14 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
     return replace(settings, actor_infer=role.model_copy(update={"adapter": adapter, "config": config}))
 
 
-def with_own_weights(settings: RLSettings, model: Path) -> RLSettings:
-    """Return the settings with engines that sample from a model of their own, and with folders of what scores."""
+def evaluation_settings(settings: RLSettings, model: Path) -> RLSettings:
+    """Return the settings with engines that sample from `model`, and local folders of judges and reward models."""
     infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model)})
     return replace(settings, actor_infer=_judge(infer), **_scoring(settings))
 
 
 def _scoring(settings: RLSettings) -> dict[str, Any]:
-    """Return the roles that judge, and reward models, with folders of their models."""
+    """Return judges and reward models with local model folders."""
     output = Path(settings.run.output_dir)
     rewards = {
         name: replace(
@@ -140,10 +140,10 @@ def _scoring(settings: RLSettings) -> dict[str, Any]:
 
 
 def _sampled(role: InferRole) -> InferRole:
-    """Return a role with a folder for its model.
+    """Return a role with a local model folder.
 
     Raises:
-        MegatuneError: INPUT, where it is a reward model, which scores texts and writes none.
+        MegatuneError: INPUT, if it is a reward model, which cannot generate text.
     """
     name = role.model_name_or_path
     folder = str(open_model(name).fetch()) if is_hub_id(name) else name
@@ -153,7 +153,7 @@ def _sampled(role: InferRole) -> InferRole:
 
 
 def _judge(role: InferRole) -> InferRole:
-    """Return a judge with a folder for its model, whose weights no transfer brings."""
+    """Return a judge with a local model folder; it loads its own weights, since none are sent to it."""
     config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
     return _sampled(role).model_copy(update={"config": config})
 
@@ -185,7 +185,7 @@ def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
 def start_engines(
     cluster: Cluster, settings: RLSettings
 ) -> tuple[EngineGroup, dict[str, EngineGroup], dict[str, ModelGroup]]:
-    """Start what samples and scores alone: the engines, judges by their role's name, and reward models by domain.
+    """Start the actors of an evaluation: the engines, judges by role name, and reward models by domain.
 
     Raises:
         MegatuneError: see `Cluster.start`.
@@ -194,25 +194,25 @@ def start_engines(
     specs = [_model_spec(settings, role.name, role) for role in scorers.values()]
     found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
     models = {name: ModelGroup(role, found[role.name]) for name, role in scorers.items()}
-    return *_engines(settings, found, has_own_weights=True), models
+    return *_engines(settings, found, static_weights=True), models
 
 
 def samplers(settings: RLSettings) -> list[InferRole]:
-    """Return the roles that sample: the policy's first, then judges."""
+    """Return the roles that sample: actor_infer, then the judges."""
     judges = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
     return [settings.actor_infer, *(role for role in judges if role is not None)]
 
 
 def _engines(
-    settings: RLSettings, found: Mapping[str, RoleGroup], *, has_own_weights: bool = False
+    settings: RLSettings, found: Mapping[str, RoleGroup], *, static_weights: bool = False
 ) -> tuple[EngineGroup, dict[str, EngineGroup]]:
     judges = {
-        role.name: EngineGroup(role, found[role.name], role.infer_batch_size, has_own_weights=True)
+        role.name: EngineGroup(role, found[role.name], role.infer_batch_size, static_weights=True)
         for role in samplers(settings)[1:]
     }
     infer, most, level = settings.actor_infer, settings.rollout.max_running_requests, settings.sleep_level
     group = found[infer.name]
-    return EngineGroup(infer, group, most, 1 if has_own_weights else level, has_own_weights=has_own_weights), judges
+    return EngineGroup(infer, group, most, 1 if static_weights else level, static_weights=static_weights), judges
 
 
 def _model_spec(settings: RLSettings, name: str, role: ModelRole) -> RoleSpec:
@@ -248,35 +248,36 @@ def _engine_spec(settings: RLSettings, role: InferRole) -> RoleSpec:
 
 
 def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -> tuple[Path | None, list[str]]:
-    """Let ranks meet, choose the checkpoint to resume from, and load all models.
+    """Initialize the process groups, choose the checkpoint to resume from, and load all models.
 
     Returns:
-        The checkpoint, and lines that a user should see.
+        The checkpoint, and lines for the user.
 
     Raises:
-        MegatuneError: INPUT, SETTINGS: what cannot be used; CANNOT_WRITE, where the folder has a run of its own.
+        MegatuneError: INPUT, SETTINGS: a model or checkpoint cannot be used; CANNOT_WRITE, if the folder has another
+            run.
     """
     for joining in [model.group.start("join") for model in roles.models]:
         joining.result()
     asked = settings.run.resume_from_checkpoint
-    # A command that is given again and again goes on, also the first time, when there is nothing to go on with.
+    # `true` resumes if there is a checkpoint, and otherwise starts from the beginning.
     chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
     checkpoint = None if chosen is None else Path(chosen)
     _refuse_later(settings, checkpoint)
     scheduler.load(roles.policy, chosen)
     if roles.critic is not None:
-        beside = False if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
-        own, more = roles.critic.group.call("find_checkpoint", beside)[0]
+        wanted = False if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
+        found, more = roles.critic.group.call("find_checkpoint", wanted)[0]
         notes = [*notes, *more]
-        scheduler.load(roles.critic, own)
+        scheduler.load(roles.critic, found)
     for model in roles.models:
-        if model.ready is None:
+        if model.info is None:
             scheduler.load(model)
     return checkpoint, notes
 
 
 def check_resume(settings: RLSettings) -> None:
-    """Refuse what nothing can be resumed from, or what an earlier run has left, before anything is started.
+    """Refuse a missing checkpoint, or an output folder with later checkpoints, before anything is started.
 
     Raises:
         MegatuneError: INPUT, CANNOT_WRITE.
@@ -290,8 +291,8 @@ def check_resume(settings: RLSettings) -> None:
 
 
 def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
-    """Refuse a folder with checkpoints beyond where the run begins. What an automatic resume passed over is damaged,
-    and is replaced when the run comes to it."""
+    """Refuse an output folder with checkpoints after the step at which the run begins. An automatic resume skips only
+    damaged checkpoints, which the run will replace."""
     output_dir = Path(settings.run.output_dir)
     if resumed is not None and settings.run.resume_from_checkpoint is True:
         return
@@ -300,14 +301,14 @@ def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
         step = 0
     beyond = [path.name for path in list_checkpoints(output_dir) if (checkpoint_step(path) or 0) > step]
     if beyond:
-        what = f"{output_dir} holds {', '.join(beyond[-3:])} of an earlier run"
-        why = f"this run begins at step {step}, and the next resume could not distinguish them from its own"
-        fix = "resume_from_checkpoint: true continues that run; another output_dir keeps it"
+        what = f"{output_dir} has {', '.join(beyond[-3:])} of an earlier run"
+        why = f"this run begins at step {step}, and the next resume could not distinguish them from this run's"
+        fix = "write resume_from_checkpoint: true to continue that run, or another output_dir to keep it"
         raise MegatuneError(Finding(what, "output_dir", why, fix), ExitCode.CANNOT_WRITE)
 
 
 def devices_of(settings: RLSettings) -> set[int]:
-    """Return all devices of all roles."""
+    """Return the devices of all roles."""
     trained = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
     others = (*settings.scorers.values(), *samplers(settings))
     return {device for role in (*trained, *others) if role is not None for device in role.devices}

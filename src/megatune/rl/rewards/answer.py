@@ -1,5 +1,5 @@
-"""What a reward sees of a sample, what it says of it, and what several rewards share: the answer after a thought, what
-a response repeats, and JSON to a service and back."""
+"""The input and the result of a reward, and helpers of several rewards: the answer after the reasoning, repetition, and
+JSON requests."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import numpy as np
 from megatune.data.text_scores import END_OF_THINK
 
 THINK = "<think>"
-REPETITION_PENALTY = 0.5  # of a response that repeats all of it
-WAITS = (1.0, 4.0)  # seconds before the second and the third try to reach a service
+REPETITION_PENALTY = 0.5  # at a repetition ratio of 1
+RETRY_SECONDS = (1.0, 4.0)  # before the second and the third request to a service
 
 
-@dataclass(frozen=True)  # without slots, which double the time that a pickle takes
+@dataclass(frozen=True)  # without slots, which double the time of pickling
 class Answer:
-    """A response as a reward sees it.
+    """The input of a reward: a response with its prompt and row.
 
     Attributes:
-        text: the response, without special tokens; of several turns the last one.
-        prompt: the prompt as the model saw it, template and all.
-        messages: that the prompt was made of.
+        text: the response without special tokens; with several turns, the last one.
+        prompt: the prompt as the model saw it, template included.
+        messages: the messages of the prompt.
         row: all columns of the problem's row: ground_truth, test_cases, ...
-        ids: tokens of the response: an array, as one of Python's numbers takes as long as all the rest of an answer.
+        ids: tokens of the response, as an array because pickling Python numbers would be slow.
         finish: "stop", "length" or "abort".
-        turns: of the model, the last one among them.
+        turns: texts of the model's turns, including the last one.
     """
 
     text: str
@@ -55,11 +55,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a reward says.
+    """The result of a reward.
 
     Attributes:
-        score: what the policy is trained on.
-        correct: 1 where the answer is right, 0 where it is wrong: accuracies and masks by difficulty are of it.
+        score: the score that the policy is trained on.
+        correct: 1 for a correct answer, 0 for a wrong one, for accuracies and difficulty masks.
         details: further numbers and texts by name, for metrics and logs.
     """
 
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Unscored:
-    """What scores nothing: of a distillation without rewards, and before a reward model scores."""
+    """A reward of 0, for distillation without rewards, and for samples that only a reward model scores."""
 
     def __call__(self, answer: Answer) -> Verdict:
         return Verdict(0.0, 0.0)
@@ -79,17 +79,16 @@ Reward = Callable[[Answer], Verdict]
 
 
 class RewardError(Exception):
-    """An answer cannot be scored: its row lacks a column, a service does not answer. Nothing of it is the answer's."""
+    """An answer cannot be scored for a reason other than the answer: a missing column, a service that is down."""
 
 
-def after_thought(text: str, prompt: str = "") -> str | None:
-    """Return a response without its thought: what is read by the user.
+def strip_reasoning(text: str, prompt: str = "") -> str | None:
+    """Return a response without its reasoning block.
 
-    None where there is no answer or its form is broken: the thought is not closed, there are several, or one begins
-    after the start.
+    Return None if the block is not closed, there are several, or it does not begin at the start.
 
     Args:
-        prompt: where it ends with the opening tag, the response begins within the thought.
+        prompt: if it ends with the opening tag, the response begins inside the block.
     """
     opened = prompt.rstrip().endswith(THINK)
     if opened and THINK in text:
@@ -101,22 +100,22 @@ def after_thought(text: str, prompt: str = "") -> str | None:
     return text.rpartition(END_OF_THINK)[2].strip()
 
 
-def repeated_share(text: str, words: int = 3) -> float:
-    """Return the share of groups of `words` words that occurred before: 0 where none is repeated."""
+def repetition_ratio(text: str, words: int = 3) -> float:
+    """Return the fraction of n-grams, of `words` words, that are repeated."""
     split = text.lower().split()
     groups = list(zip(*(split[start:] for start in range(words)), strict=False))
     return 1 - len(set(groups)) / len(groups) if groups else 0.0
 
 
 def post_json(url: str, message: Mapping[str, Any], timeout: float, headers: Mapping[str, str] | None = None) -> Any:
-    """Post a message and return the answer; tried three times where the service is busy or not there.
+    """Post a message and return the reply; try three times if the service is busy or cannot be reached.
 
     Raises:
-        RewardError: it does not answer, or refuses the message.
+        RewardError: the service does not reply, or refuses the message.
     """
     data = json.dumps(message).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
-    for wait in (*WAITS, None):
+    for wait in (*RETRY_SECONDS, None):
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return json.load(reply)
@@ -124,7 +123,7 @@ def post_json(url: str, message: Mapping[str, Any], timeout: float, headers: Map
             failure = f"{url} answers {error.code}: {error.read(300).decode(errors='replace').strip()}"
             if error.code < 500 and error.code not in (408, 429):
                 break
-        except (OSError, ValueError) as error:  # URLError, timeouts, JSON that breaks off
+        except (OSError, ValueError) as error:  # URLError, timeouts, truncated JSON
             failure = f"{url}: {getattr(error, 'reason', None) or error}"
         if wait is not None:
             time.sleep(wait)

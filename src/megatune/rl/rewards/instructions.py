@@ -1,16 +1,17 @@
-"""Instructions whose keeping a program can check: IFEval's, by the names that the public training data gives them.
+"""general_rule: instructions that a program can verify, those of IFEval by their names in the public training data.
 
-general_rule is 1 where a response keeps the instruction of its row, less up to 0.5 for what it repeats. ROLL scores a
-row by the row before it where its tag is not ifeval, and breaks where one row names no check; here the tag does not
-matter, and a row without a check is an error of its own.
+The score is 1 if a response follows the instruction of its row, less up to 0.5 for repetition. In ROLL, a row whose tag
+is not ifeval gets the score of the previous row, and one row without a check ends the run; here the tag does not
+matter, and a row without a check is an error of that row only.
 
-A check is a function for each instruction: the text of a response and the row's arguments -> whether it was kept.
+Each check is a function of the response's text and the row's arguments, and returns whether the instruction is
+followed.
 
-Names and arguments are those of the public data (func_name and its fields, N as n). ROLL's own checks differ where they
-are at fault: verify_keyword_frequency counts all words, validate_choice takes a part of an option, also no text at all,
-validate_highlighted_sections counts "**" as a section, validate_sections counts what stands before the first,
-verify_bullet_points takes bold lines and rules for points, sentences end by . and ? only, and spaces around a response
-count for validate_end, validate_quotation and validate_json_format.
+Names and arguments are those of the public data (func_name and its fields, N as n). ROLL's checks have errors:
+verify_keyword_frequency counts all words, validate_choice accepts a part of an option, even an empty text,
+validate_highlighted_sections counts "**" as a section, validate_sections counts the text before the first section,
+verify_bullet_points counts bold lines and horizontal rules, sentences end only with . and ?, and whitespace around a
+response matters to validate_end, validate_quotation and validate_json_format.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatune.data.text_scores import END_OF_THINK
-from megatune.rl.rewards.answer import REPETITION_PENALTY, Answer, RewardError, Verdict, repeated_share
+from megatune.rl.rewards.answer import REPETITION_PENALTY, Answer, RewardError, Verdict, repetition_ratio
 
 Check = Callable[..., bool]
 
 
-def _holds(count: int, number: int, quantifier: str, tolerance: int) -> bool:
+def _compare(count: int, number: int, quantifier: str, tolerance: int) -> bool:
     if quantifier == "around":
         return abs(count - number) <= tolerance
     if quantifier not in ("at least", "at most"):
@@ -86,14 +87,14 @@ def verify_paragraph_count(text: str, n: int) -> bool:
 
 def validate_word_constraint(text: str, n: int, quantifier: str) -> bool:
     """At least, at most or around N words; around: a tenth more or less, at least one word."""
-    return _holds(len(text.split()), n, quantifier, _tenth(n))
+    return _compare(len(text.split()), n, quantifier, _tenth(n))
 
 
 def verify_sentence_constraint(text: str, n: int, quantifier: str) -> bool:
     """At least, at most or around N sentences; around: one more or less."""
     plain = re.sub(r"\b(?:[A-Z]|Dr|Mr|Mrs|Ms|Prof|St|vs|[a-z]\.[a-z])\.(?=\s)", "", text)  # initials, titles, e.g.
     sentences = [part for part in re.split(r"(?<=[.?!])\s|(?<=[。？！])", plain) if part.strip()]
-    return _holds(len(sentences), n, quantifier, 1)
+    return _compare(len(sentences), n, quantifier, 1)
 
 
 def validate_paragraphs(text: str, n: int, first_word: str, i: int) -> bool:
@@ -114,7 +115,7 @@ def validate_placeholders(text: str, n: int) -> bool:
 
 
 def verify_bullet_points(text: str, n: int) -> bool:
-    """Exactly N points of a list of Markdown's."""
+    """Exactly N bullet points of Markdown."""
     return len(re.findall(r"^[ \t]*[*-][ \t]+\S", text, re.MULTILINE)) == n
 
 
@@ -140,7 +141,7 @@ def validate_sections(text: str, n: int, section_splitter: str) -> bool:
 
 
 def validate_json_format(text: str) -> bool:
-    """The whole text is JSON, as it is or in one block of code."""
+    """The whole text is JSON, plain or in one code block."""
     block = re.fullmatch(r"```(?:json)?\s*\n(.*?)\n?```", text.strip(), re.DOTALL | re.IGNORECASE)
     try:
         json.loads(block.group(1) if block else text)
@@ -161,18 +162,18 @@ def validate_two_responses(text: str) -> bool:
 
 
 def validate_uppercase(text: str) -> bool:
-    """No letter is small."""
+    """All letters are uppercase."""
     return text == text.upper()
 
 
 def validate_lowercase(text: str) -> bool:
-    """No letter is a capital."""
+    """All letters are lowercase."""
     return text == text.lower()
 
 
 def validate_frequency_capital_words(text: str, n: int, quantifier: str) -> bool:
     """At least, at most or around N words in capitals; around: a tenth more or less, at least one word."""
-    return _holds(len(re.findall(r"\b[A-Z]+\b", text)), n, quantifier, _tenth(n))
+    return _compare(len(re.findall(r"\b[A-Z]+\b", text)), n, quantifier, _tenth(n))
 
 
 def validate_end(text: str, end_phrase: str) -> bool:
@@ -200,16 +201,18 @@ class GeneralRule:
     """The column ground_truth is an object, or JSON of one: func_name, and the check's arguments."""
 
     def __call__(self, answer: Answer) -> Verdict:
-        kept = float(is_kept(answer.text.rpartition(END_OF_THINK)[2].lstrip("\n"), answer.row.get("ground_truth")))
-        repetition = repeated_share(answer.text)
-        return Verdict(kept - REPETITION_PENALTY * repetition, kept, {"repetition": repetition})
+        followed = float(
+            follows_instruction(answer.text.rpartition(END_OF_THINK)[2].lstrip("\n"), answer.row.get("ground_truth"))
+        )
+        repetition = repetition_ratio(answer.text)
+        return Verdict(followed - REPETITION_PENALTY * repetition, followed, {"repetition": repetition})
 
 
-def is_kept(text: str, rule: object) -> bool:
-    """Tell whether a text keeps a rule, as the column ground_truth gives it.
+def follows_instruction(text: str, rule: object) -> bool:
+    """Return whether a text follows the instruction in the column ground_truth.
 
     Raises:
-        RewardError: the rule names no check, or lacks an argument of its.
+        RewardError: the instruction names no check, or lacks an argument of the check.
     """
     try:
         rule = json.loads(rule) if isinstance(rule, str) else rule

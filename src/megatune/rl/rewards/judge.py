@@ -1,9 +1,5 @@
-"""llm_judge: what another model says of an answer.
-
-ROLL reads YES or NO anywhere in the judgement ("unknown" is a no), also where its default prompt asks for a number, so
-that every answer scores 0; and takes an unknown judge_prompt for the default one. Here each prompt is read by its own
-rule, and a judgement that cannot be read is an error, not a 0.
-"""
+"""llm_judge: another model judges an answer. docs/rl-rewards.md lists the errors of ROLL's judge that are corrected
+here."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from megatune.data.text_scores import END_OF_THINK
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.rewards.answer import Answer, RewardError, Verdict, post_json
 
-# Asks the judging model: messages as of OpenAI's API -> what it says.
+# Sends messages in OpenAI's format to the judge, and returns its reply.
 Ask = Callable[[list[dict[str, str]]], Awaitable[str]]
 
 PLACES = ("{question}", "{response}", "{reference}")
@@ -67,11 +63,11 @@ _YES_OR_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 class Judge:
     """Args:
-    judge_prompt: name of a prompt of ROLL's, or a text with {question} and {response}, and {reference}; without one
-        the judge gives 0 to 10. A prompt that says "Score:" is answered with such a number, another with YES or NO.
-    judge_model_type: "api", or "inference" or "cluster" for a model of this run, which `ask` asks.
-    judge_api_url: of an API as OpenAI's, up to /v1.
-    judge_api_key: the variable OPENAI_API_KEY where it is not set.
+    judge_prompt: name of a prompt of ROLL, or a text with {question}, {response} and optionally {reference}; by default
+        the judge gives a number. If the prompt contains "Score:", the reply is a number from 0 to 10, else YES or NO.
+    judge_model_type: "api", or "inference" or "cluster" for a model of this run, which `ask` calls.
+    judge_api_url: of an OpenAI-compatible API, up to /v1.
+    judge_api_key: default: the variable OPENAI_API_KEY.
     generating: temperature, top_p, max_new_tokens of the judgement, for an API.
     """
 
@@ -88,14 +84,14 @@ class Judge:
         self._prompt = _prompt(judge_prompt)
         if judge_model_type == "api":
             if not judge_api_url or not judge_model_name:
-                what = "a judge behind an API needs judge_api_url and judge_model_name"
+                what = "judge_model_type: api needs judge_api_url and judge_model_name"
                 raise MegatuneError(Finding(what), ExitCode.SETTINGS)
             key = judge_api_key or os.environ.get("OPENAI_API_KEY", "")
             ask = _Api(judge_api_url, judge_model_name, key, generating)
         elif judge_model_type not in ("inference", "cluster"):
             finding = Finding(f"judge_model_type: {judge_model_type!r}", fix="one of api, inference, cluster")
             raise MegatuneError(finding, ExitCode.SETTINGS)
-        assert ask is not None, "a pool gives it"
+        assert ask is not None, "the pool passes it"
         self._ask = ask
 
     async def __call__(self, answer: Answer) -> Verdict:
@@ -110,10 +106,10 @@ class Judge:
 
 
 def read_judgement(said: str, is_number: bool) -> float:
-    """Return the score, 0 to 1: of a number from 0 to 10, or of YES or NO; of the last where there are several.
+    """Return the score from 0 to 1: of a number from 0 to 10, or of YES or NO; the last one counts.
 
     Raises:
-        RewardError: it says neither.
+        RewardError: the judgement has none.
     """
     found = (_SCORE if is_number else _YES_OR_NO).findall(said.rpartition(END_OF_THINK)[2])
     if not found or (is_number and float(found[-1]) > 10):
@@ -134,7 +130,7 @@ def _prompt(given: str | None) -> str:
 
 
 class _Api:
-    """An API as OpenAI's."""
+    """Client of an OpenAI-compatible API."""
 
     def __init__(self, url: str, model: str, key: str, generating: Generating | None) -> None:
         self._url = url if url.endswith("/chat/completions") else f"{url.rstrip('/')}/chat/completions"
@@ -156,13 +152,13 @@ class _Api:
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Wait for a thread, which keeps nobody from ending."""
+    """Run a function in a daemon thread, which does not delay the end of the process, and wait for it."""
     found = Future[Any]()
 
     def run() -> None:
         try:
             found.set_result(work())
-        except BaseException as error:  # as a result: nobody may be there to retrieve an exception
+        except BaseException as error:  # as a result, since an exception might never be retrieved
             found.set_result(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Asks a model of this run to judge."""
+"""Clients of judges that run as engines of this run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class JudgeEngines(Protocol):
-    """What is used of `pipeline.roles.EngineGroup`."""
+    """The used part of `pipeline.roles.EngineGroup`."""
 
     async def generate(self, requests: Sequence[Request]) -> list[Response]: ...
 
 
 class JudgeClient:
-    """Asks a model of this run.
+    """Sends prompts to a judge of this run.
 
     Args:
-        context: tokens of a prompt and its answer at most.
+        context: maximum number of tokens of a prompt and its answer.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class JudgeClient:
         self._write, self._numbers = prompt_writer(None, tokenizer), itertools.count()
 
     async def __call__(self, messages: list[dict[str, str]]) -> str:
-        """Return what the model says; ask again where the engines have to sleep meanwhile.
+        """Return the reply; ask again if the request is aborted because the engines must sleep.
 
         Raises:
-            RewardError: the question is too long for the model.
+            RewardError: the prompt is too long for the model.
         """
         request = self._request(next(self._numbers), messages)
         while True:
@@ -62,7 +62,7 @@ class JudgeClient:
         return Request(
             id=f"judge-{number}",
             prompt_ids=ids,
-            seed=int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest()),  # whenever it is asked
+            seed=int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=7).digest()),  # independent of the order
             max_new_tokens=generating.max_tokens,
             temperature=generating.temperature if generating.do_sample else 0.0,
             top_p=generating.top_p,
@@ -73,31 +73,31 @@ class JudgeClient:
 
 
 def judge_context(rollout: RolloutSettings, judge: InferRole) -> int:
-    """Return the tokens that a judge reads and writes at most: a prompt, a response, and what it is asked."""
+    """Return a judge's maximum number of tokens: of a prompt, a response, its instructions and its answer."""
     return rollout.longest_sequence + INSTRUCTION_TOKENS + judge.generating_args.max_tokens
 
 
 def judge_clients(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> dict[str, JudgeClient]:
-    """Return what asks the judge of each domain that has one in this run.
+    """Return the client of each domain that has a judge in this run.
 
     Args:
-        engines: of the judges, by their roles' names.
+        engines: of the judges, by role name.
 
     Raises:
-        MegatuneError: INPUT, where a judge has no tokenizer, or that has no chat template.
+        MegatuneError: INPUT, if a judge has no tokenizer or chat template.
     """
     judges = judges_of(settings.rewards, settings.reward_model)
-    asks: dict[str, JudgeClient] = {}
+    clients: dict[str, JudgeClient] = {}
     for judge in judges.values():
-        if judge.name not in asks:
+        if judge.name not in clients:
             tokenizer = load_tokenizer(judge.model_name_or_path)
             context = judge_context(settings.rollout, judge)
-            asks[judge.name] = JudgeClient(engines[judge.name], tokenizer, judge.generating_args, context)
-    return {domain: asks[judge.name] for domain, judge in judges.items()}
+            clients[judge.name] = JudgeClient(engines[judge.name], tokenizer, judge.generating_args, context)
+    return {domain: clients[judge.name] for domain, judge in judges.items()}
 
 
 def judges_of(rewards: Mapping[str, RewardRole], reward_model: InferRole | None) -> dict[str, InferRole]:
-    """Return which role judges for which domain; those that share one share its engines, too."""
+    """Return the judge role of each domain; domains may share a judge and its engines."""
     judges = {domain: role.judge for domain, role in rewards.items() if role.judge is not None}
     if reward_model is not None:
         shared = [domain for domain, role in rewards.items() if role.arguments.get("judge_model_type") == "cluster"]

@@ -1,16 +1,9 @@
-"""Rewards by rule: mathematics (math_rule), questions with choices, and the shape of a response, to be
-used alone or added to another in a function of your own.
+"""Rule-based rewards: mathematics (math_rule), multiple choice, format and length, also for your own functions.
 
-math_rule is 1 where an answer equals `ground_truth` as mathematics, by math-verify; else 0. The answer is in the last
-closed \\boxed{} after the thought, else the expression that math-verify finds there. ROLL looks only at the last
-paragraph of a response without </think> (at nothing where it has one paragraph), takes the last paragraph of a thought
-that was not finished, counts quotation marks as brackets within \\boxed{}, and never finds an answer equal to a ground
-truth that does not parse; here such answers are compared as text.
-
-Choices compare the letter of the answer with the first letter of `ground_truth`. ROLL takes the first capital letter of
-whatever it finds as the answer, "B" of "Because"; here it is a letter that stands alone. ROLL trains multiple_choice on
-rewards that are always 0, refuses a reward_type that is not set, and takes the padded width as the length of every
-response: computed rightly here.
+math_rule is 1 if the answer equals `ground_truth` mathematically, by math-verify, else 0. The answer is in the last
+closed \\boxed{} after the reasoning block, or else the expression that math-verify finds there. Multiple choice
+compares the letter of the answer with the first letter of `ground_truth`. docs/rl-rewards.md lists the errors of ROLL's
+rewards that are corrected here.
 """
 
 from __future__ import annotations
@@ -21,14 +14,21 @@ import re
 from typing import Any
 
 from megatune.data.text_scores import chosen_letter, last_boxed
-from megatune.rl.rewards.answer import REPETITION_PENALTY, Answer, RewardError, Verdict, after_thought, repeated_share
+from megatune.rl.rewards.answer import (
+    REPETITION_PENALTY,
+    Answer,
+    RewardError,
+    Verdict,
+    repetition_ratio,
+    strip_reasoning,
+)
 
 FORMAT = r"^<think>.*?</think>.*?<answer>.*?</answer>$"
-SECONDS = 5  # for each of parsing and comparing; math-verify's alarm works in a main thread only
-MOST_BITS = 2.0**20  # of the numbers in an expression that sympy compares within a second
-SHORT, LONG = 100, 400  # tokens: shorter responses than LONG are penalised by response_length_penalty_coef
+SECONDS = 5  # for parsing and for comparing; math-verify's alarm only works in the main thread
+MAX_BITS = 2.0**20  # size of the numbers that sympy compares within a second
+SHORT, LONG = 100, 400  # tokens; responses shorter than LONG are penalized by response_length_penalty_coef
 
-# Scores by (the letter is right, it is in \\boxed{}).
+# Scores by (correct letter, letter in \\boxed{}).
 _SCORES = {
     "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
     "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
@@ -38,7 +38,7 @@ _SCORES = {
 
 class MathRule:
     """Args:
-    format_pattern: a regular expression; whether it matches the response is a metric.
+    format_pattern: a regular expression; the metric `format` is whether it matches the response.
     """
 
     def __init__(self, format_pattern: str | None = None) -> None:
@@ -49,10 +49,10 @@ class MathRule:
         truth = answer.row.get("ground_truth")
         if truth is None or str(truth).strip() == "":
             raise RewardError("the row has no ground_truth")
-        details: dict[str, Any] = {"repetition": repeated_share(answer.text)}
+        details: dict[str, Any] = {"repetition": repetition_ratio(answer.text)}
         if self._pattern is not None:
             details["format"] = float(bool(self._pattern.match(answer.text)))
-        read = after_thought(answer.text, answer.prompt)
+        read = strip_reasoning(answer.text, answer.prompt)
         boxed = last_boxed(read) if read else None
         details["answered"] = float(boxed is not None)
         right = bool(read) and is_equal(str(truth), boxed, read or "")
@@ -60,68 +60,68 @@ class MathRule:
 
 
 def is_equal(truth: str, boxed: str | None, text: str) -> bool:
-    r"""Compare the answer with the truth.
+    r"""Compare the answer with the ground truth.
 
     Args:
-        boxed: what is in \boxed{}; None: the answer is looked for in `text`.
+        boxed: the content of \boxed{}; None to search the answer in `text`.
 
     Raises:
-        TimeoutException: of math-verify, no subclass of Exception.
+        TimeoutException: of math-verify, not a subclass of Exception.
     """
     if boxed is not None and _same_text(boxed, truth):
         return True
-    # As text only where text is meant: an expression found somewhere in a response is no answer by its words.
+    # Only a boxed answer may fall back to text; an expression found somewhere in a response must parse.
     mode = "first_match" if boxed is not None else "no_fallback"
-    golds, found = _parsed(_math(truth)), _parsed(_math(boxed) if boxed is not None else text, mode)
+    golds, found = _parse(_in_dollars(truth)), _parse(_in_dollars(boxed) if boxed is not None else text, mode)
     return any(has_equal_value(gold, each) for gold in golds for each in found)
 
 
-def _parsed(text: str, mode: str = "first_match") -> list[Any]:
-    """Return the expressions that math-verify reads in a text; none where it cannot."""
+def _parse(text: str, mode: str = "first_match") -> list[Any]:
+    """Return the expressions that math-verify finds in a text, [] if it fails."""
     from math_verify import parse
 
     try:
-        # Otherwise an expression that takes too long is [] as well, and nobody is told.
+        # Without raise_on_error, a timeout would also silently return [].
         return list(parse(text, fallback_mode=mode, parsing_timeout=SECONDS, raise_on_error=True))
     except Exception:
         return []
 
 
 def has_equal_value(gold: Any, found: Any) -> bool:
-    """Compare two expressions that math-verify has parsed; numbers too large to compute, as they are written.
+    """Compare two expressions parsed by math-verify; numbers that are too large to compute are compared structurally.
 
     Raises:
-        TimeoutException: of math-verify, no subclass of Exception.
+        TimeoutException: of math-verify, not a subclass of Exception.
     """
     from math_verify import verify
 
     try:
-        if max(num_bits(gold), num_bits(found)) > MOST_BITS:
+        if max(num_bits(gold), num_bits(found)) > MAX_BITS:
             return bool(gold == found)
         return bool(verify(gold, found, timeout_seconds=SECONDS, raise_on_error=True))
-    except Exception:  # sympy cannot compare what was written: a wrong answer
+    except Exception:  # sympy cannot compare it, so the answer is wrong
         return False
 
 
 def num_bits(expression: Any) -> float:
-    """Return about how many bits the numbers of an expression have once its powers and factorials are computed, which
-    this does not do; inf for more than a float can say."""
+    """Estimate the bits of an expression's numbers after computing its powers and factorials, without computing them;
+    inf if too large for a float."""
     import sympy  # type: ignore[import-untyped]
 
     if isinstance(expression, sympy.Rational):
-        above = (abs(int(expression.p)) - 1, int(expression.q) - 1)  # powers of 0, 1 and -1 stay as small
+        above = (abs(int(expression.p)) - 1, int(expression.q) - 1)  # powers of 0, 1 and -1 do not grow
         return float(sum(max(0, each).bit_length() for each in above))
     parts = [num_bits(part) for part in getattr(expression, "args", ())]
     bits = sum(parts)
-    if isinstance(expression, sympy.Pow | sympy.factorial) and bits <= MOST_BITS:
+    if isinstance(expression, sympy.Pow | sympy.factorial) and bits <= MAX_BITS:
         last = expression.args[-1]
         bits = parts[0] * max(1.0, abs(float(last.n()))) if last.is_number and last.is_real else bits
-    elif bits > MOST_BITS:
+    elif bits > MAX_BITS:
         bits = math.inf
     return bits
 
 
-def _math(text: str) -> str:
+def _in_dollars(text: str) -> str:
     """Write an expression so that math-verify reads all of it."""
     return text if "$" in text or "\\boxed" in text else f"${text}$"
 
@@ -143,7 +143,7 @@ def _is_right(answer: Answer) -> tuple[bool, bool]:
 
 
 class MultipleChoice:
-    r"""1 where the letter is right and in \boxed{}, else 0."""
+    r"""1 if the letter is correct and in \boxed{}, else 0."""
 
     def __call__(self, answer: Answer) -> Verdict:
         right, boxed = _is_right(answer)
@@ -152,7 +152,7 @@ class MultipleChoice:
 
 
 class GeneralValidation:
-    r"""1 where the letter is right, in \boxed{} or not, else 0: for validation."""
+    r"""1 if the letter is correct, in \boxed{} or not, else 0; for validation."""
 
     def __call__(self, answer: Answer) -> Verdict:
         right, boxed = _is_right(answer)
@@ -160,11 +160,11 @@ class GeneralValidation:
 
 
 class CrossThinkQA:
-    """By letter and box from -1 to 1, less what repeats, less what is short.
+    """A score from -1 to 1 by letter and box, with penalties for repetition and for short responses.
 
     Args:
-        reward_type: "loose", "soft" or "strict": what a right letter without a box, or a wrong one in it, is worth.
-        response_length_penalty_coef: of the penalty for short responses, -0.5 below 100 tokens to 0 from 400 on.
+        reward_type: "loose", "soft" or "strict": the score of a correct letter without a box, or a wrong one in a box.
+        response_length_penalty_coef: weight of the penalty for short responses, -0.5 below 100 tokens, 0 from 400 on.
     """
 
     def __init__(self, reward_type: str = "soft", response_length_penalty_coef: float = 0.0) -> None:
@@ -175,7 +175,7 @@ class CrossThinkQA:
     def __call__(self, answer: Answer) -> Verdict:
         right, boxed = _is_right(answer)
         score = self._scores[right, boxed]
-        repetition = repeated_share(answer.text)
+        repetition = repetition_ratio(answer.text)
         short = -0.5 * min(max((LONG - answer.num_tokens) / (LONG - SHORT), 0.0), 1.0)
         details = {"format": float(boxed), "repetition": repetition, "short_penalty": short}
         total = score - REPETITION_PENALTY * repetition + self._length_coef * short
@@ -183,10 +183,10 @@ class CrossThinkQA:
 
 
 class Format:
-    """1 where the response matches a regular expression from its start, else 0.
+    """1 if a regular expression matches at the start of the response, else 0.
 
     Args:
-        format_pattern: "." matches line breaks, "^" and "$" those of lines.
+        format_pattern: "." also matches line breaks, "^" and "$" match at every line.
     """
 
     def __init__(self, format_pattern: str = FORMAT) -> None:

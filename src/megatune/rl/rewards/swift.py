@@ -1,7 +1,8 @@
-"""ms-swift's rewards of `reward_funcs`: their weighted sum, built in or of the user's own file.
+"""ms-swift's `reward_funcs`: the weighted sum of built-in rewards and rewards of the user's files.
 
-Each scores as ms-swift 4.6 does (`swift/rewards/orm.py`, tests/rl/swift_rewards.json). A file of `external_plugins`
-runs as it is: it finds `ORM`, `AsyncORM` and `orms` where ms-swift has them, and puts its classes into `orms`.
+Built-in rewards score as in ms-swift 4.6 (`swift/rewards/orm.py`, tests/rl/swift_rewards.json). A file of
+`external_plugins` runs unchanged: it can import `ORM`, `AsyncORM` and `orms` as from ms-swift, and registers its
+classes in `orms`.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.rewards.answer import Answer, RewardError, Verdict, repeated_share
+from megatune.rl.rewards.answer import Answer, RewardError, Verdict, repetition_ratio
 from megatune.rl.rewards.rules import has_equal_value
 
-_OF_SOLUTION = ("accuracy", "cosine")
+_NEED_SOLUTION = ("accuracy", "cosine")
 _FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"
 _REACT_FORMAT = r"^<think>.*?</think>\s*Action:.*?Action Input:.*?$"
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_HOMES = ("swift.rewards", "swift.rewards.orm", "swift.plugin", "swift.plugin.orm")  # of orms, in versions 4 and 3
+_MODULES = ("swift.rewards", "swift.rewards.orm", "swift.plugin", "swift.plugin.orm")  # with orms, in versions 4 and 3
 
 Score = Callable[[Answer], float | None]
 
 
 def needs_solution(names: Collection[str]) -> bool:
-    """Tell whether a row needs the column solution."""
-    return any(name in names for name in _OF_SOLUTION)
+    """Return whether these rewards need the column solution."""
+    return any(name in names for name in _NEED_SOLUTION)
 
 
 def accuracy(answer: Answer) -> float:
-    """1 where math-verify finds the solution in the response, in <answer> where it has that, else 0."""
+    """Return 1 if the response, or its <answer> if it has one, equals the solution by math-verify, else 0."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify.errors import TimeoutException
 
@@ -46,7 +47,7 @@ def accuracy(answer: Answer) -> float:
     truth = _tagged(solution)
     golds = parse(solution if truth is None else truth, extraction_mode="first_match")
     if not golds:
-        return 0.0  # what does not parse can be no answer's
+        return 0.0  # no answer can match an unparsable solution
     if text is not None:
         found = parse(text, extraction_mode="first_match")
     else:
@@ -56,12 +57,12 @@ def accuracy(answer: Answer) -> float:
         found = parse(answer.text, extraction_config=[latex], extraction_mode="first_match")
     try:
         return float(any(has_equal_value(gold, each) for gold in golds for each in found))
-    except TimeoutException:  # no subclass of Exception
+    except TimeoutException:  # not a subclass of Exception
         return 0.0
 
 
 def cosine(answer: Answer, args: SimpleNamespace) -> float:
-    """Score length by half a cosine: right answers from short to long, wrong ones the other way (arXiv:2502.03373)."""
+    """Score the length by half a cosine: short correct answers and long wrong ones score higher (arXiv:2502.03373)."""
     is_right = accuracy(answer) >= 1
     longest, shortest = args.cosine_max_len_value_wrong, args.cosine_min_len_value_wrong
     if is_right:
@@ -71,17 +72,17 @@ def cosine(answer: Answer, args: SimpleNamespace) -> float:
 
 
 class SwiftRewards:
-    """The sum of rewards, each times its weight; one that says None is left out.
+    """The weighted sum of rewards; a reward that returns None is left out.
 
     Args:
-        reward_funcs: names.
-        reward_weights: one for each; all 1 where there are none.
-        external_plugins: Python files that add to the names.
-        args: of the rewards, by ms-swift's flags: cosine_max_len, repetition_n_grams, soft_cache_length, ...
+        reward_funcs: names of the rewards.
+        reward_weights: one per reward; all 1 by default.
+        external_plugins: Python files that register further rewards.
+        args: arguments of the rewards by ms-swift's flags: cosine_max_len, repetition_n_grams, soft_cache_length, ...
 
     Raises:
-        MegatuneError: (SETTINGS) a name that nobody knows, a file that cannot be run; (UNAVAILABLE) math-verify is
-            needed and not installed.
+        MegatuneError: (SETTINGS) an unknown name, or a file that cannot be run; (UNAVAILABLE) math-verify is needed and
+            not installed.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class SwiftRewards:
             "cosine": lambda answer: cosine(answer, given),
             # arXiv:2502.03373
             "repetition": lambda answer: (
-                repeated_share(answer.text, given.repetition_n_grams) * given.repetition_max_penalty
+                repetition_ratio(answer.text, given.repetition_n_grams) * given.repetition_max_penalty
             ),
-            # 0 up to the limit less the cache, then falling by 1 in each cache (DAPO, arXiv:2503.14476).
+            # 0 up to max_length - cache_length, then decreasing by 1 per cache_length (DAPO, arXiv:2503.14476).
             "soft_overlong": lambda answer: min(
                 (given.soft_max_length - given.soft_cache_length - answer.num_tokens) / given.soft_cache_length, 0.0
             ),
@@ -139,7 +140,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _plugins(paths: Sequence[str]) -> dict[str, Any]:
-    """Run files of the user, and return the rewards that they put into ms-swift's `orms`, by name."""
+    """Run the user's files, and return the rewards that they register in `orms`, by name."""
 
     class ORM:
         def __init__(self, args: Any = None, **kwargs: Any) -> None:
@@ -149,23 +150,22 @@ def _plugins(paths: Sequence[str]) -> dict[str, Any]:
         pass
 
     orms: dict[str, Any] = {}
-    for home in _HOMES:
-        for name in (home.partition(".")[0], home):
+    for module in _MODULES:
+        for name in (module.partition(".")[0], module):
             sys.modules.setdefault(name, ModuleType(name)).__path__ = []  # type: ignore[attr-defined]
-        vars(sys.modules[home]).update(ORM=ORM, AsyncORM=AsyncORM, orms=orms)
+        vars(sys.modules[module]).update(ORM=ORM, AsyncORM=AsyncORM, orms=orms)
     for path in paths:
         try:
             runpy.run_path(path, run_name=Path(path).stem)
-        except Exception as error:  # whatever the user's file does
+        except Exception as error:  # of the user's file, of any class
             what = f"external_plugins: {path} cannot be run: {type(error).__name__}: {error}"
-            raise MegatuneError(
-                Finding(what, fix="it is run by itself, without ms-swift"), ExitCode.SETTINGS
-            ) from error
+            finding = Finding(what, why="it is run without ms-swift")
+            raise MegatuneError(finding, ExitCode.SETTINGS) from error
     return orms
 
 
 def _called(made: Any, name: str, args: SimpleNamespace) -> Score:
-    """Let a class of ms-swift's, or a function, score one answer."""
+    """Return a function that scores one answer with an ms-swift class or function."""
     reward = made(args=args) if isinstance(made, type) else made
 
     def score(answer: Answer) -> float | None:

@@ -1,8 +1,8 @@
-"""Scores answers in processes on all machines of the run: actors of Ray's, each of which has its reward loaded.
+"""Scores answers in processes on all machines of the run: Ray actors, each with its reward loaded.
 
-A plain task of Ray's takes 5 ms of CPU time for an answer, one that says when it begins 17; a call of an actor takes
-1.5, and scores several. The process keeps the time limit itself, with a thread, or with one of C where Python does not
-go on, and ends with all that it has started; the driver keeps it, too, for a process that is stopped.
+A Ray task takes 5 ms of CPU time per answer, one that reports its start 17 ms; a call of an actor takes 1.5 ms and
+scores several. The process enforces the time limit itself, with a Python thread, or a C thread if Python hangs, and
+kills its child processes with it; the driver enforces it for processes that are stopped.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from megatune.launch.context import die_with_parent
 from megatune.rl.rewards.answer import Answer, Reward, RewardError, Verdict
 from megatune.rl.rewards.kinds import load_reward
 
-START_SECONDS = 120.0  # that a process may take before it scores
-GRACE_SECONDS = 5.0  # after its limit, where Python itself does not go on
+START_SECONDS = 120.0  # timeout of starting a process
+GRACE_SECONDS = 5.0  # after the limit, if Python itself hangs
 
-# (job, answers, seconds for each) -> what `judged` returns of each; raises TimeoutError, and the errors below
-Scorer = Callable[["Job", Sequence[Answer], float], Awaitable[list[dict[str, Any]]]]
+# (spec, answers, seconds for each) -> replies, see `score_answer`; raises TimeoutError, and the errors below
+Scorer = Callable[["RewardSpec", Sequence[Answer], float], Awaitable[list[dict[str, Any]]]]
 
 
 class WorkerDiedError(RewardError):
-    """The process ended before it answered."""
+    """The process ended before it returned a score."""
 
 
 class NotLoadedError(RewardError):
-    """The process cannot load its reward; another one could not, either."""
+    """The process cannot load its reward, and another one could not, either."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A reward, as the process that scores is told of it.
+class RewardSpec:
+    """The specification of a reward for the process that scores.
 
     Attributes:
-        name: of its domain.
+        name: name of the domain.
         kind, function, arguments: see `kinds.load_reward`.
-        folder, sys_path: the driver's, for what users name by Python path.
-        log: what the process prints is appended there; None: to Ray's own logs.
+        folder, sys_path: of the driver, for objects that users name by Python path.
+        log: file of the process's output; None for Ray's logs.
     """
 
     name: str
@@ -65,42 +65,42 @@ class Job:
     log: Path | None
 
 
-def judged(reward: Reward, answer: Answer) -> dict[str, Any]:
-    """Return what a reward says of an answer, or why it says nothing; see `reply_of` and `failure_of`."""
+def score_answer(reward: Reward, answer: Answer) -> dict[str, Any]:
+    """Score an answer; return a `verdict_reply`, or an `error_reply` if the reward raises."""
     try:
-        return reply_of(reward(answer))
+        return verdict_reply(reward(answer))
     except BaseException as error:  # also SystemExit, and math-verify's TimeoutException
-        return failure_of(error)
+        return error_reply(error)
 
 
-def reply_of(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict by the names of its fields, or an error."""
+def verdict_reply(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as a dict, or an error if its numbers are not finite."""
     if not math.isfinite(verdict.score) or not math.isfinite(verdict.correct):
         return {"error": f"the reward is {verdict.score}, correct {verdict.correct}: not a finite number"}
     return {"score": float(verdict.score), "correct": float(verdict.correct), "details": verdict.details}
 
 
-def failure_of(error: BaseException) -> dict[str, Any]:
-    """Return why a reward says nothing: error, and timeout where it took too long."""
+def error_reply(error: BaseException) -> dict[str, Any]:
+    """Return the reason why there is no score: error, and timeout if it took too long."""
     if isinstance(error, RewardError | MegatuneError):
         return {"error": str(error)}
     return {"error": f"{type(error).__name__}: {error}", "timeout": "timeout" in type(error).__name__.lower()}
 
 
 def ray_scorer(strategies: Sequence[Any]) -> Scorer:
-    """Return what scores on the machines that Ray's scheduling strategies name, by turns.
+    """Return a scorer that starts processes on the machines of Ray's scheduling strategies, round-robin.
 
-    Processes need no CPU that Ray counts: those are the devices. There are as many as score at the same time.
+    Processes reserve none of Ray's CPUs, which represent devices. There are as many as score at the same time.
     """
     import ray
 
     variables = {"OMP_NUM_THREADS": "1"} | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     fixed = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
-    machines, idle = itertools.cycle(strategies), defaultdict[Job, list[Any]](list)
+    machines, idle = itertools.cycle(strategies), defaultdict[RewardSpec, list[Any]](list)
 
-    async def started(job: Job) -> Any:
-        kind = type(f"reward-{job.name}", (_Worker,), {})  # the name is what `ps` shows
-        worker = ray.remote(kind).options(**fixed, scheduling_strategy=next(machines)).remote(job)
+    async def started(spec: RewardSpec) -> Any:
+        kind = type(f"reward-{spec.name}", (_Worker,), {})  # `ps` shows the name
+        worker = ray.remote(kind).options(**fixed, scheduling_strategy=next(machines)).remote(spec)
         try:
             failure = await asyncio.wait_for(asyncio.wrap_future(worker.load.remote().future()), START_SECONDS)
         except (TimeoutError, ray.exceptions.RayError) as error:
@@ -109,8 +109,8 @@ def ray_scorer(strategies: Sequence[Any]) -> Scorer:
             raise NotLoadedError(f"the reward cannot be loaded: {failure}")
         return worker
 
-    async def run(job: Job, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
-        worker = idle[job].pop() if idle[job] else await started(job)
+    async def run(spec: RewardSpec, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
+        worker = idle[spec].pop() if idle[spec] else await started(spec)
         began = time.monotonic()
         try:
             reply = asyncio.wrap_future(worker.score.remote(list(answers), limit).future())
@@ -118,13 +118,12 @@ def ray_scorer(strategies: Sequence[Any]) -> Scorer:
         except ray.exceptions.RayActorError as error:
             if time.monotonic() - began >= limit:
                 raise TimeoutError from error
-            raise WorkerDiedError(
-                f"the process of the reward died; its output is in {job.log or 'the logs of Ray'}"
-            ) from error
+            log = spec.log or "the logs of Ray"
+            raise WorkerDiedError(f"the process of the reward died; its output is in {log}") from error
         except TimeoutError:
             ray.kill(worker)
             raise
-        idle[job].append(worker)
+        idle[spec].append(worker)
         return found
 
     return run
@@ -133,46 +132,46 @@ def ray_scorer(strategies: Sequence[Any]) -> Scorer:
 class _Worker:
     """A process that scores, one answer at a time."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, spec: RewardSpec) -> None:
+        self._spec = spec
         die_with_parent(os.getppid())
         if os.getpgrp() != os.getpid():
-            os.setsid()  # so that it can end with all that it has started
+            os.setsid()  # so that its process group can be killed
         with suppress(OSError):
-            os.chdir(job.folder)
-        sys.path += [entry for entry in job.sys_path if entry not in sys.path]
-        if job.log is not None:
-            with job.log.open("a", buffering=1) as log:
-                print(f"=== reward {job.name}, process {os.getpid()}", file=log)
+            os.chdir(spec.folder)
+        sys.path += [entry for entry in spec.sys_path if entry not in sys.path]
+        if spec.log is not None:
+            with spec.log.open("a", buffering=1) as log:
+                print(f"=== reward {spec.name}, process {os.getpid()}", file=log)
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
 
     def load(self) -> str:
-        """Load the reward, and return why that cannot be."""
+        """Load the reward; return the error, "" without one."""
         try:
-            load_job(self._job)
+            cached_reward(self._spec)
         except MegatuneError as error:
             return str(error)
         return ""
 
     def score(self, answers: Sequence[Answer], limit: float) -> list[dict[str, Any]]:
-        """Return what `judged` says of each; this process ends where one takes longer than `limit` seconds."""
+        """Score each answer; this process kills itself if one takes longer than `limit` seconds."""
         replies = []
         for answer in answers:
-            with _ending_after(limit):
-                replies.append(judged(load_job(self._job), answer))
-        found: list[dict[str, Any]] = json.loads(json.dumps(replies, default=str))  # of a reward's own classes
+            with _time_limit(limit):
+                replies.append(score_answer(cached_reward(self._spec), answer))
+        found: list[dict[str, Any]] = json.loads(json.dumps(replies, default=str))  # without a reward's own classes
         return found
 
 
 @cache
-def load_job(job: Job) -> Reward:
-    """Return a job's reward, loaded once in a process; see `kinds.load_reward`."""
-    return load_reward(job.kind, job.function, job.arguments)
+def cached_reward(spec: RewardSpec) -> Reward:
+    """Load the reward of a specification, once per process; see `kinds.load_reward`."""
+    return load_reward(spec.kind, spec.function, spec.arguments)
 
 
 @contextmanager
-def _ending_after(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     def end() -> None:
         faulthandler.dump_traceback()
         os.killpg(0, signal.SIGKILL)
@@ -180,7 +179,7 @@ def _ending_after(seconds: float) -> Iterator[None]:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    # A reward that hangs outside of Python ends this way, too.
+    # This also ends a reward that hangs outside of Python.
     faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True)
     try:
         yield

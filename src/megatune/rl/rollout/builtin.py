@@ -1,8 +1,8 @@
-"""The engine of this project: a model of Transformers and its cache of keys and values, with continuous batching.
+"""The built-in rollout engine: a Transformers model and its KV cache, with continuous batching.
 
-A small default for CPUs; vLLM and SGLang are for large models. All rows of a pass end at the same place, shorter ones
-begin with padding. A response that has ended leaves its row, a waiting one joins at the next token. Equal prompts, as
-those of a group, are computed once. Log-probabilities come with the tokens.
+A small default for CPUs; vLLM and SGLang are for large models. Sequences are padded on the left. When a sequence ends,
+its row is freed, and a waiting sequence joins at the next token. Equal prompts, such as those of a group, are computed
+once. Log-probabilities are returned with the tokens.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from megatune.rl.rollout.engine import (
     INSTRUCTION_TOKENS,
     Memory,
     RolloutEngine,
-    Sampled,
+    SequenceState,
     cannot_sample,
     checkpoint_shapes,
 )
-from megatune.rl.rollout.kv_cache import KVCache, bytes_of_a_token, room_of_cache
-from megatune.rl.rollout.sampling import Recorder, never_sampled, sample, uniforms
+from megatune.rl.rollout.kv_cache import KVCache, kv_bytes_per_token, kv_cache_budget
+from megatune.rl.rollout.sampling import RoutingRecorder, never_sampled, sample, uniforms
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import Parcel, Receiver, Route
+from megatune.rl.transport import PackedBucket, Receiver, Route
 
-_PROMPT_TOKENS = 8192  # of prompts that are computed together
+_PREFILL_TOKENS = 8192  # maximum number of prompt tokens in one pass
 
 
 @dataclass(slots=True)
-class _Row(Sampled):
-    """A response while it is sampled.
+class _Row(SequenceState):
+    """A sequence in the batch, or waiting for it.
 
     Attributes:
         drawn: a random number in [0, 1) for each token of the response.
-        shift: of the positions of what is sampled, by pictures.
-        routing: experts of the tokens in the cache, int16 [tokens, layers, topk] of each pass.
+        shift: offset of the positions of sampled tokens, caused by images.
+        routing: chosen experts of each pass, int16 [tokens, layers, topk].
     """
 
     drawn: list[float] = field(default_factory=list)
@@ -68,15 +68,15 @@ class _Row(Sampled):
         return len(self.request.response_ids) + len(self.tokens)
 
     @property
-    def most_tokens(self) -> int:
-        """Of the prompt and the whole response."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of the prompt and the response."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
 
     @property
     def key(self) -> bytes:
-        """What is computed before the next token, pictures included: rows with the same share it."""
-        shown = () if self.request.shown is None else self.request.shown.pictures
-        return np.array(self.ids).tobytes() + b"".join(blake2b(each.packed).digest() for each in shown)
+        """Identifies the tokens and images before the next token; sequences with the same key share a prefill."""
+        images = () if self.request.images is None else self.request.images.pictures
+        return np.array(self.ids).tobytes() + b"".join(blake2b(each.packed).digest() for each in images)
 
 
 class BuiltinEngine(RolloutEngine):
@@ -84,14 +84,14 @@ class BuiltinEngine(RolloutEngine):
 
     Args:
         model: a causal language model, or one that reads images.
-        tokenizer: for stop strings; None where no request has one.
-        shapes: of the tensors of its checkpoint.
-        max_running: responses in flight at once; more wait.
-        cache_bytes: of keys and values, at most; one response is sampled in any case.
-        return_routing: responses come with the experts that were chosen.
+        tokenizer: for stop strings; None if no request has any.
+        shapes: shapes of the checkpoint's tensors.
+        max_running: maximum number of sequences in the batch; others wait.
+        cache_bytes: maximum size of the KV cache; at least one sequence is always admitted.
+        return_routing: return the chosen experts with the responses.
 
     Raises:
-        MegatuneError: INPUT, where there are no experts to return, or layers keep other states than keys and values.
+        MegatuneError: INPUT, if there are no experts to return, or layers keep other states than keys and values.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class BuiltinEngine(RolloutEngine):
     ) -> None:
         super().__init__(shapes, has_weights=True)
         self._model, self._tokenizer, self._max_running = model.eval(), tokenizer, max_running
-        self._token_bytes, self._cache_bytes = bytes_of_a_token(model), cache_bytes
+        self._token_bytes, self._cache_bytes = kv_bytes_per_token(model), cache_bytes
         self._device = model.device
         self._stops = stop_ids(model.generation_config)
         self._never = never_sampled(model, tokenizer).to(self._device)
-        self._recorder = Recorder(model) if return_routing else None
+        self._recorder = RoutingRecorder(model) if return_routing else None
         self._receiver = Receiver(Route("file"), 0, self._device)
         self._arrived: dict[str, Tensor] = {}
         self._sleeping = False
@@ -120,24 +120,24 @@ class BuiltinEngine(RolloutEngine):
 
     @classmethod
     def load(cls, role: InferRole, *, max_running: int, context: int) -> BuiltinEngine:
-        """Load the model of a folder onto this machine's device; see `load_engine`."""
+        """Load the model onto this machine's device; see `load_engine`."""
         folder = find_model(Path(role.model_name_or_path))
         model = load_pretrained(folder, DTYPES[role.dtype], experts_implementation="eager")
         _check_context(model, context, folder, role)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-        room, returns = room_of_cache(model.device), role.return_routing
+        room, returns = kv_cache_budget(model.device), role.return_routing
         shapes = checkpoint_shapes(folder)
         return cls(model, tokenizer, shapes, max_running=max_running, cache_bytes=room, return_routing=returns)
 
-    def _start(self, request: Request) -> Sampled:
+    def _start(self, request: Request) -> SequenceState:
         drawn = uniforms(request.seed, request.max_new_tokens).tolist()
-        shift = position_shift(request.token_ids, request.shown)
+        shift = position_shift(request.token_ids, request.images)
         self._waiting.append(_Row(request, self.version, drawn=drawn, shift=shift))
         return self._waiting[-1]
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Sample a token of every row, and the first one of rows that join."""
+        """Sample one token for every sequence, including those that join."""
         logits = [self._next_logits()] if self._rows else []
         logits += [self._prompt_logits(batch) for batch in self._joining()]
         rows = self._rows
@@ -147,35 +147,35 @@ class BuiltinEngine(RolloutEngine):
         for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
             row.tokens.append(token)
             row.log_probs.append(log_prob)
-        self._leave({place: end for place, row in enumerate(rows) if (end := self._end(row)) is not None})
+        self._remove({index: end for index, row in enumerate(rows) if (end := self._finish_reason(row)) is not None})
 
     def _joining(self) -> list[list[_Row]]:
-        """Take waiting rows for which there is room, in batches that are computed together."""
+        """Admit waiting sequences for which there is room, in batches for one prefill each."""
         joining: list[_Row] = []
         starts: set[bytes] = set()
-        longest = max((each.most_tokens for each in self._rows), default=0)
+        longest = max((each.max_tokens for each in self._rows), default=0)
         while self._waiting and (count := len(self._rows) + len(joining)) < self._max_running:
             row = self._waiting[0]
-            longest, tokens = max(longest, row.most_tokens), (len(starts) + 1) * len(row.ids)
+            longest, tokens = max(longest, row.max_tokens), (len(starts) + 1) * len(row.ids)
             too_large = (count + 1) * longest * self._token_bytes > self._cache_bytes
-            if (count and too_large) or (starts and row.key not in starts and tokens > _PROMPT_TOKENS):
+            if (count and too_large) or (starts and row.key not in starts and tokens > _PREFILL_TOKENS):
                 break
             starts.add(row.key)
             joining.append(self._waiting.popleft())
-        with_pictures = [each for each in joining if each.request.shown is not None]
-        together = [each for each in joining if each.request.shown is None]
-        return [*([together] if together else []), *([each] for each in with_pictures)]
+        with_images = [each for each in joining if each.request.images is not None]
+        together = [each for each in joining if each.request.images is None]
+        return [*([together] if together else []), *([each] for each in with_images)]
 
     def _prompt_logits(self, batch: list[_Row]) -> Tensor:
-        """Compute the tokens of new rows, add them to the cache, and return logits [rows, v] of their next tokens."""
+        """Prefill new sequences, add them to the cache, and return the logits [rows, v] of their next tokens."""
         keys = [each.key for each in batch]
         firsts = dict(zip(keys, batch, strict=True))
-        number = {key: place for place, key in enumerate(firsts)}
+        number = {key: index for index, key in enumerate(firsts)}
         padded, mask = (each.to(self._device) for each in left_padded([each.ids for each in firsts.values()]))
         given: dict[str, Tensor] = {"position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)}
-        if (shown := batch[0].request.shown) is not None:  # of a row alone
-            images = model_arguments(np.array(batch[0].ids), shown)
-            given |= {name: each.to(self._device) for name, each in images.items()}
+        if (images := batch[0].request.images) is not None:  # the batch has one sequence
+            arguments = model_arguments(np.array(batch[0].ids), images)
+            given |= {name: each.to(self._device) for name, each in arguments.items()}
         cache = DynamicCache()
         logits = self._forward(padded, mask, cache, **given)
         chosen = torch.tensor([number[key] for key in keys], device=self._device)
@@ -186,7 +186,7 @@ class BuiltinEngine(RolloutEngine):
         return logits[chosen]
 
     def _next_logits(self) -> Tensor:
-        """Compute the last token of each row, and return logits [rows, v] of the next."""
+        """Decode: compute the last token of each sequence, and return the logits [rows, v] of the next."""
         shifts = torch.tensor([each.shift for each in self._rows], device=self._device)
         last = torch.tensor([each.tokens[-1:] for each in self._rows], device=self._device)
         positions = (self._cache.begin_token() + shifts)[:, None]
@@ -203,14 +203,14 @@ class BuiltinEngine(RolloutEngine):
         return logits
 
     def _record(self, rows: Sequence[_Row], lengths: Sequence[int], places: Sequence[int]) -> None:
-        """Keep the experts that the last pass took of so many tokens of each of these rows, at places of the pass."""
+        """Store the experts of the last pass for each sequence: its row in the pass, and its number of tokens there."""
         if self._recorder is not None:
             experts = self._recorder.take(max(places) + 1)
             for row, length, place in zip(rows, lengths, places, strict=True):
                 row.routing.append(experts[place, -length:])
 
-    def _end(self, row: _Row) -> Literal["stop", "length"] | None:
-        """Return how a response ends with its last token; None where it continues."""
+    def _finish_reason(self, row: _Row) -> Literal["stop", "length"] | None:
+        """Return why a response ends with its last token; None if it continues."""
         request = row.request
         if row.tokens[-1] in (request.stop_token_ids or self._stops):
             return "stop"
@@ -220,19 +220,19 @@ class BuiltinEngine(RolloutEngine):
                 return "stop"
         return "length" if row.num_response_tokens >= request.max_new_tokens else None
 
-    def _leave(self, ended: dict[int, Literal["stop", "length"]]) -> None:
-        """Let rows that have ended leave."""
+    def _remove(self, ended: dict[int, Literal["stop", "length"]]) -> None:
+        """Remove finished sequences from the batch and the cache."""
         if not ended:
             return
-        for place, finish in ended.items():
-            del self._sampled[self._rows[place].request.id]
-            self._finished.append(_response(self._rows[place], finish))
-        left = [place for place in range(len(self._rows)) if place not in ended]
-        self._rows = [self._rows[place] for place in left]
+        for index, finish in ended.items():
+            del self._sampled[self._rows[index].request.id]
+            self._finished.append(_response(self._rows[index], finish))
+        left = [index for index in range(len(self._rows)) if index not in ended]
+        self._rows = [self._rows[index] for index in left]
         self._cache.keep(left)
 
     def abort(self) -> list[Response]:
-        """End all requests; see `RolloutEngine.abort`."""
+        """Abort all requests; see `RolloutEngine.abort`."""
         ended = [_response(each, "abort") for each in [*self._rows, *self._waiting]]
         self._waiting.clear()
         self._rows = []
@@ -241,16 +241,16 @@ class BuiltinEngine(RolloutEngine):
         return ended
 
     def connect(self, route: Route, first: int) -> None:
-        """Meet the trainer; see `RolloutEngine.connect`."""
+        """Connect with the trainer; see `RolloutEngine.connect`."""
         self._receiver = Receiver(route, first, self._device)
 
-    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
         with self._receiver.opened(parcel) as tensors:
             dtype = self._model.dtype
             self._arrived |= {name: tensors[name].to(self._device, dtype, copy=True) for name in names}
 
     def _finish(self, version: int, *, whole: bool) -> None:
-        """Load what has arrived as Transformers loads a checkpoint: it has names and shapes of its own for some."""
+        """Load the received tensors as a checkpoint: Transformers has different names and shapes for some of them."""
         arrived, self._arrived = self._arrived, {}
         if whole:
             old = self._model
@@ -258,17 +258,17 @@ class BuiltinEngine(RolloutEngine):
                 None, config=old.config, state_dict=arrived, dtype=old.dtype, experts_implementation="eager"
             )
             self._model = model.to(self._device).eval()
-            self._recorder = Recorder(self._model) if self._recorder is not None else None
+            self._recorder = RoutingRecorder(self._model) if self._recorder is not None else None
 
     def _free(self, level: int) -> None:
         self._sleeping = True
         self._cache.clear()
         if level > 1:
             self._model.to("meta")
-        torch.cuda.empty_cache()  # it is for other processes
+        torch.cuda.empty_cache()  # for other processes
 
     def wake(self, *parts: Memory) -> None:
-        """Take memory again; see `RolloutEngine.wake`. Weights come with the next update, the cache with requests."""
+        """Wake up; see `RolloutEngine.wake`. Weights come with the next update, the cache grows with requests."""
         self._sleeping = self._sleeping and bool(parts) and "cache" not in parts
 
     def _check_ready(self) -> None:
@@ -282,14 +282,14 @@ def _response(row: _Row, finish: Literal["stop", "length", "abort"]) -> Response
 
 
 def _check_context(model: PreTrainedModel, context: int, folder: Path, role: InferRole) -> None:
-    most = longest = context_length(model.config.to_dict())
-    if most is None or context <= most:
+    limit = longest = context_length(model.config.to_dict())
+    if limit is None or context <= limit:
         return
     what, more = f"prompts and responses of {context} tokens do not fit the model", ""
-    if role.name != "actor_infer":  # a judge also reads what it is asked, and writes an answer
+    if role.name != "actor_infer":  # a judge also reads its instructions, and writes an answer
         what += f" of {role.name}"
         more = f", a smaller max_new_tokens of {role.name}, or a model with a longer context"
-        most -= INSTRUCTION_TOKENS + role.generating_args.max_tokens
-    fix = f"prompt_length and response_length of {most} together at most{more}" if most > 0 else more[2:]
+        limit -= INSTRUCTION_TOKENS + role.generating_args.max_tokens
+    fix = f"prompt_length and response_length of {limit} together at most{more}" if limit > 0 else more[2:]
     why = f"its context is {longest} tokens"
     raise MegatuneError(Finding(what, str(folder), why, fix), ExitCode.INPUT)

@@ -1,5 +1,5 @@
-"""What the pipeline calls of an engine that samples responses, and what engines share: requests in flight, and updates
-of their weights that are complete or an error; those of other projects also their version and their arguments."""
+"""The interface of rollout engines, and their common parts: requests in flight, weight updates that are complete or
+raise, and checks of the versions and arguments of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import LostPeerError, Parcel, Route
+from megatune.rl.transport import LostPeerError, PackedBucket, Route
 
 INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
 
 Memory: TypeAlias = Literal["weights", "cache"]
-# What vLLM and SGLang call dtypes, and the parts of an engine's memory.
+# Names that vLLM and SGLang have for dtypes, and for the parts of an engine's memory.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MEMORY_TAGS: Mapping[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
-_SHOWN = 3  # of what is wrong with an update
+_SHOWN = 3  # problems of an update in a message
 
 
 @dataclass(slots=True)
-class Sampled:
-    """A request in flight, and what was sampled for it.
+class SequenceState:
+    """A request in flight, and the tokens sampled for it.
 
     Attributes:
-        version: of the weights that its tokens are sampled from.
+        version: version of the weights that sample its tokens.
     """
 
     request: Request
@@ -45,11 +45,11 @@ class Sampled:
     def response(
         self, finish: Literal["stop", "length", "abort"], *, known: bool = True, experts: np.ndarray | None = None
     ) -> Response:
-        """Return it with the part that it continues.
+        """Return the response, including the part that it continues.
 
         Args:
-            known: whether log-probabilities are those asked for; they are NaN otherwise.
-            experts: those of every token but the last, [tokens, layers, k] in any integer dtype.
+            known: whether log-probabilities are at the request's temperature; NaN is stored otherwise.
+            experts: of every token but the last, [tokens, layers, k] in any integer dtype.
         """
         request, versions = self.request, self.request.versions
         if self.tokens and (not versions or versions[-1][1] != self.version):
@@ -67,46 +67,45 @@ class Sampled:
 
 
 class RolloutEngine(ABC):
-    """One engine, in one process (or the first of several); any number of requests is in flight at once. One thread
-    uses it, that of an `EngineServer`.
+    """A rollout engine with any number of requests in flight. Only one thread uses it, that of an `EngineServer`.
 
     Args:
-        shapes: of the tensors that an update brings, by their names.
+        shapes: shapes of the tensors of an update, by name.
         has_weights: whether the engine has weights before the first update.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, has_weights: bool) -> None:
         self._shapes = shapes
         self._version: int | None = 0 if has_weights else None
-        self._update: Update | None = None
-        self._sampled: dict[str, Sampled] = {}  # by request in flight
+        self._update: WeightUpdate | None = None
+        self._sampled: dict[str, SequenceState] = {}  # in flight, by request id
         self._finished: list[Response] = []
 
     @property
     def version(self) -> int:
-        """Version of the weights: the last update that was committed, 0 before any; -1 where there are no weights, or
-        an update was not complete."""
+        """Version of the weights: that of the last committed update, 0 before any; -1 without weights, or after an
+        incomplete update."""
         return -1 if self._version is None else self._version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; they are sampled by `step`.
+        """Accept requests, which `step` samples.
 
         Raises:
-            MegatuneError: INTERNAL, where the engine sleeps or its weights have no version.
+            MegatuneError: INTERNAL, if the engine sleeps or its weights have no version.
         """
         self._check_ready()
         for request in requests:
             if len(request.response_ids) >= request.max_new_tokens:
-                self._finished.append(Sampled(request, self.version).response("length"))
+                self._finished.append(SequenceState(request, self.version).response("length"))
             else:
                 self._sampled[request.id] = self._start(request)
 
     @abstractmethod
-    def _start(self, request: Request) -> Sampled:
-        """Hand a request to the engine, which continues after the prompt and what the response has."""
+    def _start(self, request: Request) -> SequenceState:
+        """Pass a request to the engine, which continues the prompt and the response so far."""
 
     def step(self) -> list[Response]:
-        """Sample, by a token or for a moment, and return what was finished."""
+        """Sample a token, or for a moment, and return the finished responses."""
         if self._sampled:
             self._advance()
         finished, self._finished = self._finished, []
@@ -114,27 +113,27 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Sample for the requests in flight, and move what ends from `_sampled` to `_finished`."""
+        """Sample for the requests in flight, and move finished ones from `_sampled` to `_finished`."""
 
     @abstractmethod
     def abort(self) -> list[Response]:
-        """End all requests, and return what they have so far."""
+        """Abort all requests, and return their partial responses."""
 
     @abstractmethod
     def connect(self, route: Route, first: int) -> None:
-        """Meet the trainer, which weights come from.
+        """Connect with the trainer, which sends weights.
 
         Args:
-            first: number of this engine's first receiver.
+            first: index of this engine's first receiver.
         """
 
     def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect the weights of a version; nothing is in flight, and weights are awake."""
+        """Begin an update of the weights; nothing is in flight, and the weights are awake."""
         assert not self._sampled, "abort what is in flight first"
-        self._update, self._version = Update(version, num_tensors, self._shapes), None
+        self._update, self._version = WeightUpdate(version, num_tensors, self._shapes), None
 
-    def update(self, parcel: Parcel) -> bool:
-        """Take some of the weights; return whether they came. The update begins anew where they did not."""
+    def update(self, parcel: PackedBucket) -> bool:
+        """Receive some of the weights; return whether they arrived. If not, the update must be restarted."""
         assert self._update is not None, "begin_update comes first"
         accepted = [each.name for each in parcel.contents if self._update.accept(each.name, each.shape)]
         try:
@@ -144,19 +143,19 @@ class RolloutEngine(ABC):
         return True
 
     @abstractmethod
-    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
-        """Receive a bucket, and take these of its tensors: those that belong to the model.
+    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
+        """Receive a bucket, and store its tensors with these names, which belong to the model.
 
         Raises:
-            LostPeerError: the broadcast broke off.
+            LostPeerError: the broadcast was aborted.
         """
 
     def commit_update(self, version: int) -> None:
         """Use the new weights.
 
         Raises:
-            MegatuneError: INTERNAL, where a tensor is missing, unknown or of another shape; the engine is of no version
-                then, and refuses to sample.
+            MegatuneError: INTERNAL, if a tensor is missing, unknown or has another shape; the engine then has no
+                version, and refuses to sample.
         """
         assert self._update is not None, "begin_update comes first"
         update, self._update = self._update, None
@@ -168,10 +167,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _finish(self, version: int, *, whole: bool) -> None:
-        """Use what has arrived, and forget what was computed with older weights."""
+        """Use the received weights, and drop cached values of older weights."""
 
     def sleep(self, level: int) -> None:
-        """Free the device's memory: the cache (1), or weights, too (2), which come with the next update."""
+        """Free device memory: the cache (level 1), or also the weights (level 2), which the next update sends."""
         assert not self._sampled, "abort what is in flight first"
         self._free(level)
         if level > 1:
@@ -179,14 +178,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _free(self, level: int) -> None:
-        """Free what `sleep` frees."""
+        """Free the memory; see `sleep`."""
 
     @abstractmethod
     def wake(self, *parts: Memory) -> None:
-        """Take parts of the memory again that are asleep; none means all. It samples once it has both."""
+        """Reallocate sleeping parts of the memory, by default all. The engine can sample once it has both."""
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to end)
-        """End what it has started, and remove what it has left; nothing is called after it."""
+    def close(self) -> None:  # noqa: B027  (most have nothing to do)
+        """End subprocesses and remove temporary files; no other method is called afterwards."""
 
     def _check_ready(self) -> None:
         if self._version is None:
@@ -194,16 +193,16 @@ class RolloutEngine(ABC):
 
 
 def cannot_sample(why: str) -> MegatuneError:
-    """Return the refusal of an engine that is not ready."""
+    """Return the error of an engine that is not ready."""
     return MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
 
 
 @dataclass(slots=True)
-class Update:
-    """What has come of an update.
+class WeightUpdate:
+    """The progress of a weight update.
 
     Attributes:
-        num_tensors: how many are to come.
+        num_tensors: expected number of tensors.
         expected: shapes by name.
     """
 
@@ -214,12 +213,12 @@ class Update:
     _problems: list[str] = field(default_factory=list)
 
     def accept(self, name: str, shape: Iterable[int]) -> bool:
-        """Note a tensor; return whether it belongs to the model."""
+        """Register a tensor; return whether it belongs to the model."""
         expected = self.expected.get(name)
         if expected is None:
-            self._problems.append(f"{name} is not of this model")
+            self._problems.append(f"{name} is not a tensor of this model")
         elif tuple(shape) != expected:
-            self._problems.append(f"{name} is {list(shape)}, and {list(expected)} in this model")
+            self._problems.append(f"{name} has shape {list(shape)}, and {list(expected)} in this model")
         elif name in self._received:
             self._problems.append(f"{name} arrived twice")
         else:
@@ -228,16 +227,15 @@ class Update:
         return False
 
     def problem(self, version: int) -> MegatuneError | None:
-        """Return what is wrong with an update that is not complete (INTERNAL)."""
+        """Return the error of an incomplete update (INTERNAL), None if it is complete."""
         problems = list(self._problems)
         if version != self.version:
-            problems.append(f"version {version} is to be used, and version {self.version} arrived")
+            problems.append(f"version {version} was committed, and version {self.version} arrived")
         if missing := [name for name in self.expected if name not in self._received]:
             problems.append(f"{len(missing)} of {len(self.expected)} tensors did not arrive: {_named(missing)}")
         if len(self._received) != self.num_tensors:
-            problems.append(
-                f"{self.num_tensors} tensors were announced, and {len(self._received)} of the model's arrived"
-            )
+            received = len(self._received)
+            problems.append(f"{self.num_tensors} tensors were announced, and {received} of the model's arrived")
         if not problems:
             return None
         what = f"the update to version {self.version} of the weights is incomplete"
@@ -265,11 +263,11 @@ def _named(names: list[str]) -> str:
 
 
 def check_version(engine: str, packages: Sequence[str], tested: str, role: InferRole) -> None:
-    """Refuse another version of an engine than the one that is known.
+    """Refuse another version of an engine than the tested one.
 
     Args:
-        packages: that have the engine, as an index names them.
-        tested: how the version begins: "0.32".
+        packages: names of packages that provide the engine.
+        tested: prefix of the version, such as "0.32".
 
     Raises:
         MegatuneError: UNAVAILABLE.
@@ -281,7 +279,7 @@ def check_version(engine: str, packages: Sequence[str], tested: str, role: Infer
         raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
     if found != tested and not found.startswith(f"{tested}."):
         what = f"{engine} {found} is installed"
-        why = f"weights are updated as {tested} takes them, and another version may load them wrongly without an error"
+        why = f"weights are updated in the form of {tested}, and another version may load them wrongly without an error"
         raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
 
 

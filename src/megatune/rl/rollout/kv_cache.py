@@ -1,9 +1,10 @@
-"""Keys and values of the responses that the built-in engine samples, and how much memory they may have."""
+"""The KV cache of the built-in engine, and its memory budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,10 +15,10 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 
 
 class KVCache:
-    """Rows that all end at the same column; shorter ones begin with padding.
+    """Keys and values of sequences that are padded on the left.
 
     Attributes:
-        past: keys and values as the model's past_key_values: a pass reads them and appends to them.
+        past: the model's past_key_values, which a forward pass reads and appends to.
         mask: int64 [rows, tokens], 0 at padding.
     """
 
@@ -26,7 +27,7 @@ class KVCache:
         self.mask = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
     def add(self, past: DynamicCache, mask: Tensor) -> None:
-        """Add the rows of another cache, whose mask is [more rows, tokens]."""
+        """Add the sequences of another cache with mask [more rows, tokens]."""
         width = max(mask.shape[1], self.mask.shape[1])
         self.mask = torch.cat([_widened(self.mask, width, 1), _widened(mask, width, 1)])
         for place, new in enumerate(past.layers):
@@ -38,13 +39,13 @@ class KVCache:
                 old.values = torch.cat([_widened(old.values, width, 2), _widened(new.values, width, 2)])
 
     def begin_token(self) -> Tensor:
-        """Make room for another token of each row, and return how many there are before it, int64 [rows]."""
+        """Extend the mask by one token per sequence, and return the number of tokens before it, int64 [rows]."""
         lengths = self.mask.sum(-1)
         self.mask = pad(self.mask, (0, 1), value=1)
         return lengths
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows, and columns that are padding in those that are left."""
+        """Keep only these rows, and drop columns in which all of them have padding."""
         if not rows:
             self.clear()
             return
@@ -60,16 +61,16 @@ class KVCache:
 
 
 def _widened(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Put zeros before the values along a dimension, up to a width."""
+    """Pad with zeros on the left along a dimension, to a width."""
     missing = [0, 0] * (tensor.dim() - 1 - dim) + [width - tensor.shape[dim], 0]
     return pad(tensor, missing)
 
 
-def bytes_of_a_token(model: PreTrainedModel) -> int:
-    """Return the bytes of a token in the cache, in all layers, by a pass over one token.
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Measure the bytes of a token in the cache, over all layers, by a forward pass of one token.
 
     Raises:
-        MegatuneError: INPUT, where a layer keeps other states than keys and values.
+        MegatuneError: INPUT, if a layer keeps other states than keys and values.
     """
     if not all(isinstance(each, DynamicLayer) for each in DynamicCache(config=model.config.get_text_config()).layers):
         why, fix = f"{model.config.model_type} has layers without keys and values", "take `strategy_name: vllm`"
@@ -80,10 +81,8 @@ def bytes_of_a_token(model: PreTrainedModel) -> int:
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
-def room_of_cache(device: torch.device) -> int:
-    """Return bytes that the cache may have: half of what a device has free, a quarter of what a machine has."""
+def kv_cache_budget(device: torch.device) -> int:
+    """Return the memory budget of the cache in bytes: half of a GPU's free memory, or a quarter of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.5)
-    import psutil
-
     return psutil.virtual_memory().available // 4

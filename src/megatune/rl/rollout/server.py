@@ -1,5 +1,4 @@
-"""A rollout engine, made as the settings say, that runs by itself: calls come from any thread, and one thread of its
-own does them all."""
+"""Runs a rollout engine in a thread that executes calls from other threads, and builds the engine of a role."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Call:
-    """A call to `generate` that has no answer yet."""
+    """A pending call to `generate`."""
 
     requests: Sequence[Request]
     answer: Future[list[Response]]
@@ -33,12 +32,12 @@ class _Call:
 
 
 class EngineServer:
-    """Runs an engine in a thread that alone touches it.
+    """Runs an engine in a thread, the only one that uses it.
 
     Args:
-        context: told where the engine is, each time that the engine has sampled for a moment.
+        context: gets a heartbeat each time that the engine has sampled for a moment.
         build: returns the engine; runs in the thread.
-        decode: see `texts_of`. Of many engines the one driver would have most of its work with it.
+        decode: see `texts_of`. Engines decode in parallel what would be most of the driver's work.
 
     Raises:
         Exception: whatever `build` raises.
@@ -52,22 +51,22 @@ class EngineServer:
     ) -> None:
         self._context, self._decode = context, decode
         self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
-        self._held: dict[int, _Call] = {}  # by number: others of their burst have not arrived
-        self._call_of: dict[str, _Call] = {}  # by request in flight
+        self._held: dict[int, _Call] = {}  # by call number, until their whole burst has arrived
+        self._call_of: dict[str, _Call] = {}  # by id of a request in flight
         self._arrived = self._announced = self._aborted = 0  # calls to generate
         built: Future[None] = Future()
         threading.Thread(target=self._run, args=(build, built), daemon=True).start()
         built.result()
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Call a method, and return its answer.
+        """Call a method asynchronously.
 
-        generate(number, last, requests) -> list[Response]: the responses to all requests once they are finished, or
-            what there is of them when they are aborted. Calls are numbered from 1; those of a burst, up to `last`,
-            begin together and in order, so that an engine computes the same batches in every run.
-        abort(number): end the calls up to this number, also those that arrive later.
+        generate(number, last, requests) -> list[Response]: the responses once all are finished, or the partial ones
+            after an abort. Calls are numbered from 1; those of a burst, up to `last`, begin together and in order, so
+            that an engine computes the same batches in every run.
+        abort(number): abort the calls up to this number, including those that arrive later.
 
-        Every other method is the engine's own.
+        Every other method is a method of the engine.
         """
         answer: Future[Any] = Future()
         self._asked.put((method, args, answer))
@@ -145,7 +144,7 @@ class EngineServer:
                 call.answer.set_result(call.responses)
 
     def _fail(self, error: Exception) -> None:
-        """Answer every call in flight with what the engine has raised."""
+        """Fail every call in flight with an error of the engine."""
         calls = {id(call): call for call in self._call_of.values()}
         self._call_of = {}
         for call in calls.values():
@@ -156,9 +155,9 @@ def engine_server(context: RankContext, role: InferRole, seed: int, max_running:
     """Run an engine in this process; see `load_engine`.
 
     Args:
-        length: tokens of a prompt and its response at most.
+        length: maximum number of tokens of a prompt and its response.
     """
-    # Engines of vLLM and SGLang draw their random numbers one after the other: no two of the same.
+    # vLLM and SGLang have one random generator per engine, so every engine gets another seed.
     own = {"seed": seed + context.rank, "max_running": max_running, "context": length}
     decode = partial(load_tokenizer(role.model_name_or_path).decode, skip_special_tokens=True)
     return EngineServer(context, lambda: load_engine(role, **own), decode)
@@ -168,13 +167,13 @@ def load_engine(role: InferRole, *, seed: int, max_running: int, context: int) -
     """Load the engine of a role in this process, with the weights of its model's folder (version 0).
 
     Args:
-        seed: of the engine; a response depends on its request's alone.
-        max_running: responses that are sampled at once.
-        context: tokens of a prompt and its response at most.
+        seed: seed of the engine; `builtin` uses only the requests' seeds.
+        max_running: number of responses that are sampled at once.
+        context: maximum number of tokens of a prompt and its response.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where the engine is not installed or is of another version; INPUT, where the model
-            cannot be loaded.
+        MegatuneError: UNAVAILABLE, if the engine is not installed or has another version; INPUT, if the model cannot be
+            loaded.
     """
     if role.engine == "vllm":
         from megatune.rl.rollout.vllm_engine import VllmEngine

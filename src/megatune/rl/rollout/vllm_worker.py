@@ -1,7 +1,6 @@
-"""What runs in vLLM's worker processes: new weights, and the temperature of log-probabilities.
+"""Extension of vLLM's worker processes: weight updates, and the temperature of log-probabilities.
 
-vLLM mixes `WeightUpdates` into its worker class (`worker_extension_cls`); names begin with megatune_, since they must
-not meet its own.
+vLLM mixes `WeightUpdates` into its worker class (`worker_extension_cls`); the prefix megatune_ avoids name conflicts.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch
 
-from megatune.rl.transport import LostPeerError, Parcel, Receiver, Route
+from megatune.rl.transport import LostPeerError, PackedBucket, Receiver, Route
 
 
 class _KnownWarning(logging.Filter):
-    """Drops warnings, at every update, that modules without weights of their own in checkpoints got none.
+    """Drops the warnings at every update about modules without weights in the checkpoint.
 
     Args:
-        modules: vLLM's names of their classes.
+        modules: names of vLLM's classes.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -30,7 +29,7 @@ class _KnownWarning(logging.Filter):
 
 
 class WeightUpdates:
-    """Loads a model's weights again, bucket by bucket."""
+    """Reloads a model's weights, bucket by bucket."""
 
     model_runner: Any
     vllm_config: Any
@@ -40,8 +39,8 @@ class WeightUpdates:
     _adapter: dict[str, torch.Tensor]
 
     def megatune_scale_logits(self, factor: float) -> int:
-        """Multiply the logits: log-probabilities are those at temperature 1 / factor then. Return the number of output
-        layers: only the last stage of a pipeline is sure to have one."""
+        """Multiply the logits, so that log-probabilities are at temperature 1 / factor. Return the number of output
+        layers; only the last pipeline stage must have one."""
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
         found = [each for each in self.model_runner.model.modules() if isinstance(each, LogitsProcessor)]
@@ -51,7 +50,7 @@ class WeightUpdates:
         return len(found)
 
     def megatune_begin(self) -> None:
-        """Let the layers take weights again, which have been packed for their kernels since they were loaded."""
+        """Prepare the layers for new weights; the present ones are packed for their kernels."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
         from vllm.platforms import current_platform
@@ -65,21 +64,21 @@ class WeightUpdates:
             for module in model.modules():
                 method: Any = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
-                    # On a CPU experts are packed only where their kernel is made: make it anew.
+                    # On a CPU, experts are packed when their kernel is created: have it recreated.
                     method.moe_kernel = None
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
     def megatune_connect(self, route: Route, first: int) -> None:
-        """Meet the trainer, which weights come from.
+        """Connect with the trainer, which sends weights.
 
         Args:
-            first: number of this engine's first receiver.
+            first: index of this engine's first receiver.
         """
         self._receiver, self._adapter = Receiver(route, first + self.rank, self.device), {}
 
-    def megatune_keep(self, parcel: Parcel, names: list[str]) -> bool:
-        """Take tensors of an adapter; return whether they came, as `megatune_load`."""
+    def megatune_keep(self, parcel: PackedBucket, names: list[str]) -> bool:
+        """Store tensors of an adapter; return whether they arrived, see `megatune_load`."""
         try:
             with self._receiver.opened(parcel) as tensors:
                 self._adapter |= {name: tensors[name].cpu().clone() for name in names}
@@ -88,21 +87,21 @@ class WeightUpdates:
         return True
 
     def megatune_write(self, path: str) -> None:
-        """Write the adapter that has arrived, once for all workers."""
+        """Write the received adapter to a file, by one of the workers."""
         from safetensors.torch import save_file
 
         if self.rank == 0:
             save_file(self._adapter, path)
         self._adapter = {}
 
-    def megatune_load(self, parcel: Parcel, names: list[str]) -> bool:
-        """Take tensors of a bucket by their names in checkpoints; return whether they came: vLLM does not carry the
-        class of an error from its workers."""
+    def megatune_load(self, parcel: PackedBucket, names: list[str]) -> bool:
+        """Load tensors of a bucket by their checkpoint names; return whether they arrived, because vLLM does not pass
+        on the class of a worker's exception."""
         from vllm.config import set_current_vllm_config
 
         try:
             with self._receiver.opened(parcel) as tensors, set_current_vllm_config(self.vllm_config):
-                # vLLM keeps tensors until their layer is complete, and the next bucket is written to the same memory.
+                # vLLM keeps references until a layer is complete, and the next bucket reuses the memory: copy.
                 kept = ((name, tensors[name].to(self.device, copy=True)) for name in names)
                 self.model_runner.model.load_weights(kept)
         except LostPeerError:
@@ -120,5 +119,5 @@ class WeightUpdates:
             finalize_layerwise_reload(model, self.model_runner.model_config)
             head: Any = getattr(model, "lm_head", None)
             if current_platform.is_cpu() and hasattr(head, "quant_method"):
-                # An output layer that is tied to the embedding has a packed copy on a CPU, which the reload leaves.
+                # On a CPU, an output layer tied to the embedding has a packed copy that the reload does not update.
                 head.quant_method.process_weights_after_loading(head)

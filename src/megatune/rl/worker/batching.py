@@ -1,7 +1,7 @@
-"""Samples to micro-batches, and what micro-batches gave back to samples.
+"""Assigns samples to ranks and micro-batches, builds the batches, and maps their results back to samples.
 
-Which samples an update takes is the same in every layout; how ranks share them changes nothing but the order of
-additions. What belongs to a token that was sampled lies where that token is predicted: one place before it.
+The samples of an update are the same in every layout; their assignment to ranks only changes the order of additions.
+The values of a sampled token are stored where that token is predicted: one position before it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 from megatune.engine.sequences import ROUTING
 from megatune.rl.samples import Rollouts
 
-# By data-parallel rank and micro-batch: numbers of samples.
-Shares = list[list[list[int]]]
-# By number of the sample: fp32 [r], values of its response's tokens.
-Answer = dict[int, np.ndarray]
+# Indices of samples, by data-parallel rank and micro-batch.
+RankBatches = list[list[list[int]]]
+# Sample index -> values of its sampled tokens, fp32 [r].
+SampleValues = dict[int, np.ndarray]
 
 
 def cost(length: int) -> int:
-    """Return what a sample of so many tokens costs: linear layers, and attention (ROLL's 24576 · s + s²)."""
+    """Return the relative cost of a sample of `length` tokens, linear layers and attention (ROLL's 24576 · s + s²)."""
     return 24576 * length + length * length
 
 
 def mini_batches(num_samples: int, size: int, epochs: int, seed: int, step: int) -> list[list[int]]:
-    """Return the samples of each update of a step, by their numbers: every epoch takes each sample once, in an order of
-    its own, in as few updates of at most `size` samples as there can be, which differ by one sample at most."""
+    """Return the sample indices of each update of a step. Every epoch takes each sample once, in a new order, with the
+    fewest updates of at most `size` samples, whose sizes differ by at most one."""
     found: list[list[int]] = []
     for epoch in range(epochs):
         order = np.random.default_rng((seed, step, epoch)).permutation(num_samples)
@@ -41,17 +41,17 @@ def mini_batches(num_samples: int, size: int, epochs: int, seed: int, step: int)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """How ranks share samples.
+class BatchLayout:
+    """How samples are assigned to ranks and micro-batches.
 
     Attributes:
-        data_parallel_size: ranks that get different samples.
-        rows: samples of a micro-batch, one a row; used without `packed_tokens`.
-        packed_tokens: samples of a micro-batch lie side by side in one row of at most so many tokens. One that is
-            longer has a row of its own.
-        document_multiple: packed, a sample takes a multiple of so many tokens.
-        round: the number of micro-batches of a rank is a multiple of it (virtual pipeline stages).
-        fewest: packed, the fewest micro-batches of a rank.
+        data_parallel_size: number of ranks with different samples.
+        rows: samples of a micro-batch, one per row; used without `packed_tokens`.
+        packed_tokens: maximum number of tokens of a row of packed samples, the only row of its micro-batch; a longer
+            sample gets its own row.
+        document_multiple: with packing, the length of each sample is padded to a multiple of this.
+        round: the number of micro-batches per rank is a multiple of this (virtual pipeline stages).
+        fewest: with packing, the minimum number of micro-batches per rank.
     """
 
     data_parallel_size: int
@@ -61,38 +61,38 @@ class Sharing:
     round: int = 1
     fewest: int = 1
 
-    def shares(self, lengths: Sequence[int]) -> Shares:
-        """Distribute samples of these lengths: every rank has as many micro-batches, and about as much to compute.
+    def assign(self, lengths: Sequence[int]) -> RankBatches:
+        """Assign samples of these lengths: every rank gets the same number of micro-batches and about the same cost.
 
-        Micro-batches of a rank fall in cost, so that ranks that wait for each other compute as much at a time. Some may
-        be empty.
+        The micro-batches of a rank are sorted by decreasing cost, so that ranks that wait for each other have similar
+        work at a time. Some may be empty.
         """
         return self._in_rows(lengths) if self.packed_tokens is None else self._packed(lengths)
 
-    def _in_rows(self, lengths: Sequence[int]) -> Shares:
-        most = -(-len(lengths) // self.data_parallel_size)
-        of_ranks = _balanced([cost(length) for length in lengths], self.data_parallel_size, most)
-        number = _multiple(max(1, -(-most // self.rows)), self.round)
-        found: Shares = []
+    def _in_rows(self, lengths: Sequence[int]) -> RankBatches:
+        per_rank = -(-len(lengths) // self.data_parallel_size)
+        of_ranks = _balance([cost(length) for length in lengths], self.data_parallel_size, per_rank)
+        number = _round_up(max(1, -(-per_rank // self.rows)), self.round)
+        found: RankBatches = []
         for mine in of_ranks:
             by_length = sorted(mine, key=lambda sample: (-lengths[sample], sample))
             found.append([by_length[index * self.rows :][: self.rows] for index in range(number)])
         return found
 
-    def _packed(self, lengths: Sequence[int]) -> Shares:
+    def _packed(self, lengths: Sequence[int]) -> RankBatches:
         assert self.packed_tokens is not None
-        sizes = [_multiple(length, self.document_multiple) for length in lengths]
+        sizes = [_round_up(length, self.document_multiple) for length in lengths]
         needed = -(-sum(sizes) // (self.packed_tokens * self.data_parallel_size))
-        number = _multiple(max(1, self.fewest, needed), self.round)
+        number = _round_up(max(1, self.fewest, needed), self.round)
         while (bins := self._fill(lengths, sizes, number * self.data_parallel_size)) is None:
             number += self.round
         costs = [sum(cost(lengths[sample]) for sample in each) for each in bins]
-        of_ranks = _balanced(costs, self.data_parallel_size, number)
+        of_ranks = _balance(costs, self.data_parallel_size, number)
         return [[bins[each] for each in sorted(mine, key=lambda each: (-costs[each], each))] for mine in of_ranks]
 
     def _fill(self, lengths: Sequence[int], sizes: Sequence[int], number: int) -> list[list[int]] | None:
-        """Put samples into so many rows, the longest first, each into the cheapest row that has room for it; None where
-        one has no room."""
+        """Pack samples into `number` rows, the longest first, each into the cheapest row with room; return None if they
+        do not fit."""
         assert self.packed_tokens is not None
         bins: list[list[int]] = [[] for _ in range(number)]
         costs, room = [0] * number, [self.packed_tokens] * number
@@ -107,9 +107,8 @@ class Sharing:
         return bins
 
 
-def _balanced(costs: Sequence[int], number: int, most: int) -> list[list[int]]:
-    """Distribute things, the most expensive first, each to the cheapest of those parts with fewer than `most` of
-    them."""
+def _balance(costs: Sequence[int], number: int, most: int) -> list[list[int]]:
+    """Assign items to parts, the most expensive first, each to the cheapest part with fewer than `most` items."""
     parts: list[list[int]] = [[] for _ in range(number)]
     open_parts = [(0, index) for index in range(number)]
     for each in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
@@ -120,26 +119,26 @@ def _balanced(costs: Sequence[int], number: int, most: int) -> list[list[int]]:
     return parts
 
 
-def _multiple(number: int, of: int) -> int:
+def _round_up(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
 def document(rollouts: Rollouts, sample: int) -> Document:
-    """Return a sample as the engine takes it: what was sampled is trained."""
+    """Return a sample as a `Document`, with labels at the sampled tokens."""
     tokens, places = np.asarray(rollouts.tokens[sample], np.int64), rollouts.sampled(sample)
     labels = np.full_like(tokens, IGNORE_INDEX)
     labels[places] = tokens[places]
-    shown = rollouts.shown[sample] if rollouts.shown else None
+    shown = rollouts.images[sample] if rollouts.images else None
     return Document(tokens, labels, shown.pictures if shown is not None else ())
 
 
 def extras(
     rollouts: Rollouts, samples: Sequence[int], per_token: Iterable[str], per_sample: Iterable[str]
 ) -> dict[str, ExtraColumn]:
-    """Return values of some samples, by name.
+    """Return per-token and per-sample values of some samples, by name.
 
     Raises:
-        KeyError: there are none of this name.
+        KeyError: there are no values with this name.
     """
     found: dict[str, ExtraColumn] = {}
     lengths = [len(rollouts.tokens[sample]) for sample in samples]
@@ -156,11 +155,11 @@ def extras(
 
 
 def routing(rollouts: Rollouts, samples: Sequence[int]) -> ExtraColumn:
-    """Return the experts that the rollout engine chose, each number + 1: int16 [tokens, layers, k]. It did not compute
-    the last token of a sample, whose routers choose by themselves.
+    """Return the experts that the rollout engine chose, as number + 1: int16 [tokens, layers, k]. The engine did not
+    compute the last token of a sample (0), whose routers choose by themselves.
 
     Raises:
-        ValueError: the engine did not say.
+        ValueError: the engine returned none.
     """
     if rollouts.routing is None:
         raise ValueError("router_replay: the rollout engine returned no routing")
@@ -176,7 +175,7 @@ def routing(rollouts: Rollouts, samples: Sequence[int]) -> ExtraColumn:
 
 def batches(
     rollouts: Rollouts,
-    shares: Sequence[Sequence[Sequence[int]]],
+    by_rank: Sequence[Sequence[Sequence[int]]],
     rank: int,
     collator: Collator,
     *,
@@ -186,13 +185,13 @@ def batches(
     replay: bool = False,
     shard: MediaShard | None = None,
 ) -> list[Batch]:
-    """Make a data-parallel rank's micro-batches.
+    """Build a data-parallel rank's micro-batches.
 
     Args:
-        shares: numbers of samples, by rank and micro-batch.
-        same_length: all micro-batches of all ranks have one length, as pipelines need.
-        replay: routers choose the experts that the rollout engine chose.
-        shard: which pictures this rank decodes; None for none of them.
+        by_rank: indices of samples, by rank and micro-batch.
+        same_length: all micro-batches of all ranks get the same length, as pipelines need.
+        replay: routers take the experts that the rollout engine chose.
+        shard: the images that this rank decodes; None for none.
     """
     lengths = rollouts.lengths
 
@@ -203,7 +202,7 @@ def batches(
     def needed(samples: Sequence[int]) -> int:
         return collator.length([lengths[sample] for sample in samples])
 
-    longest = max(needed(samples) for of_rank in shares for samples in of_rank)
+    longest = max(needed(samples) for of_rank in by_rank for samples in of_rank)
     return [
         collator(
             [document(rollouts, sample) for sample in samples],
@@ -211,31 +210,31 @@ def batches(
             columns(samples),
             shard,
         )
-        for samples in shares[rank]
+        for samples in by_rank[rank]
     ]
 
 
-def answer(rollouts: Rollouts, samples: Sequence[int], batch: Batch, values: Tensor) -> Answer:
-    """Take what was computed of a micro-batch's samples, fp32 [b, s], to their responses."""
+def response_values(rollouts: Rollouts, samples: Sequence[int], batch: Batch, values: Tensor) -> SampleValues:
+    """Map the values of a micro-batch's tokens, fp32 [b, s], to the responses of its samples."""
     flat = values.float().cpu().numpy().reshape(-1)
     width = batch.input_ids.shape[1]
-    found: Answer = {}
-    for place, sample in enumerate(samples):
-        start = place * width if batch.cu_seqlens is None else int(batch.cu_seqlens[place])
+    found: SampleValues = {}
+    for row, sample in enumerate(samples):
+        start = row * width if batch.cu_seqlens is None else int(batch.cu_seqlens[row])
         found[sample] = flat[start + rollouts.sampled(sample) - 1]
     return found
 
 
-def merged(answers: Iterable[Answer], rollouts: Rollouts) -> list[np.ndarray]:
-    """Put the answers of a role's ranks together: fp32 [r] of each sample, in order.
+def merge_ranks(answers: Iterable[SampleValues], rollouts: Rollouts) -> list[np.ndarray]:
+    """Merge the results of a role's ranks: fp32 [r] per sample, in order.
 
     Raises:
-        ValueError: nobody has answered for a sample.
+        ValueError: no rank returned a sample.
     """
-    found: Answer = {}
+    found: SampleValues = {}
     for each in answers:
         found |= each
     missing = sorted(set(range(len(rollouts))) - found.keys())
     if missing:
-        raise ValueError(f"no rank answered for {len(missing)} of {len(rollouts)} samples, such as {missing[0]}")
+        raise ValueError(f"no rank returned {len(missing)} of {len(rollouts)} samples, such as {missing[0]}")
     return [found[sample] for sample in range(len(rollouts))]

@@ -1,5 +1,5 @@
-"""What every role with a model of our engine does on a rank: join the others, compute forward, move between device and
-host; and the roles that do no more than that: the reference, teachers and reward models."""
+"""Base worker of roles whose model runs in megatune's engine: rendezvous, forward passes, offloading; and the worker of
+roles that are not trained: the reference, teachers and reward models."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.context import RankContext
 from megatune.rl.samples import Rollouts
-from megatune.rl.worker.batching import Answer, Sharing, answer, batches
+from megatune.rl.worker.batching import BatchLayout, SampleValues, batches, response_values
 from megatune.training.agreement import model_on_node
 
-# Micro-batches, for each stage of the pipeline, between two heartbeats of a pass that only runs forward.
-_GROUP = 8
-# Of micro-batches: fp32 [b, s] each; none before the last pipeline stage.
+_BEAT_INTERVAL = 8  # micro-batches per pipeline stage between two heartbeats of a forward-only pass
+# Computes fp32 [b, s] of each micro-batch; returns nothing before the last pipeline stage.
 Compute: TypeAlias = Callable[[list[Chunk], Sequence[Batch]], Sequence[Tensor]]
-_PADDING = 0  # any token: padding trains nothing, and nobody attends to it
+_PADDING = 0  # any token will do: padding is neither trained nor attended to
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """What a worker says once it is loaded; the same on all ranks of the role.
+class WorkerInfo:
+    """Facts about a loaded worker; the same on all ranks of the role.
 
     Attributes:
-        data_parallel_size: ranks that get different samples.
-        num_tensors: that `weights` gives; 0 where it gives none.
+        data_parallel_size: number of ranks with different samples.
+        num_tensors: number of tensors of `weights`, 0 without that method.
         on_gpu: whether its device is a GPU.
     """
 
@@ -53,11 +52,11 @@ class Ready:
 
 
 class ModelWorker(ABC):
-    """One rank of a role. Its methods are called on all ranks of the role, with the same arguments, in one order.
+    """One rank of a role. Methods are called on all ranks of the role, with the same arguments, in the same order.
 
     Args:
+        context: rank and rendezvous address; gets a heartbeat for each group of micro-batches, update or bucket.
         role: one of the settings' roles.
-        context: which rank this is, and where the ranks meet; gets a beat for each micro-batch, update or bucket.
     """
 
     loaded: LoadedModel
@@ -66,10 +65,10 @@ class ModelWorker(ABC):
     def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         self.rl, self.role, self.settings = settings, role, role.settings
         self.context = context
-        self.step = 0  # steps done
+        self.step = 0  # completed steps
 
     def join(self) -> None:
-        """Meet the other ranks of the role.
+        """Initialize torch.distributed with the other ranks of the role.
 
         Raises:
             MegatuneError: UNAVAILABLE, naming address and ranks.
@@ -80,71 +79,70 @@ class ModelWorker(ABC):
         try:
             groups.join(*ranks, context.master_addr, context.master_port, timeout=timeout)
         except MegatuneError as error:
-            fix = "start again: another port is chosen each time; on several machines see whether they reach each other"
+            fix = "start again (another port is chosen each time); on several machines, check that they can connect"
             raise MegatuneError([replace(each, fix=fix) for each in error.findings], error.exit_code) from error
 
     @abstractmethod
-    def load(self, checkpoint: str | None = None) -> Ready:
+    def load(self, checkpoint: str | None = None) -> WorkerInfo:
         """Build the layout and load the role's model.
 
         Args:
-            checkpoint: of a role that is trained: what the run resumes from.
+            checkpoint: the checkpoint to resume from, for a trained role.
 
         Raises:
-            MegatuneError: INPUT, SETTINGS: what cannot be used.
+            MegatuneError: INPUT, SETTINGS: the model, checkpoint or settings cannot be used.
         """
 
-    def log_probs(self, rollouts: Rollouts, phase: str = "log-probs") -> Answer:
-        """Compute log-probabilities of the responses' tokens, of the weights as they are, at the temperature of
-        sampling.
+    def log_probs(self, rollouts: Rollouts, phase: str = "log-probs") -> SampleValues:
+        """Compute log-probabilities of the responses' tokens with the current weights, at the sampling temperature.
 
         Args:
-            phase: that the heartbeats have.
+            phase: name of the phase in heartbeats.
         """
         return self._forward(phase, rollouts, partial(token_log_probs, temperature=self.rl.sampling_temperature))
 
-    def values(self, rollouts: Rollouts) -> Answer:
-        """Compute the score, of a model that has one, of the state before each token of the responses: where its
-        log-probability is computed."""
+    def values(self, rollouts: Rollouts) -> SampleValues:
+        """Compute the score of the state before each response token, where its log-probability is computed, too. The
+        model needs a score head."""
         return self._forward("values", rollouts, logits)
 
     def offload(self, *parts: Part) -> int:
-        """Move parts of the model to the host's memory, and free the device's.
+        """Move parts of the model to host memory, and free device memory.
 
         Args:
-            parts: of "weights", "gradients", "optimizer"; none stands for all. Gradients are not kept: every update
+            parts: of "weights", "gradients", "optimizer"; none means all. Gradients are dropped, since every update
                 begins with new ones.
 
         Returns:
-            Bytes of the device that are free now.
+            Number of bytes freed on the device.
         """
         self.context.beat("offload", self.step)
         return self._offload.move_out(parts or PARTS)
 
     def onload(self, *parts: Part) -> int:
-        """Move parts back to the device, bit for bit; what is there already stays. Returns bytes moved.
+        """Move parts back to the device unchanged, unless they are there already. Return the number of bytes moved.
 
-        What computes log-probabilities or values, and `weights`, need the weights; `train` and `save` need all.
+        Forward passes and `weights` need the weights; `train` and `save` need all parts.
         """
         self.context.beat("onload", self.step)
         return self._offload.move_in(parts or PARTS)
 
     def _source(self, resumed: Path | None = None) -> tuple[Path, Settings]:
-        """Find the model's own folder, and settings with what its adapters say of them. Collective."""
+        """Find the model's folder, and complete the settings from its adapters. Collective."""
         source = model_on_node(self.context, self.settings, None, resumed)
         finetuning = resolve_finetuning(self.settings.finetuning, load_architecture(source, self.settings.run.stage))
         return source, self.settings.model_copy(update={"finetuning": finetuning})
 
-    def _ready(self, num_tensors: int = 0) -> Ready:
-        return Ready(self.loaded.coords.dp_size, num_tensors, device.current().type == "cuda")
+    def _info(self, num_tensors: int = 0) -> WorkerInfo:
+        return WorkerInfo(self.loaded.coords.dp_size, num_tensors, device.current().type == "cuda")
 
     def _need(self, *parts: Part) -> None:
         missing = [part for part in parts if part in self._offload.offloaded]
         assert not missing, f"{self.role.name}: {', '.join(missing)} on the host: onload first"
 
-    def _sharing(self, *, training: bool) -> Sharing:
-        """How ranks share samples. Micro-batches that are bounded by tokens are packed, whichever of the two settings
-        asks for it: side by side samples take the tokens that they have, and no padding."""
+    def _batch_layout(self, *, training: bool) -> BatchLayout:
+        """Return how samples are assigned to ranks. Both settings that bound the tokens of micro-batches, packing and
+        dynamic batching, pack samples, which needs no padding."""
         role, parallel = self.role, self.settings.parallel
         if training:
             num_rows = self.settings.batch.per_device_train_batch_size
@@ -152,7 +150,7 @@ class ModelWorker(ABC):
         else:
             num_rows, fewest = role.infer_batch_size, role.min_micro_batches_forward
             tokens = role.packed_tokens_forward or role.dynamic_tokens_forward
-        return Sharing(
+        return BatchLayout(
             self.loaded.coords.dp_size,
             num_rows,
             tokens,
@@ -164,21 +162,21 @@ class ModelWorker(ABC):
     def _batches(
         self,
         rollouts: Rollouts,
-        shares: Sequence[Sequence[Sequence[int]]],
-        sharing: Sharing,
+        by_rank: Sequence[Sequence[Sequence[int]]],
+        layout: BatchLayout,
         per_token: Sequence[str] = (),
         per_sample: Sequence[str] = (),
     ) -> list[Batch]:
-        """Make this rank's micro-batches."""
+        """Build this rank's micro-batches."""
         parallel, coords = self.settings.parallel, self.loaded.coords
         multiples = parallel.sequence_multiple, parallel.document_multiple
-        vision = next((each.vision for each in rollouts.shown if each is not None), None)
-        collator = Collator(sharing.rows, sharing.packed_tokens is not None, *multiples, _PADDING, vision)
+        vision = next((each.vision for each in rollouts.images if each is not None), None)
+        collator = Collator(layout.rows, layout.packed_tokens is not None, *multiples, _PADDING, vision)
         same_length = coords.pp_size > 1
         decodes = MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, coords.cp_size * coords.tp_size)
         found = batches(
             rollouts,
-            shares,
+            by_rank,
             coords.dp_rank,
             collator,
             same_length=same_length,
@@ -192,37 +190,37 @@ class ModelWorker(ABC):
             raise MegatuneError(findings, ExitCode.DATA)
         return found
 
-    def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> Answer:
-        """Compute a number of each token, of the weights as they are."""
+    def _forward(self, phase: str, rollouts: Rollouts, compute: Compute) -> SampleValues:
+        """Compute a value for each token with the current weights."""
         self._need("weights")
-        coords, sharing, found = self.loaded.coords, self._sharing(training=False), Answer()
-        shares = sharing.shares(rollouts.lengths)
-        mine, batches = shares[coords.dp_rank], self._batches(rollouts, shares, sharing)
-        size = _GROUP * coords.pp_size
+        coords, layout, found = self.loaded.coords, self._batch_layout(training=False), SampleValues()
+        by_rank = layout.assign(rollouts.lengths)
+        mine, batches = by_rank[coords.dp_rank], self._batches(rollouts, by_rank, layout)
+        size = _BEAT_INTERVAL * coords.pp_size
         with eval_mode(self.loaded.model):
             for first in range(0, len(batches), size):
                 self.context.beat(f"{phase}, micro-batch {first + 1} of {len(batches)}", self.step)
                 part = slice(first, first + size)
-                # Tensor- and context-parallel ranks hold the same values.
+                # Tensor- and context-parallel ranks have the same values.
                 values = compute(self.loaded.model, batches[part])
                 if coords.tp_rank == coords.cp_rank == 0:
                     for samples, batch, own in zip(mine[part], batches[part], values, strict=False):
-                        found |= answer(rollouts, samples, batch, own)
+                        found |= response_values(rollouts, samples, batch, own)
         return found
 
 
 def offload_of(loaded: LoadedModel) -> Offload:
-    """Return what moves a model, with its optimizer if it has one."""
+    """Return the `Offload` of a model, and of its optimizer if it has one."""
     return Offload(loaded.model, loaded.optimizer if isinstance(loaded, Assembly) else None)
 
 
 class ReferenceWorker(ModelWorker):
     """One rank of a role with strategy "megatron" that only runs forward. See `ModelWorker`."""
 
-    def load(self, checkpoint: str | None = None) -> Ready:
+    def load(self, checkpoint: str | None = None) -> WorkerInfo:
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
         source, self.settings = self._source()
         coords = build(self.settings.parallel, seed=self.settings.run.seed, timeout=self.settings.run.ddp_timeout)
         self.loaded = load_model(source, self.settings, coords, trained=False)
         self._offload = offload_of(self.loaded)
-        return self._ready()
+        return self._info()

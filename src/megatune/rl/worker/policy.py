@@ -1,4 +1,4 @@
-"""The model that is trained: log-probabilities, updates, its weights as a stream."""
+"""Worker of actor_train: log-probabilities, updates, and streaming its weights to the engines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import OLD, ROLLOUT, DivergenceObjective, PolicyObjective
 from megatune.rl.samples import Rollouts
-from megatune.rl.transport import LostPeerError, Parcel, Route, Sender
-from megatune.rl.worker.batching import Answer, answer
-from megatune.rl.worker.model import Ready
-from megatune.rl.worker.training import Trained, TrainedWorker
+from megatune.rl.transport import LostPeerError, PackedBucket, Route, Sender
+from megatune.rl.worker.batching import SampleValues, response_values
+from megatune.rl.worker.model import WorkerInfo
+from megatune.rl.worker.training import TrainedWorker, TrainResult
 from megatune.training.train_step import StepResult
 
 
@@ -31,16 +31,16 @@ class PolicyWorker(TrainedWorker):
     _route: Route
     _sender: Sender | None
     _stream: Iterator[dict[str, Tensor]]
-    _first: Answer  # of the step's samples: log-probabilities from the first pass over each
+    _first: SampleValues  # log-probabilities from the first pass over each sample of the step
 
     def __init__(self, context: RankContext, settings: RLSettings, role: ModelRole) -> None:
         super().__init__(context, settings, role)
         objective = self.objective(1)
         self.token_extras, self.document_extras = objective.token_extras, objective.document_extras
 
-    def load(self, checkpoint: str | None = None) -> Ready:
+    def load(self, checkpoint: str | None = None) -> WorkerInfo:
         super().load(checkpoint)
-        return self._ready(len(self.weight_shapes()))
+        return self._info(len(self.weight_shapes()))
 
     def objective(self, num_samples: int) -> PolicyObjective | DivergenceObjective:
         role = self.role
@@ -58,15 +58,15 @@ class PolicyWorker(TrainedWorker):
 
     @property
     def _keeps_first(self) -> bool:
-        """Whether ratios of later epochs are to what the first pass over a sample computed."""
+        """Whether the ratios of later epochs are relative to the first pass over a sample."""
         return self.rl.algorithm.ppo_epochs > 1 and not self.rl.algorithm.enable_old_logprobs_recompute
 
-    def train(self, rollouts: Rollouts, step: int) -> Trained:
+    def train(self, rollouts: Rollouts, step: int) -> TrainResult:
         self._first = {}
         return super().train(rollouts, step)
 
     def _update(self, rollouts: Rollouts, samples: Sequence[int], learning_rate: float, step: int) -> StepResult:
-        # Updates of the first epoch have none of these samples, later ones all of those that count.
+        # `_first` has no sample of a first-epoch update, and every trained sample of a later one.
         is_later = any(sample in self._first for sample in samples)
         self.token_extras = (*self.objective(1).token_extras, *(OLD,) * is_later)
         if is_later:
@@ -74,27 +74,27 @@ class PolicyWorker(TrainedWorker):
             rollouts = replace(rollouts, per_token={**rollouts.per_token, OLD: old})
         return super()._update(rollouts, samples, learning_rate, step)
 
-    def _keep(
+    def _after_update(
         self, rollouts: Rollouts, mine: Sequence[Sequence[int]], batches: Sequence[Batch], objective: Objective
     ) -> None:
         if not self._keeps_first:
             return
         assert isinstance(objective, PolicyObjective)
         assert objective.first is not None
-        coords, found = self.loaded.coords, Answer()
+        coords, found = self.loaded.coords, SampleValues()
         for samples, batch, (values, boundaries) in zip(mine, batches, objective.first, strict=False):
-            found |= answer(rollouts, samples, batch, whole_rows(values, boundaries))
-        for each in groups.all_gather_object(found if coords.tp_rank == coords.cp_rank == 0 else Answer()):
+            found |= response_values(rollouts, samples, batch, whole_rows(values, boundaries))
+        for each in groups.all_gather_object(found if coords.tp_rank == coords.cp_rank == 0 else SampleValues()):
             self._first |= each
 
-    def reference_log_probs(self, rollouts: Rollouts) -> Answer:
-        """Compute those of the model without its adapters: the reference of a run that trains adapters."""
+    def reference_log_probs(self, rollouts: Rollouts) -> SampleValues:
+        """Compute log-probabilities without the adapters: the reference of a run that trains adapters."""
         assert self.settings.finetuning.finetuning_type == "lora", "without adapters a reference is a model of its own"
         with without_adapters(self.loaded.model):
             return self.log_probs(rollouts, "reference log-probs")
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of what `weights` gives."""
+        """Return names and shapes of the tensors of `weights`."""
         if (adapter := self.rl.actor_infer.adapter) is not None:
             return adapter.shapes
         architecture = self.loaded.architecture
@@ -102,7 +102,7 @@ class PolicyWorker(TrainedWorker):
         return self.loaded.form.all_shapes(weights, architecture)
 
     def open_route(self, route: Route) -> Route:
-        """Prepare to send weights, where this rank does; the first sender opens the place where listeners meet it."""
+        """Prepare to send weights, if this rank does; the first sender opens the store of the rendezvous."""
         rank = self.context.rank
         self._sender = Sender(route, device.current(), rank) if rank in route.senders else None
         if self._sender is not None and rank == route.senders[0]:
@@ -111,12 +111,12 @@ class PolicyWorker(TrainedWorker):
         return route
 
     def join_route(self) -> None:
-        """Meet the listeners."""
+        """Connect with the listeners."""
         if self._sender is not None:
             self._sender.join()
 
-    def pack_weights(self, first: bool) -> Parcel | None:
-        """Pack the next bucket of the stream, or of a new one; None at its end."""
+    def pack_weights(self, first: bool) -> PackedBucket | None:
+        """Pack the next bucket of the stream, or the first of a new stream; return None at its end."""
         assert self._sender is not None
         if first:
             self._stream = self.weights(self._route.senders)
@@ -124,12 +124,12 @@ class PolicyWorker(TrainedWorker):
         return None if bucket is None else self._sender.pack(bucket)
 
     def drain_weights(self) -> None:
-        """Take part in a stream of which this rank sends nothing."""
+        """Take part in the collective gathering of a stream of which this rank sends nothing."""
         for _ in self.weights(self._route.senders):
             raise AssertionError("buckets for a rank that sends none")
 
     def broadcast_weights(self) -> bool:
-        """Send the last bucket to the listeners; return whether all were there."""
+        """Broadcast the last bucket to the listeners; return whether all are still connected."""
         assert self._sender is not None
         try:
             self._sender.broadcast()
@@ -138,16 +138,16 @@ class PolicyWorker(TrainedWorker):
         return True
 
     def free_weights(self) -> None:
-        """Give back what buckets were packed into."""
+        """Free the buffers of the buckets."""
         if self._sender is not None:
             self._sender.free()
 
     def weights(self, ranks: Collection[int] = (0,)) -> Iterator[dict[str, Tensor]]:
-        """Stream the weights: whole tensors by their Hugging Face names, adapters merged into them, on the device; for
-        engines that take adapters these alone.
+        """Stream the weights as whole tensors on the device under their Hugging Face names, with adapters merged; for
+        engines that support adapters, stream only the adapter.
 
-        Every rank iterates to the end. Those in `ranks` get buckets of at most model_update_buffer_size_mb, or of one
-        tensor where that is larger; for others the stream is empty.
+        Every rank iterates to the end. Those in `ranks` get buckets of at most model_update_buffer_size_mb, or of a
+        single larger tensor; for others the stream is empty.
         """
         self._need("weights")
         alone = self.rl.actor_infer.adapter is not None
@@ -157,12 +157,12 @@ class PolicyWorker(TrainedWorker):
             yield bucket
 
 
-def in_buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Gather tensors, in their order, into buckets of at most so many bytes, or of one tensor."""
+def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Group tensors, in order, into buckets of at most `max_bytes` bytes, or of a single larger tensor."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > most_bytes:
+        if bucket and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor

@@ -1,4 +1,4 @@
-"""Roles that are trained: updates, and checkpoints as those of any run; the critic is one that adds little to that."""
+"""Workers of roles that are trained: updates, checkpoints, and the critic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatune.families import load_architecture
 from megatune.objectives.policy.objective import ValueObjective
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.batching import mini_batches
-from megatune.rl.worker.model import ModelWorker, Ready, offload_of
+from megatune.rl.worker.model import ModelWorker, WorkerInfo, offload_of
 from megatune.training.agreement import on_rank_0
 from megatune.training.checkpoint import check_continues, load_checkpoint
 from megatune.training.measurements import StepProfiler
@@ -37,16 +37,16 @@ from megatune.training.train_step import (
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """What one step's updates came to; the same on all ranks.
+class TrainResult:
+    """The results of one step's updates; the same on all ranks.
 
     Attributes:
-        updates: of the optimizer.
-        loss, grad_norm: means over them; of the norm over those that were not skipped.
-        learning_rate: of the last one.
-        num_tokens: trained, over all of them.
-        memory_gib: most that this rank has held.
-        metrics: means of the objective's metrics over all of them.
+        updates: number of optimizer updates.
+        loss, grad_norm: means over the updates; skipped updates do not count for the norm.
+        learning_rate: of the last update.
+        num_tokens: number of trained tokens, over all updates.
+        memory_gib: peak device memory of this rank.
+        metrics: means of the objective's metrics over the updates.
     """
 
     updates: int
@@ -59,20 +59,20 @@ class Trained:
 
 
 class TrainedWorker(ModelWorker):
-    """One rank of a role that is trained. See `ModelWorker`."""
+    """One rank of a trained role. See `ModelWorker`."""
 
     loaded: Assembly
-    # What micro-batches carry beside tokens, by names of `Rollouts`.
+    # Names of `Rollouts`' values that micro-batches need in addition to tokens.
     token_extras: Sequence[str] = ()
     document_extras: Sequence[str] = ()
 
     @abstractmethod
     def objective(self, num_samples: int) -> Objective:
-        """Return the loss of an update on so many samples."""
+        """Return the loss of an update on `num_samples` samples."""
 
     @property
     def output_dir(self) -> Path:
-        """The folder of the role's checkpoints: of the policy the run's own."""
+        """The folder of the role's checkpoints; for the policy the run's output_dir."""
         folder = Path(self.rl.run.output_dir)
         return folder if self.role.name == "actor_train" else folder / self.role.name
 
@@ -80,28 +80,28 @@ class TrainedWorker(ModelWorker):
         """Choose the checkpoint to resume from, after `join` and before `load`, verified by all ranks together.
 
         Args:
-            asked: None: the newest whole one of the role's folder if there is one; True insists on one; a path names
-                it; False: none.
+            asked: None for the newest complete one of the role's folder, if any; True requires one; a path names one;
+                False for none.
 
         Returns:
-            Where it is, and lines that a user should see.
+            Its path, and lines for the user.
 
         Raises:
-            MegatuneError: INPUT, where the one asked for is not whole, or none of those that are there is.
+            MegatuneError: INPUT, if the requested checkpoint is incomplete, or all that exist are.
         """
         self.context.beat("tidy", 0, limit=float("inf"))
-        on_rank_0(self._tidy, is_long=True)
+        on_rank_0(self._clean_up, is_long=True)
         self.context.beat("find a checkpoint", 0)
         settings = with_settings(self.settings, {"run.resume_from_checkpoint": asked})
         path, notes = choose_checkpoint(self.context, settings, self.output_dir)
         return None if path is None else str(path), notes
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         with writing(self.output_dir):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             clean_partials(self.output_dir)
 
-    def load(self, checkpoint: str | None = None) -> Ready:
+    def load(self, checkpoint: str | None = None) -> WorkerInfo:
         resumed = None if checkpoint is None else Path(checkpoint)
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
         source, settings = self._source(resumed)
@@ -122,7 +122,7 @@ class TrainedWorker(ModelWorker):
         self.learning_rate = self._schedule()
         self._profiler = StepProfiler(self.settings, self.context.rank)
         self._saver = CheckpointSaver(CheckpointStore(self.output_dir), self.loaded, settings, source)
-        return self._ready()
+        return self._info()
 
     @property
     def samples_per_update(self) -> int:
@@ -132,21 +132,21 @@ class TrainedWorker(ModelWorker):
         return of_rank * self.loaded.coords.dp_size
 
     def _schedule(self) -> LearningRateSchedule:
-        """The learning rate over the updates of a run of which every step has all its samples."""
+        """Return the learning rate schedule over the updates of a run in which every step has all of its samples."""
         mini_batches = math.ceil(self.rl.samples_per_step / self.samples_per_update)
         updates = self.rl.run.max_steps * mini_batches * self.rl.algorithm.ppo_epochs
         return LearningRateSchedule.of(self.settings.optimizer, updates)
 
-    def train(self, rollouts: Rollouts, step: int) -> Trained:
+    def train(self, rollouts: Rollouts, step: int) -> TrainResult:
         """Update on a step's samples: `ppo_epochs` passes over shuffled mini-batches of per_device_train_batch_size ·
-        gradient_accumulation_steps · data-parallel size samples. One in which no token counts is left out.
+        gradient_accumulation_steps · data-parallel size samples. Mini-batches without trained tokens are skipped.
 
         Args:
-            rollouts: with the values that the loss needs, of tokens and of samples; some of their tokens count.
+            rollouts: with the per-token and per-sample values that the loss needs; some tokens must be trained.
             step: of the run, counted from 0; it seeds the order of samples.
 
         Raises:
-            MegatuneError: NOT_FINITE, naming gradients; the weights are as before that update.
+            MegatuneError: NOT_FINITE, naming gradients; that update has not changed the weights.
         """
         self._need("weights", "gradients", "optimizer")
         seed, epochs = self.settings.run.seed, self.rl.algorithm.ppo_epochs
@@ -163,63 +163,63 @@ class TrainedWorker(ModelWorker):
             self.state.updates += 1
         self.step = self.state.step = step + 1
         self._profiler.end(self.step)
-        return _summed(results, rate)
+        return _combine(results, rate)
 
     def _update(self, rollouts: Rollouts, samples: Sequence[int], learning_rate: float, step: int) -> StepResult:
-        sharing, lengths = self._sharing(training=True), rollouts.lengths
-        places = sharing.shares([lengths[sample] for sample in samples])
-        shares = [[[samples[place] for place in each] for each in of_rank] for of_rank in places]
-        batches = self._batches(rollouts, shares, sharing, self.token_extras, self.document_extras)
+        layout, lengths = self._batch_layout(training=True), rollouts.lengths
+        assigned = layout.assign([lengths[sample] for sample in samples])
+        by_rank = [[[samples[index] for index in each] for each in of_rank] for of_rank in assigned]
+        batches = self._batches(rollouts, by_rank, layout, self.token_extras, self.document_extras)
         objective = self.objective(len(samples))
         result = train_step(self.loaded, self._update_batches(batches), objective, learning_rate=learning_rate)
         if result.problem is not None:
             raise self._not_finite(result, step)
-        self._keep(rollouts, shares[self.loaded.coords.dp_rank], batches, objective)
+        self._after_update(rollouts, by_rank[self.loaded.coords.dp_rank], batches, objective)
         return result
 
     def _update_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add what micro-batches of an update carry besides. Collective."""
+        """Add a subclass's extra inputs to the micro-batches of an update. Collective."""
         return batches
 
-    def _keep(
+    def _after_update(
         self, rollouts: Rollouts, mine: Sequence[Sequence[int]], batches: Sequence[Batch], objective: Objective
     ) -> None:
-        """Keep what later updates of the step need of this one. Collective."""
+        """Store the values of this update that later updates of the step need. Collective."""
 
     def _not_finite(self, result: StepResult, step: int) -> MegatuneError:
         by_rank = list(not_finite_gradients(self.loaded).items())[:3]
         where = "; ".join(f"rank {rank}: {', '.join(names[:2])} …" for rank, names in by_rank)
         what = f"{self.role.name}, step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
         why = f"gradients that are not finite on {where or 'no rank: their norm overflows'}; nothing was updated"
-        fix = "lower learning_rate, write dtype: bf16 instead of fp16, or look at rollout_dump_dir's samples"
+        fix = "lower learning_rate, write dtype: bf16 instead of fp16, or inspect the samples in rollout_dump_dir"
         return MegatuneError(Finding(what, why=why, fix=fix), ExitCode.NOT_FINITE)
 
-    def save(self, step: int, beside: Mapping[str, bytes] | None = None) -> str:
-        """Save checkpoint-STEP into the role's folder: the model and its training state, whole or not at all.
+    def save(self, step: int, extra_files: Mapping[str, bytes] | None = None) -> str:
+        """Save checkpoint-STEP atomically into the role's folder: the model and its training state.
 
         Args:
-            step: steps done.
-            beside: small files by name that go into its training/ folder, such as the driver's state.
+            step: number of completed steps.
+            extra_files: small files by name for its training/ folder, such as the driver's state.
 
         Returns:
-            Where it is.
+            The path of the checkpoint.
 
         Raises:
-            MegatuneError: CANNOT_WRITE; earlier checkpoints are as they were.
+            MegatuneError: CANNOT_WRITE; earlier checkpoints are unchanged.
         """
         self._need("weights", "optimizer")
         self.context.beat("save", step, limit=self.settings.run.ddp_timeout)
         self.step = self.state.step = step
-        path = self._saver.save(self.state, extra=beside)
+        path = self._saver.save(self.state, extra=extra_files)
         assert path is not None, "not in the background"
         return str(path)
 
 
-def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
-    """Report several updates as one."""
+def _combine(results: Sequence[StepResult], learning_rate: float) -> TrainResult:
+    """Combine the results of several updates."""
     totals = StepTotals.summed([result.totals for result in results])
     norms = [result.grad_norm for result in results if result.updated]
-    return Trained(
+    return TrainResult(
         updates=len(results),
         loss=sum(result.totals.loss for result in results) / len(results),
         grad_norm=sum(norms) / len(norms) if norms else math.inf,
@@ -231,7 +231,7 @@ def _summed(results: Sequence[StepResult], learning_rate: float) -> Trained:
 
 
 class ValueWorker(TrainedWorker):
-    """One rank of critic; the stage of its settings is rm. See `ModelWorker`."""
+    """One rank of the critic, whose settings have stage rm. See `ModelWorker`."""
 
     token_extras = ValueObjective.token_extras
 

@@ -1,7 +1,8 @@
-"""A program and its test in two processes: each sees the objects of the other as `Remote`s, and values as copies.
+"""Connects a program and its test, which run in two processes: each sees objects of the other as `Remote`s, and values
+as copies.
 
-So a program has neither its test nor what it expects, and no say in the verdict. What does not work across: a test that
-reads the source of a function, or compares an object that the program made with a plain value.
+So a program can neither read its test nor the expected values, nor influence the verdict. A test that reads the source
+of a function, or compares an object of the program with a plain value, does not work this way.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ _BUILTIN: dict[str, Callable[..., Any]] = {
 
 
 def _base(kind: type[BaseException]) -> str:
-    """Return the name of the nearest built-in error; one that would end the test's process counts as any."""
+    """Return the name of the nearest built-in exception; one that would end the test's process becomes RuntimeError."""
     if not issubclass(kind, Exception):
         return "RuntimeError"
     return next(each.__name__ for each in kind.__mro__ if getattr(builtins, each.__name__, None) is each)
 
 
 def _error_type(name: str) -> type[Exception]:
-    """Return the built-in error of a name that a program has sent, and nothing else."""
+    """Return the built-in exception of a name that a program has sent, RuntimeError for any other name."""
     found = getattr(builtins, name, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError
 
 
 def _printed() -> dict[str, str]:
-    """Return what a program has printed since the last answer."""
+    """Return the output of a program since the last reply."""
     if not isinstance(sys.stdout, io.StringIO):
         return {}
     text = sys.stdout.getvalue()
@@ -81,7 +82,7 @@ def _printed() -> dict[str, str]:
 
 
 def _write_back(mine: Any, changed: Any) -> None:
-    """Let an argument that a function has changed in place be as it left it."""
+    """Copy the changes that a function made to an argument in place."""
     if isinstance(mine, list):
         mine[:] = changed
     elif isinstance(mine, dict | set):
@@ -93,7 +94,7 @@ def _write_back(mine: Any, changed: Any) -> None:
 
 
 class Remote:
-    """An object of the other process. What is done with it is done there."""
+    """A proxy of an object in the other process, where all operations are executed."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_remote", (peer, number))
@@ -111,7 +112,7 @@ class Remote:
         return peer.ask("call", number, *args, **kwargs)
 
     def __eq__(self, other: object) -> Any:
-        # An object that says that it equals everything must not equal what a test expects.
+        # An object whose __eq__ always returns True must not equal an expected value.
         return isinstance(other, Remote) and _operate(self, "__eq__", other)
 
     def __ne__(self, other: object) -> bool:
@@ -141,12 +142,13 @@ _ALLOWED = {f"__{name}__" for name in (*_OPERATORS, "eq", "hash")}
 
 
 class Peer:
-    """One end of the connection between a program and its test: objects by number, calls in both directions.
+    """One end of the connection between a program and its test, with numbered objects and calls in both directions.
 
-    Values travel as JSON, so that nothing is built of them that can run.
+    Values are sent as JSON, so that decoding cannot execute code.
 
     Args:
-        is_test: this end holds the test. The program may call what it was given, and read plain attributes.
+        is_test: whether this is the end of the test. The program may only call objects that it was given, and read
+            their public attributes.
     """
 
     def __init__(self, connection: socket.socket, *, is_test: bool) -> None:
@@ -155,7 +157,7 @@ class Peer:
         self._errors: dict[str, type[Exception]] = {}
 
     def ask(self, what: str, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Have something done with an object of the other end; serve what the other asks meanwhile."""
+        """Execute an operation on an object of the other end, and serve its requests meanwhile."""
         named = {name: self.encode(value) for name, value in kwargs.items()}
         self._send({"ask": what, "of": number, "args": [self.encode(each) for each in args], "named": named})
         while "ask" in (answer := self._receive()):
@@ -169,7 +171,7 @@ class Peer:
         return self.decode(answer["value"])
 
     def serve(self) -> None:
-        """Do what the other end asks, until it ends."""
+        """Serve requests of the other end until it closes the connection."""
         with suppress(EOFError):
             while True:
                 self._serve(self._receive())
@@ -179,11 +181,11 @@ class Peer:
         self._send({"value": self.encode({k: v for k, v in namespace.items() if not k.startswith("__")}), **_printed()})
 
     def fail(self, error: BaseException) -> None:
-        """Send why there are none."""
+        """Send an exception instead of names or a value."""
         self._send({"error": self._described(error), **_printed()})
 
     def imported(self) -> dict[str, Any]:
-        """Return what `export` sent."""
+        """Receive the names that `export` sends."""
         answer = self._receive()
         if "error" in answer:
             raise self._error(*answer["error"])
@@ -207,7 +209,7 @@ class Peer:
         if what == "call":
             return held(*args, **named)
         if what == "await":
-            import asyncio  # half of what an interpreter would take to start, once for every program
+            import asyncio  # only if needed: it would take half of an interpreter's start-up time
 
             return asyncio.run(held)
         if what == "isinstance":
@@ -222,11 +224,11 @@ class Peer:
         if what == "get":
             return getattr(held, name)
         if (method := getattr(type(held), name, None)) is None:
-            raise TypeError(f"{type(held).__name__} has no {name}")  # what Python raises of an operator
+            raise TypeError(f"{type(held).__name__} has no {name}")  # as Python's operators do
         return method(held, *args[1:])
 
     def encode(self, value: Any) -> Any:
-        """Return a value as JSON, by its plain type, or the number of an object."""
+        """Return a value in JSON form by its built-in type, or the number of an object."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Remote):
@@ -237,7 +239,7 @@ class Peer:
             return value
         for kind, plain in _SCALARS.items():
             if isinstance(value, kind) and not isinstance(value, enum.Enum):
-                return plain(value)  # of a class of the program's own
+                return plain(value)  # a subclass defined by the program
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"named": [type(value).__name__, list(value._fields), [self.encode(each) for each in value]]}
         for name, base in _ITEMS.items():
@@ -261,7 +263,7 @@ class Peer:
         return {"mine": len(self._objects) - 1}
 
     def decode(self, value: Any) -> Any:
-        """Return what `encode` was given, or a `Remote`."""
+        """Return the value that was encoded, or a `Remote`."""
         if not isinstance(value, dict):
             return value
         ((name, content),) = value.items()

@@ -1,4 +1,4 @@
-"""Which part of a response is the program, and whether what it gave is what was expected."""
+"""Extracts the program from a response, and compares its output with the expected one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _DEFINES = re.compile(r"^\s*(async\s+def|def|class)\s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program and the language that its block names; "python" where it names none."""
+    """A program and the language of its code block, by default "python"."""
 
     text: str
     language: str = "python"
 
 
 def read_text(response: str) -> str:
-    """Return a response after its thought."""
+    """Return a response without its reasoning block."""
     return response.rpartition(END_OF_THINK)[2].rpartition(SOLUTION)[2].strip()
 
 
 def find_program(response: str, *, needs_definition: bool) -> Program | None:
-    """Return the last block of code, with `needs_definition` the last that defines something; None where there is none.
+    """Return the last code block, with `needs_definition` the last that defines something; None if there is none.
 
-    Blocks that name a language go before others. A response without any block is a program as a whole.
+    Blocks that name a language are preferred. A response without blocks is a program as a whole.
     """
     text = read_text(response)
     if "```" not in text:
@@ -49,15 +49,15 @@ def find_program(response: str, *, needs_definition: bool) -> Program | None:
     return Program(code, "python" if not language or language in PYTHON else language)
 
 
-def of_text(test: str) -> str:
-    """Let a test of a text, where {response} stands for a literal, use the name instead."""
+def bind_response(test: str) -> str:
+    """Replace the literal {response} in a test of a text by the variable `response`."""
     for quoted in ("'''{response}'''", '"""{response}"""', '"{response}"', "'{response}'", "{response}"):
         test = test.replace(quoted, "response")
     return test
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compare two outputs line by line, without spaces at the ends of lines and empty lines; numbers as numbers."""
+    """Compare two outputs line by line, ignoring surrounding spaces and empty lines; compare numbers by value."""
     left, right = _lines(printed), _lines(expected)
     return len(left) == len(right) and all(map(_same_line, left, right))
 
@@ -80,12 +80,12 @@ def _same_word(left: str, right: str) -> bool:
         if left.lstrip("+-").isdigit() and right.lstrip("+-").isdigit():
             return int(left) == int(right)
         return math.isclose(float(left), float(right), rel_tol=1e-5, abs_tol=1e-8)
-    except ValueError:  # of text, of "²", or of more digits than Python reads
+    except ValueError:  # text, "²", or more digits than Python parses
         return False
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Compare what a function returned with what it should; some data sets wrap the value in a list."""
+    """Compare a returned value with the expected one, which some data sets wrap in a list."""
     plain = json.loads(json.dumps(returned))
     if _same_json(plain, expected):
         return True

@@ -1,9 +1,5 @@
-"""code_sandbox: 1 where the program in a response passes all tests of its row, else 0.
-
-ROLL takes the first block of code, lets a program pass that exits before its tests, passes rows without tests, runs
-tests of texts within the worker itself, gives -1 by HTTP where it gives 0 locally, also for what the sandbox failed at,
-and runs no more than one line of a check's asserts at a time: computed rightly here.
-"""
+"""code_sandbox: 1 if the program in a response passes all tests of its row, else 0. docs/rl-rewards.md lists the errors
+of ROLL's reward that are corrected here."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from megatune.rl.rewards.answer import Answer, RewardError, Verdict, post_json
 from megatune.rl.rewards.code.program import (
     OTHER_OUTPUT,
     Program,
+    bind_response,
     find_program,
-    of_text,
     read_text,
     same_output,
     same_value,
@@ -33,20 +29,20 @@ CASE_SECONDS = 20.0
 SECONDS = 360.0  # for all cases of a row
 FUNCTION_TESTS = ("assert", "pytest", "check_based")
 _WITH_TESTS = (*FUNCTION_TESTS, "text")
-_HTTP_SECONDS, _HTTP_REQUESTS = 30, 8  # of a case, and at once
+_HTTP_SECONDS, _HTTP_REQUESTS = 30, 8  # per case, and concurrent
 
 Case = Mapping[str, Any]
 
 
 class CodeSandbox:
     """Args:
-    use_local: run programs here; only Python is.
-    code_url: of an HTTP sandbox, used where use_local is false.
+    use_local: run programs on this machine, which supports only Python.
+    code_url: URL of an HTTP sandbox, used if use_local is false.
     """
 
     def __init__(self, use_local: bool = True, code_url: str | None = None) -> None:
         if not use_local and not code_url:
-            raise ValueError("use_local: false needs code_url, of an HTTP sandbox")
+            raise ValueError("use_local: false needs code_url, the URL of an HTTP sandbox")
         self._remote = None if use_local else HttpSandbox(code_url or "")
 
     def __call__(self, answer: Answer) -> Verdict:
@@ -72,10 +68,10 @@ class CodeSandbox:
 
 
 def read_cases(row: Mapping[str, Any], kind: str) -> list[Case]:
-    """Return the tests of a row, as objects.
+    """Return the tests of a row.
 
     Raises:
-        RewardError: there are none, or they lack what their kind needs.
+        RewardError: there are none, or they lack keys that their kind needs.
     """
     cases = row.get("test_cases")
     if isinstance(cases, str):
@@ -94,9 +90,9 @@ def read_cases(row: Mapping[str, Any], kind: str) -> list[Case]:
 
 
 def run_cases(program: str, kind: str, function: str, cases: Sequence[Case]) -> tuple[str, int]:
-    """Run a program on its tests until one fails; return why, "" where none did, and how many passed.
+    """Run a program on its tests until one fails; return the reason, "" if all passed, and the number of passed tests.
 
-    Cases of a check have imports of their own, which go before the program: it is started anew where they differ.
+    Cases of a check have imports that precede the program, which is restarted if they change.
     """
     until, number = time.monotonic() + SECONDS, 0
     for imports, own in itertools.groupby(cases, key=lambda case: str(case.get("import_prefix") or "")):
@@ -135,10 +131,10 @@ def _run_case(sandbox: Sandbox, kind: str, function: str, case: Case, seconds: f
 
 
 def _test(kind: str, case: Case) -> str:
-    """Return the code that tests a program, or a text."""
+    """Return the code of a test."""
     test = str(case["assert_code"])
     if kind == "text":
-        return of_text(test)
+        return bind_response(test)
     return f"{test}\ncheck({case.get('entry_point') or 'candidate'})\n" if kind == "check_based" else test
 
 
@@ -153,7 +149,7 @@ _given = [json.loads(_line) for _line in sys.stdin.read().split("\\n")]
 _owner = globals().get("Solution")
 print(json.dumps((getattr(_owner(), {name!r}) if _owner else {name})(*_given)))
 """
-# Calls the functions that test, and prints a mark at the end.
+# Calls the test functions, and prints a mark at the end.
 _TESTS = """
 for _name in [_name for _name in globals() if _name.startswith("test")]:
     if callable(globals()[_name]):
@@ -164,9 +160,10 @@ print({mark!r})
 
 
 class HttpSandbox:
-    """Runs programs in any language at a URL: the interface of SandboxFusion's /run_code, as ROLL uses it.
+    """Runs programs in any language with an HTTP sandbox that has the interface of SandboxFusion's /run_code, as in
+    ROLL.
 
-    Asked: {code, language, stdin, compile_timeout, run_timeout}. Answered: {status: Success | Failed | SandboxError,
+    Request: {code, language, stdin, compile_timeout, run_timeout}. Reply: {status: Success | Failed | SandboxError,
     message, run_result: {stdout, stderr, return_code}}.
     """
 
@@ -174,37 +171,37 @@ class HttpSandbox:
         self._url = url
 
     def run(self, program: Program, kind: str, function: str, cases: Sequence[Case]) -> tuple[str, int]:
-        """Run a program on all its tests; return why the first that failed did, "" where none did, and how many passed.
+        """Run a program on all its tests; return the first failure, "" if all passed, and the number of passed tests.
 
         Raises:
-            RewardError: the sandbox cannot be had, or says that it failed itself.
+            RewardError: the sandbox cannot be reached, or reports its own failure.
         """
         with ThreadPoolExecutor(_HTTP_REQUESTS) as pool:
             failures = list(pool.map(lambda case: self._failure(program, kind, function, case), cases))
         return next(filter(None, failures), ""), failures.count("")
 
     def _failure(self, program: Program, kind: str, function: str, case: Case) -> str:
-        asked = _asked(program, kind, function, case)
-        message = {"code": asked.code, "language": asked.language, "stdin": asked.stdin,
+        request = _request(program, kind, function, case)
+        message = {"code": request.code, "language": request.language, "stdin": request.stdin,
                    "compile_timeout": _HTTP_SECONDS, "run_timeout": _HTTP_SECONDS}  # fmt: skip
         reply = post_json(self._url, message, timeout=3 * _HTTP_SECONDS)
         status = reply.get("status") if isinstance(reply, dict) else None
         if status not in ("Success", "Failed"):
-            said = reply.get("message") if isinstance(reply, dict) else reply
-            raise RewardError(f"{self._url}: {status}: {str(said)[:200]}")
+            detail = reply.get("message") if isinstance(reply, dict) else reply
+            raise RewardError(f"{self._url}: {status}: {str(detail)[:200]}")
         result = reply.get("run_result") or {}
         if status == "Failed":
             error = str(result.get("stderr") or reply.get("message") or "").strip().splitlines()
             return error[-1] if error else f"ended with code {result.get('return_code')}"
         printed = str(result.get("stdout") or "").strip()
-        if asked.mark:
-            return "" if printed.endswith(asked.mark) else "it ended before its tests did"
-        return "" if asked.expected is None or same_output(printed, asked.expected) else OTHER_OUTPUT
+        if request.mark:
+            return "" if printed.endswith(request.mark) else "it ended before its tests did"
+        return "" if request.expected is None or same_output(printed, request.expected) else OTHER_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request, and what the program should print: all of it, or a mark at the end."""
+class _Request:
+    """A request, and the expected output: all of it, or a mark at the end."""
 
     code: str
     language: str
@@ -213,21 +210,21 @@ class _Asked:
     mark: str = ""
 
 
-def _asked(program: Program, kind: str, function: str, case: Case) -> _Asked:
+def _request(program: Program, kind: str, function: str, case: Case) -> _Request:
     python = program.language == "python"
     if "assert_code" not in case:
         code = program.text + (_CALL.format(name=function) if function else "")
         stdin, expected = _text(case["stdin"]), _text(case["expected_stdout"])
-        return _Asked(PRELUDE + code if python else code, program.language, stdin, expected)
+        return _Request(PRELUDE + code if python else code, program.language, stdin, expected)
     if kind == "text":
         return _marked(f"response = {program.text}\n{_test(kind, case)}\n")
     code = f"{case.get('import_prefix') or ''}\n{program.text}\n{_test(kind, case)}\n"
     if not python:
-        return _Asked(code, program.language)
-    return _Asked(PRELUDE + code, "pytest") if kind == "pytest" else _marked(code)
+        return _Request(code, program.language)
+    return _Request(PRELUDE + code, "pytest") if kind == "pytest" else _marked(code)
 
 
-def _marked(code: str) -> _Asked:
-    """Let a program print a mark after its tests: one that exits before them must not pass."""
+def _marked(code: str) -> _Request:
+    """Add the output of a mark after the tests, so that a program that exits before them does not pass."""
     mark = secrets.token_hex(16)
-    return _Asked(PRELUDE + code + _TESTS.format(mark=mark), "python", mark=mark)
+    return _Request(PRELUDE + code + _TESTS.format(mark=mark), "python", mark=mark)

@@ -1,10 +1,10 @@
-"""Runs a program on its cases within limits: one interpreter, and a process forked from it for every case.
+"""Runs a program on its test cases within limits: one interpreter, from which a process is forked for every case.
 
-Arguments: a folder that the program may write in, and one for what it must not touch. On stdin come lines of JSON: the
-program (`sandbox.Job`, and what the machine adds), then a case at a time. On stdout goes a line for each, {"code": exit
-code, below 0 a signal, null where it took too long}; what is printed is in files of the second folder.
+Arguments: a folder that the program may write to, and one that it must not touch. stdin has JSON lines: the program
+(`sandbox.Job` with limits), then one case per line. stdout gets a line for each case: {"code": exit code, negative for
+a signal, null for a timeout}; the output of programs goes to files in the second folder.
 
-A program never runs in this process, and a test runs in a process without the program (`peer`): its exit code is the
+A program never runs in this process, and a test runs in a process without the program (`peer`), whose exit code is the
 verdict.
 """
 
@@ -31,30 +31,30 @@ from typing import Any
 
 from megatune.rl.rewards.code.peer import Peer
 
-# Landlock, of Linux: what a process may still open, for good and without rights of any kind. linux/landlock.h
+# Linux's Landlock irrevocably restricts what a process can open, and needs no privileges. linux/landlock.h
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
 _VERSION, _PATH_BENEATH, _NO_NEW_PRIVS, _DUMPABLE = 1, 1, 38, 4
 _READ = 1 << 2 | 1 << 3  # files, folders
 _WRITE_FILE = 1 << 1
-# Writing, and making and removing entries; then, by the version of Landlock: linking across folders, truncating.
+# Writing, creating and removing entries; with later versions of Landlock, linking across folders and truncating.
 _WRITE = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
 _SINCE = {2: 1 << 13, 3: 1 << 14}
-_TCP, _OTHERS = 3, 3  # binding and connecting, since 4; abstract sockets and signals of other processes, since 6
+_TCP, _SCOPES = 3, 3  # bind and connect, since version 4; abstract sockets and signals to other processes, since 6
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock that the kernel has; 0 or less: it has none."""
+    """Return the kernel's version of Landlock, 0 or less without Landlock."""
     return int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION))
 
 
 def confine(folder: str) -> None:
-    """Let this process write in a folder only, read Python and the system's libraries, and no more, where Linux can."""
+    """Restrict this process to writing to a folder and reading Python and system libraries, if Landlock exists."""
     version = landlock_version()
     if version < 1:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     write = _WRITE | sum(bit for since, bit in _SINCE.items() if version >= since)
-    rules = struct.pack("QQQ", _READ | write, _TCP if version >= 4 else 0, _OTHERS if version >= 6 else 0)
+    rules = struct.pack("QQQ", _READ | write, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(size), 0)
     readable = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc", "/proc", "/dev")
@@ -71,7 +71,7 @@ def confine(folder: str) -> None:
 
 
 def limit(limits: dict[str, int], user: int | None) -> None:
-    """Take limits, of which none can be raised again, and the user's rights."""
+    """Set resource limits that cannot be raised again, and drop to a user's rights."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -88,8 +88,8 @@ class Runner:
 
     Args:
         job: "program", "prelude", "function".
-        folder: the program's.
-        aside: holds stdin, test.json, and gets stdout, stderr and returned.json.
+        folder: the program's folder.
+        aside: has stdin and test.json, and gets stdout, stderr and returned.json.
     """
 
     def __init__(self, job: dict[str, Any], folder: str, aside: str) -> None:
@@ -98,7 +98,7 @@ class Runner:
         exec(compile(job["prelude"], "prelude.py", "exec"), self._names)
 
     def case(self, kind: str, seconds: float, calls: list[list[object]]) -> int | None:
-        """Run a case in processes of its own; return the exit code of the one that decides."""
+        """Run a case in new processes; return the exit code of the one that decides, None after a timeout."""
         for name in ("stdout", "stderr", "returned.json"):
             open(os.path.join(self._aside, name), "wb").close()
         if kind == "test":
@@ -114,13 +114,13 @@ class Runner:
         return _ended(children, seconds)
 
     def _streams(self) -> None:
-        """Give a child its own stdin, stdout and stderr, in place of the pipes to whoever asks for cases."""
+        """Replace the pipes to the parent by files as stdin, stdout and stderr of a child."""
         append = os.O_WRONLY | os.O_APPEND
         for number, (name, flags) in enumerate((("stdin", os.O_RDONLY), ("stdout", append), ("stderr", append))):
             opened = os.open(os.path.join(self._aside, name), flags)
             os.dup2(opened, number)
             os.close(opened)
-        # Python's own streams are those of the pipes, and may hold what was read ahead.
+        # Python's stream objects belong to the pipes and may have buffered input.
         sys.stdin, sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(number, mode, closefd=False), encoding="utf-8", line_buffering=number == 2)
             for number, mode in enumerate("rww")
@@ -139,7 +139,7 @@ class Runner:
         return module
 
     def _read(self, calls: list[list[object]]) -> None:
-        """Call the function, and write what it returns."""
+        """Call the function, and write its return values."""
         with open(os.path.join(self._aside, "returned.json"), "w", encoding="utf-8") as result:
             try:
                 names = vars(self._run("solution"))
@@ -150,7 +150,7 @@ class Runner:
                 raise RuntimeError("the program ended before its tests did") from error
 
     def _serve(self, connection: socket.socket, other: socket.socket) -> None:
-        """Load the program, and do what its test asks."""
+        """Load the program, and serve the requests of its test."""
         other.close()
         peer = Peer(connection, is_test=False)
         sys.stdout = io.StringIO()
@@ -160,13 +160,13 @@ class Runner:
         except BaseException as error:
             return peer.fail(error)
         own = {name: each for name, each in vars(module).items() if self._names.get(name) is not each}
-        # With its own `all` or `len` a program would decide what a test finds.
+        # A program's own `all` or `len` would change what a test computes.
         peer.export({name: each for name, each in own.items() if not hasattr(builtins, name)})
         peer.serve()
         return None
 
     def _test(self, connection: socket.socket) -> None:
-        """Run the test; whatever it raises is its failure."""
+        """Run the test; an exception is a failure."""
         with open(os.path.join(self._aside, "test.json"), encoding="utf-8") as file:
             test = json.load(file)
         os.chdir(self._aside)
@@ -182,7 +182,7 @@ class Runner:
 
 
 def _fork(work: Callable[[], object], streams: Callable[[], None]) -> int:
-    """Do something in a child, in a session of its own; it ends with 0 where that went through."""
+    """Run a function in a child process with its own session; the child's exit code is 0 on success."""
     child = os.fork()
     if child:
         return child
@@ -192,7 +192,7 @@ def _fork(work: Callable[[], object], streams: Callable[[], None]) -> int:
         streams()
         work()
         code = 0
-    except SystemExit as error:  # a program that reads stdin may end so
+    except SystemExit as error:  # a normal end of a program that reads stdin
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -211,7 +211,7 @@ def _fork(work: Callable[[], object], streams: Callable[[], None]) -> int:
 
 
 def _ended(children: list[int], seconds: float) -> int | None:
-    """Wait for the first child, and end all with their sessions; return its exit code, None where it took too long."""
+    """Wait for the first child, and kill all children with their sessions; return its exit code, None on timeout."""
     until, code, wait = time.monotonic() + seconds, None, 0.001
     left = set(children)
     while children[0] in left and time.monotonic() < until:
@@ -223,7 +223,7 @@ def _ended(children: list[int], seconds: float) -> int | None:
             time.sleep(wait)
             wait = min(wait * 1.5, 0.02)
     for child in children:
-        with suppress(ProcessLookupError):  # nobody is left
+        with suppress(ProcessLookupError):  # all have ended
             os.killpg(child, signal.SIGKILL)
     for child in left:
         os.waitpid(child, 0)
@@ -231,7 +231,7 @@ def _ended(children: list[int], seconds: float) -> int | None:
 
 
 def _run_functions(test: str, names: dict[str, Any]) -> None:
-    """Run a test, and the functions that it defines whose names start with "test"."""
+    """Run a test, and the functions that it defines with names that start with "test"."""
     before = set(names)
     exec(compile(test, "test.py", "exec"), names)
     for each in [each for each in names if each.startswith("test") and each not in before]:
@@ -253,7 +253,7 @@ def main(folder: str, aside: str) -> None:
     """Run the cases of one program."""
     job = json.loads(sys.stdin.readline())
     limit(job["limits"], job["user"])
-    ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)  # no program reads the memory of this process, or its files
+    ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)  # programs cannot read this process's memory or files
     sys.setrecursionlimit(100_000)
     runner = Runner(job, folder, aside)
     for line in sys.stdin:

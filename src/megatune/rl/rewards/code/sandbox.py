@@ -1,6 +1,6 @@
-"""Runs a program in processes of its own: limits, a session, no network, no other processes to see.
+"""Runs a program in separate processes with limits, and without network and access to other processes where possible.
 
-This is no boundary against a program that means harm; docs/rl-rewards.md says what it does not protect from.
+This is no security boundary against malicious programs; docs/rl-rewards.md lists what it does not protect from.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import psutil
 from megatune.rl.rewards.answer import RewardError
 from megatune.rl.rewards.code.runner import landlock_version
 
-PACKAGES = Path(__file__).parents[4]  # the folder that this project's package is in
+PACKAGES = Path(__file__).parents[4]  # the folder with the package megatune
 _MAIN = (
     "import sys; sys.path.insert(0, sys.argv[1]); from megatune.rl.rewards.code.runner import main; "
     "del sys.path[0]; main(*sys.argv[2:])"
 )
-START_SECONDS = 20.0  # that an interpreter may take
+START_SECONDS = 20.0  # for starting an interpreter
 NOBODY = 65534
-OUTPUT_BYTES = 1 << 24  # of stdout, of stderr, and of any file
+OUTPUT_BYTES = 1 << 24  # limit of stdout, of stderr, and of any file
 MEMORY_BYTES = 2 << 30
 ERROR_BYTES = 400
 LIMITS = {"NOFILE": 256, "NPROC": 256, "CORE": 0}
 
-# Names that programs of contests use without importing them; a module goes before a name of the same spelling.
+# Names that contest programs use without importing them; modules take precedence over names from them.
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json", "typing")  # fmt: skip
 _STARS = "\n".join(f"from {name} import *" for name in (*_MODULES, "builtins"))
@@ -49,7 +49,7 @@ class Job:
     """A program.
 
     Attributes:
-        function: that cases call; a method where the program defines a class Solution.
+        function: the function that cases call; a method if the program defines a class Solution.
     """
 
     program: str
@@ -59,12 +59,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended.
+    """The result of a case.
 
     Attributes:
-        passed: the program went through, or its test did.
-        failure: "" where it did; else the last line of its error, or what ended it.
-        returned: by each call.
+        passed: whether the program, or its test, succeeded.
+        failure: "" on success; else the last line of its error, or how it ended.
+        returned: return value of each call.
     """
 
     passed: bool
@@ -75,12 +75,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What keeps a program from the rest of the machine.
+    """How a program is isolated from the rest of the machine.
 
     Attributes:
-        prefix: the command before Python's.
-        user: that the program runs as; None: as we do.
-        text: for the log.
+        prefix: command that starts Python.
+        user: user id of the program; None for ours.
+        text: description for the log.
     """
 
     prefix: tuple[str, ...] = ()
@@ -89,13 +89,13 @@ class Isolation:
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """One program, run on cases one after the other: an interpreter is started once, and forked for each.
+    """Runs one program on cases sequentially, with one interpreter that is forked for each case.
 
     Args:
-        seconds: of CPU time that a process may take.
+        seconds: limit of a process's CPU time.
 
     Raises:
-        RewardError: programs cannot be started here.
+        RewardError: no program can be started on this machine.
     """
 
     def __init__(self, job: Job, isolation: Isolation | None = None, seconds: float = 20.0) -> None:
@@ -116,17 +116,17 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._stack = stack.pop_all()
 
     def test(self, test: str, seconds: float) -> Outcome:
-        """Run a test of the program: code that raises where the program is wrong, with all of its functions whose names
-        start with "test"; by pytest where it mentions pytest."""
+        """Run a test: code that raises if the program is wrong, and its functions with names that start with "test";
+        with pytest if it mentions pytest."""
         (self._aside / "test.json").write_text(json.dumps(test), encoding="utf-8")
         return self._case("test", "", seconds)
 
     def read(self, stdin: str, seconds: float) -> Outcome:
-        """Run the program as it is, with an input."""
+        """Run the program with this stdin."""
         return self._case("stdin", stdin, seconds)
 
     def call(self, calls: Sequence[Sequence[object]], seconds: float) -> Outcome:
-        """Call the program's function with each of these arguments."""
+        """Call the program's function with each list of arguments."""
         return self._case("calls", "", seconds, calls)
 
     def __exit__(self, *error: object) -> None:
@@ -146,7 +146,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return Outcome(False, _failure(code, _tail(self._aside / "stderr", ERROR_BYTES), seconds), stdout)
 
     def _answer(self, seconds: float) -> int | None:
-        """Return the exit code that the runner tells; it may have been ended by a program."""
+        """Return the exit code that the runner reports, 1 if the runner was killed by a program."""
         assert self._process.stdout is not None
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
@@ -181,7 +181,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def _send(self, message: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `_answer` finds that it has ended
+        with suppress(BrokenPipeError):  # `_answer` notices it
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -198,7 +198,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 
 def _end_left(folder: str) -> None:
-    """End what a program started in sessions of its own, as far as its environment tells."""
+    """Kill processes that a program started in other sessions, found by their environment."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get("TMPDIR") == folder:
@@ -223,11 +223,11 @@ def _failure(code: int | None, stderr: str, seconds: float) -> str:
 
 @lru_cache(maxsize=1)
 def best_isolation() -> Isolation:
-    """Return the strongest isolation that work on this machine: it is tried once.
+    """Return the strongest isolation that works on this machine, found by trying, once.
 
-    `unshare` gives a network without any device and its own process numbers, whose end ends every process in it. Root
-    runs a program as nobody; others in a user namespace, in which the program keeps their own rights to files. Landlock
-    comes on top, in the runner, where the kernel has it.
+    `unshare` gives an empty network namespace and a PID namespace, whose end kills all of its processes. As root,
+    programs run as nobody; for other users in a user namespace, with the user's rights to files. The runner adds
+    Landlock if the kernel has it.
     """
     files = "writes in its own folder only" if landlock_version() > 0 else "reads and writes what this user may"
     tries = []

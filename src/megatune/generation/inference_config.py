@@ -1,5 +1,4 @@
-"""What a command line that writes text asks for: the model, how it writes and what computes, found good; and how they
-are opened."""
+"""Resolves and checks the options of commands that generate text: model, adapters, generation options and backend."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from megatune.config.options import ParsedArguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.generation.inputs import AdaptedModel, adapted_model, nearest_folder
-from megatune.generation.options import BackendOptions, GenerationOptions, PictureFile, check_options
+from megatune.generation.options import BackendOptions, GenerationOptions, MediaFile, check_options
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
 from megatune.hub.vocabulary import as_adapted
@@ -21,11 +20,11 @@ from megatune.hub.vocabulary import as_adapted
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 
 
-class Asked(NamedTuple):
-    """What the options say.
+class InferenceConfig(NamedTuple):
+    """The checked options of a command.
 
     Attributes:
-        name: of the model, as it was given.
+        name: name of the model, as given.
         vllm: vLLM's arguments; None for Transformers.
     """
 
@@ -35,45 +34,45 @@ class Asked(NamedTuple):
     vllm: dict[str, Any] | None
 
 
-def checked(
+def resolve_config(
     given: ParsedArguments[Any],
     more: Iterable[Finding] = (),
-    pictures: Iterable[tuple[str, str]] = (),
+    media: Iterable[tuple[str, str]] = (),
     *,
-    brings_pictures: bool = False,
-) -> Asked:
-    """Check the options before the seconds that loading takes.
+    accepts_media: bool = False,
+) -> InferenceConfig:
+    """Check the options before the model is loaded.
 
     Args:
-        more: what else is wrong.
-        pictures: kind and file of images and videos of the first message.
-        brings_pictures: whether what is asked later may have images and videos of its own.
+        more: further findings.
+        media: kind and file of images and videos of the first message.
+        accepts_media: whether later prompts may have their own images and videos.
 
     Raises:
-        MegatuneError: (SETTINGS) options; (INPUT) an adapter, a picture or a file of the system message that is
+        MegatuneError: (SETTINGS) options; (INPUT) an adapter, an image, a video or a system message file that is
             missing; (UNAVAILABLE) a backend that is not installed.
     """
     options = given.options
-    model, base = model_of(given)
+    model, base = model_and_base(given)
     given.stop([*model_findings(given, model), *_backend_findings(options), *more])
     for line in given.lines:
         print(line, file=sys.stderr)
     values = {name: getattr(options, name) for name in GenerationOptions.model_fields if hasattr(options, name)}
-    values |= {"system": _system_message(options.system), "pictures": tuple(PictureFile(*each) for each in pictures)}  # type: ignore[arg-type]
+    values |= {"system": _system_message(options.system), "media": [MediaFile(*each) for each in media]}  # type: ignore[arg-type]
     generation = GenerationOptions(**values)
-    check_options(generation, brings_pictures=brings_pictures)
+    check_options(generation, accepts_media=accepts_media)
     name, adapted = _model_or_adapters(model, base, options.adapters)
     if options.infer_backend != "vllm":
-        return Asked(name, generation, adapted, None)
+        return InferenceConfig(name, generation, adapted, None)
     from megatune.generation.vllm import check_vllm
 
     check_vllm(generation, adapted.adapters)
     vllm = {each: value for each in _VLLM if (value := getattr(options, f"vllm_{each}")) is not None}
-    return Asked(name, generation, adapted, vllm)
+    return InferenceConfig(name, generation, adapted, vllm)
 
 
-def model_of(given: ParsedArguments[Any]) -> tuple[str | None, str | None]:
-    """Return the model, and the base of one that is an adapter; a file's model_name_or_path is the model."""
+def model_and_base(given: ParsedArguments[Any]) -> tuple[str | None, str | None]:
+    """Return the model, and the base if the model is an adapter; model_name_or_path of a file is the model."""
     options = given.options
     model, base = next(iter(given.words), options.model), options.model_name_or_path
     if model is None and base is not None and (not options.adapters or given.origin("model_name_or_path") != "flag"):
@@ -82,7 +81,7 @@ def model_of(given: ParsedArguments[Any]) -> tuple[str | None, str | None]:
 
 
 def model_findings(given: ParsedArguments[Any], model: str | None) -> Iterator[Finding]:
-    """Yield what is wrong with how the model is named."""
+    """Yield findings about how the model is named."""
     if given.words and given.options.model is not None:
         why = f"MODEL is {given.words[0]} already"
         yield Finding("names the model a second time", "--model", why, "leave one of them out")
@@ -95,32 +94,32 @@ def _backend_findings(options: BackendOptions) -> list[Finding]:
     name = options.infer_backend
     if name not in ("transformers", "vllm"):
         what = f"{name} is not supported" if name in ("sglang", "lmdeploy") else f"{name!r} is unknown"
-        return [Finding(what, "--infer_backend", fix="transformers, or vllm where it is installed")]
+        return [Finding(what, "--infer_backend", fix="write transformers, or vllm if it is installed")]
     given = [each for each in _VLLM if getattr(options, f"vllm_{each}") is not None and name != "vllm"]
     why = "vLLM is not the backend"
     return [Finding("has no effect", f"--vllm_{each}", why, "add --infer_backend vllm") for each in given]
 
 
 def _model_or_adapters(model: str | None, base: str | None, adapters: list[str]) -> tuple[str, AdaptedModel]:
-    """Return the name of what is asked, and what it is: a model with its adapters, or adapters that name their base."""
+    """Return the model's name, and the model with its adapters, or the base of adapters without a model."""
     if model is not None:
         return model, adapted_model(model, base, adapters)
     first, *more = adapters
     adapted = adapted_model(first, base)
-    if more or not adapted.adapters:  # which refuses those that are none
+    if more or not adapted.adapters:  # raises for folders without an adapter
         adapted = adapted_model(adapted.base, adapters=adapters)
     return first, adapted
 
 
 def model_dir(adapted: AdaptedModel, revision: str, cache_dir: str | None) -> Path:
-    """Return the folder that is named, or that a model on a hub is fetched into; with the tokens of its adapters."""
+    """Return the model's folder, downloaded from a hub if needed, with the tokens that its adapters add."""
     name, path = adapted.base, Path(adapted.base)
     if path.is_dir() and is_torch_dist(path):
         what, why = f"{name} is in Megatron-Core's format", "answers are generated with Transformers"
         fix = f"megatune export --to_hf true --mcore_model {name} --output_dir OUT, and then OUT"
         raise MegatuneError(Finding(what, "MODEL", why, fix), ExitCode.INPUT)
     if not is_hub_id(name) and not path.is_dir():
-        return path  # `find_model` says what is wrong with it
+        return path  # `find_model` reports the problem
     try:
         return as_adapted(open_model(name, revision, cache_dir), adapted.adapters).fetch()
     except MegatuneError as error:
@@ -131,7 +130,7 @@ def model_dir(adapted: AdaptedModel, revision: str, cache_dir: str | None) -> Pa
 
 
 def _system_message(value: str | None) -> str | None:
-    """Return the system message: a text, or what a .txt file has."""
+    """Return the system message: a text, or the content of a .txt file."""
     if value is None or not value.endswith(".txt"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""The pictures of a prompt: read once, placed in its text, handed to Transformers' generate with their positions."""
+"""Images and videos of prompts: loads them, places them in the text, and builds the arguments of `generate`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TAG = re.compile(r"<(image|video)>")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """One image or video as the model gets it.
+class MediaItem:
+    """A preprocessed image or video.
 
     Attributes:
-        placeholder: the text that stands for it.
+        placeholder: its text in the prompt.
         pixels: float32 [patches, channels · frames · side²].
     """
 
@@ -43,47 +43,50 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPictures:
-    """What the first message of a conversation shows to a vision-language model; maybe nothing."""
+class PromptMedia:
+    """Images and videos of the first message of a conversation, possibly none, for a vision-language model.
+
+    Attributes:
+        processor: reads the images and videos of later messages.
+    """
 
     vision: Vision
-    pictures: tuple[Picture, ...]
-    processor: PictureProcessor | None = None  # of pictures that are asked about later
+    items: tuple[MediaItem, ...]
+    processor: PictureProcessor | None = None
 
-    def read(self, source: MediaSource) -> Picture:
-        """Read a picture that was not named before.
+    def read(self, source: MediaSource) -> MediaItem:
+        """Read another image or video.
 
         Raises:
             RowError: it cannot be read.
-            MegatuneError: what decodes videos is not installed.
+            MegatuneError: the video decoder is not installed.
         """
         if self.processor is None:
             raise RowError("no-processor", f"{source.kind}: the model has no preprocessor_config.json")
-        return read_picture(self.processor, source)
+        return read_media(self.processor, source)
 
-    def placed(self, text: str) -> tuple[str, tuple[Picture, ...]]:
-        """Write the pictures into a text.
-
-        Pictures of a kind that the text has tags of, <image> or <video>, replace these; others go before the text.
+    def placed(self, text: str) -> tuple[str, tuple[MediaItem, ...]]:
+        """Insert the placeholders into a text: at its tags <image> or <video>, or before the text for a kind without
+        tags.
 
         Returns:
-            The text, and the pictures in the order in which it shows them.
+            The text, and the images and videos in the order of their placeholders.
 
         Raises:
-            MegatuneError: (DATA) the text has tags, and not as many as there are pictures.
+            MegatuneError: (DATA) the number of tags differs from the number of images or videos.
         """
         tags = _TAG.findall(text)
         findings = []
         for kind in [kind for kind in ("image", "video") if kind in tags]:
-            count, own = tags.count(kind), sum(each.kind == kind for each in self.pictures)
+            count, own = tags.count(kind), sum(each.kind == kind for each in self.items)
             if count != own:
                 what = f"the prompt has {count} <{kind}> for {own} {kind}{'' if own == 1 else 's'}"
                 why, fix = f"each --{kind} takes the place of one", "give as many, or no tag at all"
                 findings.append(Finding(what, "--prompt", why, fix))
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
-        waiting = {kind: iter([each for each in self.pictures if each.kind == kind]) for kind in set(tags)}
-        shown = [each for each in self.pictures if each.kind not in waiting]
+        waiting = {kind: iter([each for each in self.items if each.kind == kind]) for kind in set(tags)}
+        shown = [each for each in self.items if each.kind not in waiting]
         front = "".join(each.placeholder for each in shown)
 
         def placeholder(match: re.Match[str]) -> str:
@@ -93,27 +96,27 @@ class PromptPictures:
         return front + _TAG.sub(placeholder, text), tuple(shown)
 
 
-def generate_inputs(vision: Vision, input_ids: torch.Tensor, pictures: tuple[Picture, ...]) -> dict[str, torch.Tensor]:
-    """Return what a prompt with pictures needs beside its tokens, as arguments of Transformers' generate.
+def generate_inputs(vision: Vision, input_ids: torch.Tensor, items: tuple[MediaItem, ...]) -> dict[str, torch.Tensor]:
+    """Return the arguments of Transformers' `generate` for the images and videos of a prompt.
 
     Args:
         input_ids: int64 [1, tokens].
-        pictures: in the order of their tokens.
+        items: in the order of their tokens.
 
     Raises:
-        ValueError: the prompt has tokens of pictures beside theirs; see `check_placeholders`.
+        ValueError: the prompt has placeholder tokens without an image or video; see `check_placeholders`.
     """
-    if not pictures:
+    if not items:
         return {}
-    given = [(each.kind, each.measured.grid, each.measured.seconds_per_grid, each.pixels) for each in pictures]
+    given = [(each.kind, each.measured.grid, each.measured.seconds_per_grid, each.pixels) for each in items]
     return media_arguments(input_ids[0].numpy(), given, vision)
 
 
 def check_placeholders(vision: Vision, prompt: Prompt) -> None:
-    """Refuse a prompt with pictures that has tokens of pictures beside theirs (DATA)."""
-    if not prompt.pictures:
+    """Raise DATA if a prompt has more placeholder tokens than those of its images and videos."""
+    if not prompt.media:
         return
-    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in prompt.pictures]
+    grids = [(each.measured.grid, each.measured.seconds_per_grid) for each in prompt.media]
     try:
         rotary_position_ids(np.array(prompt.token_ids), grids, vision)
     except ValueError as error:
@@ -122,51 +125,51 @@ def check_placeholders(vision: Vision, prompt: Prompt) -> None:
         raise MegatuneError(finding, ExitCode.DATA) from error
 
 
-def read_pictures(folder: Path, options: GenerationOptions) -> PromptPictures | None:
-    """Read the pictures as the model in a folder takes them; None for models that take none.
+def load_media(folder: Path, options: GenerationOptions) -> PromptMedia | None:
+    """Read the options' images and videos for the model in a folder; return None for text-only models.
 
     Raises:
-        MegatuneError: (INPUT) there are pictures, and the model takes none or its config.json is not supported;
-            (DATA) with one finding for each picture that cannot be read.
+        MegatuneError: (INPUT) there are images or videos, and the model is text-only or its config.json unsupported;
+            (DATA) with one finding for each file that cannot be read.
     """
     config = read_config(folder)
     if "vision_config" not in config:
-        if options.pictures:
+        if options.media:
             raise MegatuneError(_text_only(folder, config.get("model_type"), options), ExitCode.INPUT)
         return None
     try:
         vision = load_architecture(folder).vision
     except MegatuneError:
-        if options.pictures:
+        if options.media:
             raise
-        return None  # a model that Transformers knows, and we do not
+        return None  # Transformers supports the model, megatune does not
     assert vision is not None
     given = {name: value for name in MediaOptions.model_fields if (value := getattr(options, name)) is not None}
     try:
         processor = load_processor(folder, vision, DataSettings(**given))
     except MegatuneError:
-        if options.pictures:
+        if options.media:
             raise
-        return PromptPictures(vision, ())
-    return PromptPictures(vision, _read(processor, options), processor)
+        return PromptMedia(vision, ())
+    return PromptMedia(vision, _read(processor, options), processor)
 
 
-def read_picture(processor: PictureProcessor, source: MediaSource) -> Picture:
-    """Read one picture.
+def read_media(processor: PictureProcessor, source: MediaSource) -> MediaItem:
+    """Read and preprocess an image or video.
 
     Raises:
         RowError: it cannot be read.
-        MegatuneError: what decodes videos is not installed.
+        MegatuneError: the video decoder is not installed.
     """
     measured = processor.measure(source)
-    return Picture(source.kind, measured, processor.placeholder(measured), processor.pixels(source, measured))
+    return MediaItem(source.kind, measured, processor.placeholder(measured), processor.pixels(source, measured))
 
 
-def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[Picture, ...]:
+def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[MediaItem, ...]:
     pictures, findings = [], []
-    for kind, path in options.pictures:
+    for kind, path in options.media:
         try:
-            pictures.append(read_picture(processor, MediaSource(kind, path)))
+            pictures.append(read_media(processor, MediaSource(kind, path)))
         except RowError as error:
             findings.append(Finding(str(error), f"--{kind}", fix=f"give another {kind}"))
     if findings:
@@ -175,6 +178,6 @@ def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[Pict
 
 
 def _text_only(folder: Path, model_type: object, options: GenerationOptions) -> Finding:
-    flags = " and ".join(f"--{kind}" for kind in dict.fromkeys(picture.kind for picture in options.pictures))
+    flags = " and ".join(f"--{kind}" for kind in dict.fromkeys(picture.kind for picture in options.media))
     why = f"the config.json of {folder}, of model_type {model_type}, has no vision_config"
     return Finding("the model reads text only", flags, why, f"name a vision-language model, or leave out {flags}")
