@@ -49,7 +49,7 @@ def test_products_are_those_of_the_weights(model, grouped, parallel):
 @pytest.mark.parametrize("model", [DENSE, SHARED, LATENT], ids=lambda model: model.model_type)
 def test_fp8_is_of_linear_layers_and_not_of_their_gradients(model):
     """Not of the output layer either, of routers and of experts."""
-    half, eighth = (replace(shapes_of(make_case(model, Layout(1))), size=2, fp8=fp8) for fp8 in (False, True))
+    half, eighth = (replace(shapes_of(make_case(model, Layout(1))), itemsize=2, fp8=fp8) for fp8 in (False, True))
     plain, ours = operators_of(half), operators_of(eighth)
     for attribute in ("forward", "backward", "weight_gradient"):
         assert flops(ours, attribute) == flops(plain, attribute)
