@@ -15,7 +15,7 @@ from megatune.doctor.folders import folders
 from megatune.doctor.machine import gpus, machine, variables
 from megatune.doctor.network import _infiniband, hub, network
 from megatune.doctor.software import software
-from megatune.training.before import Room
+from megatune.training.checks import DiskSpace
 
 
 def trouble(checks):
@@ -24,9 +24,9 @@ def trouble(checks):
 
 
 def test_a_disk_too_small_for_the_checkpoints(tmp_path):
-    assert not trouble(folders(tmp_path / "not" / "yet", Room(10**6, 2)))
+    assert not trouble(folders(tmp_path / "not" / "yet", DiskSpace(10**6, 2)))
     assert not list(tmp_path.iterdir())
-    found = trouble(folders(tmp_path, Room(10**17, 3)))[f"room of {tmp_path}"]
+    found = trouble(folders(tmp_path, DiskSpace(10**17, 3)))[f"room of {tmp_path}"]
     assert found.verdict is Verdict.FAIL
     assert "3 checkpoints of 100000.0 TB" in found.found
     assert "300000.0 TB are needed" in found.why
@@ -34,7 +34,7 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written():
-    (found,) = trouble(folders(Path("/proc/self"), Room())).values()
+    (found,) = trouble(folders(Path("/proc/self"), DiskSpace())).values()
     assert (found.name, found.verdict, found.found) == ("/proc/self", Verdict.FAIL, "cannot be written")
 
 

@@ -51,7 +51,7 @@ def train_spoiled(
     place = {"step": 0}
 
     def train_step(assembly: Any, batches: Any, objective: Any, **options: Any) -> Any:
-        step = place["step"] = options["judge"].__self__.state.step + 1
+        step = place["step"] = options["check"].__self__.state.step + 1
         objective = Louder(objective, losses[step]) if step in (losses or {}) else objective
         factor = (gradients or {}).get(step, 1.0)
         # Some large ones' gradients are added up where no hook sees them.

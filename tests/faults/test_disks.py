@@ -18,7 +18,7 @@ from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.launch.context import RankContext
-from megatune.training.before import check_before
+from megatune.training.checks import check_files
 from megatune.training.storage.manifest import problem_of, read_manifest
 from megatune.training.storage.store import list_checkpoints
 
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
     allowed = os.access
     # A mode stops everybody but root, who may run the tests.
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed" and allowed(path, mode))
-    checked = check_before(settings_of(model, tmp_path / "closed/out"))
+    checked = check_files(settings_of(model, tmp_path / "closed/out"))
     (error,) = checked.errors
     assert isinstance(error, MegatuneError)
     assert error.exit_code == ExitCode.CANNOT_WRITE

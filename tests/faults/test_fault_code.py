@@ -24,7 +24,7 @@ from megatune.families import load_architecture
 from megatune.families.peft_config import read_peft_config
 from megatune.generation.inputs import find_model
 from megatune.generation.transformers_backend import TransformersBackend
-from megatune.training.before import check_weights
+from megatune.training.checks import check_weights
 from megatune.verify.reference import load_reference_model
 
 Tell = Callable[..., None]

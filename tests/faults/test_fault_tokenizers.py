@@ -21,7 +21,7 @@ from megatune.data.tokenizer_files import check_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.training.before import check_weights
+from megatune.training.checks import check_weights
 
 Tell = Callable[..., None]
 TEXT = "Hello 2024\n 你好"

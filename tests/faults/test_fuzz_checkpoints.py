@@ -31,7 +31,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
 from megatune.families.weights import Segment, hf_shapes, layers_of
-from megatune.training.before import check_before
+from megatune.training.checks import check_files
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore
 from megatune.training.train_state import read_state
@@ -100,7 +100,7 @@ class _Checked:
     def __call__(self, damage: Damage) -> None:
         folder = copied(self.folder, self.work / "damaged")
         path, changed = damage.do(folder, self.other)
-        for error in check_before(self._settings(folder)).errors:
+        for error in check_files(self._settings(folder)).errors:
             _told(error)
         try:
             found = self.load(folder)

@@ -30,7 +30,7 @@ from megatune.errors import Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.plan.catalogue import find_machine
 from megatune.plan.run.preflight import preflight
-from megatune.training.before import check_before
+from megatune.training.checks import check_files
 from megatune.training.source import RunModel
 
 _CONFIG = {
@@ -241,7 +241,7 @@ class _Checked:
         """Do what `train` does before it starts processes. Data and folders may not be there: that is told apart."""
         loaded = loaded.for_world(8)
         model = RunModel(loaded.settings, asks=True)
-        for error in check_before(loaded.settings, loaded.invalid).errors:
+        for error in check_files(loaded.settings, loaded.invalid).errors:
             self._told(error)
         return preflight(loaded, 8, machine=self.machine, rows_follow=True, model_dir=model.config_dir).settings
 

@@ -13,7 +13,7 @@ from runs import run, settings_of
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.plan.memory.estimate import checkpoint_bytes
-from megatune.training.before import Room
+from megatune.training.checks import DiskSpace
 
 ADAPTERS = {"finetuning_type": "lora", "lora_rank": 4}
 NARROW = {"bf16": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
@@ -57,4 +57,4 @@ def test_a_checkpoint_is_as_large_as_counted(
     counted = checkpoint_bytes(settings, architecture)
     assert [*counted] == written
     shutil.rmtree(tmp_path / "out")
-    assert Room.of(settings, architecture).checkpoint == sum(written)
+    assert DiskSpace.of(settings, architecture).checkpoint == sum(written)

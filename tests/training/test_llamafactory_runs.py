@@ -16,7 +16,7 @@ from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.plan.catalogue import cpu_machine
 from megatune.plan.run.preflight import preflight
-from megatune.training.before import check_before
+from megatune.training.checks import check_files
 
 RUNS = {example.name: example for example in examples() if example.verb == "train" and not example.refused}
 FIRST = "train_full/qwen3_full_sft.yaml"  # which names a file of DeepSpeed
@@ -84,7 +84,7 @@ def test_an_example_trains(name: str, pool: RankPool, data: Path, tmp_path: Path
     if "tokenized_path" in example.keys:
         words["tokenized_path"] = tmp_path / "rows"
     loaded = load(example.write(tmp_path), [f"{key}={value}" for key, value in words.items()])
-    before = check_before(loaded.settings, loaded.invalid)
+    before = check_files(loaded.settings, loaded.invalid)
     assert before.errors == []
     checked = preflight(loaded, world, (), cpu_machine(2**36, world))
     assert checked.planned is not None

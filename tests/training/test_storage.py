@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
 from megatune.training.storage import store
-from megatune.training.storage.files import OutputLock, ensure_room, writing
+from megatune.training.storage.files import OutputLock, ensure_disk_space, writing
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
 
@@ -330,9 +330,9 @@ def test_weights_are_copied_where_links_are_not_possible(tmp_path: Path, monkeyp
 
 
 def test_no_room_is_told_before_writing(tmp_path: Path) -> None:
-    ensure_room(tmp_path / "not" / "yet", 1)
+    ensure_disk_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(MegatuneError, match=r"needs 5000000.0 TB, .* free there") as caught:
-        ensure_room(tmp_path / "checkpoint-1", 5 * 10**18)
+        ensure_disk_space(tmp_path / "checkpoint-1", 5 * 10**18)
     assert caught.value.exit_code == ExitCode.CANNOT_WRITE
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatune.doctor.check import Check, Verdict, check
 from megatune.progress import amount
-from megatune.training.before import Room
+from megatune.training.checks import DiskSpace
 from megatune.training.storage.files import nearest_folder
 
 _PROBE_BYTES = 64 * 2**20
@@ -23,7 +23,7 @@ _LEAST_TEMPORARY = 10**9
 _check = partial(check, "disk")
 
 
-def folders(output_dir: Path, room: Room) -> Iterator[Check]:
+def folders(output_dir: Path, room: DiskSpace) -> Iterator[Check]:
     """Check the folder of a run and the one for temporary files.
 
     Args:
@@ -48,7 +48,7 @@ def folders(output_dir: Path, room: Room) -> Iterator[Check]:
     yield _check(name, f"{amount(free)} free", passes, why, "TMPDIR on another disk", Verdict.WARN)
 
 
-def _room(folder: Path, room: Room) -> Check:
+def _room(folder: Path, room: DiskSpace) -> Check:
     free, name = f"{amount(shutil.disk_usage(folder).free)} free", f"room of {folder}"
     if not room.checkpoint:
         return _check(name, f"{free}; what a run writes is known with a settings file")

@@ -20,7 +20,7 @@ from megatune.launch.context import RankContext
 from megatune.launch.devices import count_gpus
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import RankEnv, World
-from megatune.training.before import Room, check_before
+from megatune.training.checks import DiskSpace, check_files
 
 if TYPE_CHECKING:
     from megatune.architecture import Architecture
@@ -50,7 +50,7 @@ class Needs:
     workers: int = 0
     bf16: bool = False
     tensor_parallel: bool = False
-    room: Room = field(default_factory=Room)
+    room: DiskSpace = field(default_factory=DiskSpace)
     hubs: tuple[tuple[Hub, str], ...] = ()
     checks: tuple[Check, ...] = ()
 
@@ -73,7 +73,7 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
         except MegatuneError as error:
             checks += failures("model", error.findings)
     findings = loaded.check(architecture, world_size)
-    for each in check_before(settings, loaded.invalid, world_size=world_size).errors:
+    for each in check_files(settings, loaded.invalid, world_size=world_size).errors:
         findings += each.findings
     checks = [replace(each, group="settings") for each in [*checks, *failures("settings", findings)]]
     found = "valid for this layout and model; data, weights and folders are there"
@@ -83,7 +83,7 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
         workers=settings.data.dataloader_num_workers or 0,
         bf16=settings.precision.bf16,
         tensor_parallel=settings.parallel.tensor_model_parallel_size > 1,
-        room=Room.of(settings, architecture),
+        room=DiskSpace.of(settings, architecture),
         hubs=hubs,
         checks=tuple(checks or [check("settings", "settings", found)]),
     )

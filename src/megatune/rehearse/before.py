@@ -149,7 +149,7 @@ def _bad_rows(path: Path) -> tuple[list[Finding], int]:
 
 def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Rows) -> Outcome:
     """Look at the folders that the real run writes, and the room for its checkpoints."""
-    from megatune.training.before import Room, check_checkpoint, check_output, check_weights
+    from megatune.training.checks import DiskSpace, check_checkpoint, check_output, check_weights
 
     checked = Checked()
     checked.run(partial(check_output, settings))
@@ -161,7 +161,7 @@ def look_at_disk(settings: Settings, real: RealModel, world_size: int, rows: Row
     findings = [finding for error in checked.errors for finding in error.findings]
     code = min((error.exit_code for error in checked.errors), default=ExitCode.CANNOT_WRITE)
     assert settings.run.output_dir is not None
-    room = Room.of(settings, real.architecture, _num_steps(settings, world_size, rows))
+    room = DiskSpace.of(settings, real.architecture, _num_steps(settings, world_size, rows))
     found = room.words
     if not any(error.exit_code == ExitCode.CANNOT_WRITE for error in checked.errors):
         looked = list(folders(Path(settings.run.output_dir), room))

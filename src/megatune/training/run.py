@@ -31,11 +31,11 @@ from megatune.training.agreement import check_same_settings, model_on_node, on_r
 from megatune.training.answers import Answerer
 from megatune.training.bad_steps import BadSteps
 from megatune.training.banner import Start, banner, summary
-from megatune.training.before import check_room
 from megatune.training.callbacks import CallbackList, build_callbacks
 from megatune.training.callbacks.console import DETAILS_NAME
 from megatune.training.callbacks.metrics import begin_record
 from megatune.training.checkpoint import DamagedCheckpointError, check_continues, load_checkpoint
+from megatune.training.checks import check_disk_space
 from megatune.training.conversion import merge_run
 from megatune.training.feed import Feed, ModelLimits, RunData, opened_data, with_template_date
 from megatune.training.loaders import Loaders, loader_workers
@@ -128,7 +128,7 @@ def _train_from(
             planned: list[Preflight] = []
 
             def begin(schedule: RunSchedule) -> None:
-                on_rank_0(lambda: check_room(settings, architecture, schedule.total_steps))
+                on_rank_0(lambda: check_disk_space(settings, architecture, schedule.total_steps))
                 on_rank_0(lambda: planned.extend(_begin_output(settings, run_yaml, case, data, asked, resumed)))
 
             trainer = _build_trainer(context, settings, source, data, resumed, memory, begin)

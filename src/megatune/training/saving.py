@@ -25,7 +25,7 @@ from megatune.launch.devices import free_memory
 from megatune.progress import Progress, amount
 from megatune.training.agreement import find_outcome, on_rank_0, post_outcome, posted_outcomes
 from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
-from megatune.training.storage.files import ensure_room, writing
+from megatune.training.storage.files import ensure_disk_space, writing
 from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore, rotate
 from megatune.training.train_state import TrainState
@@ -140,7 +140,7 @@ class CheckpointSaver:
         if self._had_output_dir and not output_dir.is_dir():
             gone = "it is recreated, without the checkpoints and logs that were in it"
             print(f"warning: {output_dir} was removed while the run writes to it: {gone}", flush=True)
-        ensure_room(output_dir, num_bytes)
+        ensure_disk_space(output_dir, num_bytes)
 
     def _has_memory(self, claims: Sequence[tuple[str, int, int]]) -> bool:
         """Return whether every machine has memory for the copies of its ranks. Prints the result once."""

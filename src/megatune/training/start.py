@@ -22,7 +22,7 @@ from megatune.launch.devices import count_gpus
 from megatune.launch.world import RankEnv, World, decide_world, torchrun_env
 from megatune.plan.run.preflight import PLAN, Preflight, preflight
 from megatune.progress import say
-from megatune.training.before import check_before, check_room
+from megatune.training.checks import check_disk_space, check_files
 from megatune.training.planning import this_gpu, this_machine
 from megatune.training.restarts import check_restarts, run_restarting
 from megatune.training.source import RunModel
@@ -113,13 +113,13 @@ def _check_plan(launch: Launch, found: Outcome) -> None:
             checked = replace(checked, lines=(*checked.lines, f"plan       none: {unknown}"))
     found.plan = checked
     if launch.first and checked.architecture is not None:
-        check_room(checked.settings, checked.architecture)
+        check_disk_space(checked.settings, checked.architecture)
 
 
 def _check_files(launch: Launch, found: Outcome) -> None:
     """Check data, template, weights, folders and an earlier run."""
     loaded = launch.loaded
-    checked = check_before(loaded.settings, loaded.invalid, first=launch.first, world_size=launch.world_size)
+    checked = check_files(loaded.settings, loaded.invalid, first=launch.first, world_size=launch.world_size)
     found.errors += checked.errors
     found.lines += checked.lines
 

@@ -46,7 +46,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
-def ensure_room(path: Path, bytes_needed: int) -> None:
+def ensure_disk_space(path: Path, bytes_needed: int) -> None:
     """Check that the disk of `path`, which need not exist yet, has enough free space.
 
     Raises:
@@ -205,7 +205,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     Raises:
         MegatuneError: CANNOT_WRITE.
     """
-    ensure_room(target, num_bytes)
+    ensure_disk_space(target, num_bytes)
     partial, replaced = (target.with_name(f".{target.name}.{state}") for state in ("partial", "replaced"))
     with writing(target, num_bytes):
         for folder in (partial, replaced):

@@ -31,7 +31,7 @@ from megatune.training.train_state import check_rerun, checkpoint_to_try
 _INDEX = "model.safetensors.index.json"
 
 
-def check_before(
+def check_files(
     settings: Settings, invalid: Collection[str] = (), *, first: bool = True, world_size: int | None = None
 ) -> Checked:
     """Check everything that a run reads and writes on this machine.
@@ -114,7 +114,7 @@ def check_weights(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DiskSpace:
     """Disk space that a run needs in its output_dir.
 
     Attributes:
@@ -128,18 +128,18 @@ class Room:
     deleted: int = 0
 
     @staticmethod
-    def of(settings: Settings, architecture: Architecture | None, num_steps: int | None = None) -> Room:
+    def of(settings: Settings, architecture: Architecture | None, num_steps: int | None = None) -> DiskSpace:
         """Estimate the disk space of a run.
 
         Args:
             num_steps: steps of the whole run; None for max_steps, or for two checkpoints if that is not set.
         """
         if architecture is None:
-            return Room()
+            return DiskSpace()
         from megatune.plan.memory.estimate import checkpoint_bytes  # imports numpy, which is slow
 
         num_bytes = sum(checkpoint_bytes(settings, architecture))
-        return Room(num_bytes, _num_copies(settings, num_steps), _deleted_bytes(settings))
+        return DiskSpace(num_bytes, _num_copies(settings, num_steps), _deleted_bytes(settings))
 
     def problem(self, folder: Path) -> Finding | None:
         """Return a finding if the disk of a folder has too little space, else None."""
@@ -157,7 +157,7 @@ class Room:
         return f"{counted(self.copies, 'checkpoint')} of {amount(self.checkpoint)} with training state"
 
 
-def check_room(settings: Settings, architecture: Architecture, num_steps: int | None = None) -> None:
+def check_disk_space(settings: Settings, architecture: Architecture, num_steps: int | None = None) -> None:
     """Check that the disk has enough space for a run's checkpoints.
 
     Args:
@@ -168,7 +168,7 @@ def check_room(settings: Settings, architecture: Architecture, num_steps: int | 
     """
     assert settings.run.output_dir is not None
     num_steps = num_steps or max(1, settings.optimizer.max_steps)
-    if problem := Room.of(settings, architecture, num_steps).problem(Path(settings.run.output_dir)):
+    if problem := DiskSpace.of(settings, architecture, num_steps).problem(Path(settings.run.output_dir)):
         raise MegatuneError(problem, ExitCode.CANNOT_WRITE)
 
 

@@ -17,7 +17,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch import devices
 from megatune.training import start as training_start
-from megatune.training.before import Room, check_before
+from megatune.training.checks import DiskSpace, check_files
 from megatune.training.start import Launch, start
 from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def said(run: dict[str, Any], **changes: Any) -> str:
     """The one error, as a user reads it."""
     overrides = [f"{key}={value}" for key, value in (run | changes).items()]
-    (error,) = check_before(load(overrides=overrides).settings).errors
+    (error,) = check_files(load(overrides=overrides).settings).errors
     return str(error)
 
 
@@ -51,7 +51,7 @@ def found(run: dict[str, Any], **changes: Any) -> tuple[list[str], list[int], li
     """What is wrong, the exit codes, and the lines for the user."""
     loaded = load(overrides=[f"{key}={value}" for key, value in (run | changes).items() if value is not None])
     assert not loaded.findings
-    checked = check_before(loaded.settings, loaded.invalid)
+    checked = check_files(loaded.settings, loaded.invalid)
     findings = [finding for error in checked.errors for finding in error.findings]
     return [finding.what for finding in findings], [int(error.exit_code) for error in checked.errors], checked.lines
 
@@ -96,7 +96,7 @@ def test_everything_is_said_at_once(run: dict[str, Any]) -> None:
 def test_columns_that_no_row_has(run: dict[str, Any]) -> None:
     entry = {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output"}}
     Path("data/dataset_info.json").write_text(json.dumps({"rows": entry}))
-    (error,) = check_before(load(overrides=[f"{key}={value}" for key, value in run.items()]).settings).errors
+    (error,) = check_files(load(overrides=[f"{key}={value}" for key, value in run.items()]).settings).errors
     assert error.exit_code == ExitCode.DATA
     assert "rows: none of its first 3 rows can be trained on" in str(error)
     assert "columns: {prompt: instruction, response: output}" in str(error)
@@ -237,7 +237,7 @@ def test_what_an_earlier_run_of_the_folder_does_not_allow(
         checkpoint(Path("out"), step)
     words = {**run, **changes, **({"seed": 7} if len(whats) == 2 else {})}
     settings = load(overrides=[f"{key}={value}" for key, value in words.items()]).settings
-    errors = check_before(settings, world_size=world_size).errors
+    errors = check_files(settings, world_size=world_size).errors
     findings = [finding.what for error in errors for finding in error.findings]
     assert [int(error.exit_code) for error in errors] == codes
     assert len(findings) == len(whats)
@@ -272,17 +272,17 @@ def test_how_many_checkpoints_need_room(settings: dict[str, Any], copies: int, t
     model = make_checkpoint("qwen3", tmp_path / "model")
     words = [f"{key}={value}" for key, value in {**settings, "output_dir": tmp_path / "out"}.items()]
     asked, architecture = load(overrides=words).settings, load_architecture(model)
-    assert Room.of(asked, architecture).copies == copies
+    assert DiskSpace.of(asked, architecture).copies == copies
     checkpoint(tmp_path / "out", 1)
-    assert Room.of(asked, architecture).copies == max(1, copies - 1)
+    assert DiskSpace.of(asked, architecture).copies == max(1, copies - 1)
 
 
 def test_other_machines_may_have_no_output_dir(run: dict[str, Any]) -> None:
     Path("file").touch()
     changes = {"output_dir": "file/out", "resume_from_checkpoint": "nowhere"}
     settings = load(overrides=[f"{key}={value}" for key, value in (run | changes).items()]).settings
-    assert len(check_before(settings).errors) == 2
-    assert check_before(settings, first=False).errors == []
+    assert len(check_files(settings).errors) == 2
+    assert check_files(settings, first=False).errors == []
 
 
 def test_data_sets_on_a_hub_are_left_to_the_run(run: dict[str, Any]) -> None:
