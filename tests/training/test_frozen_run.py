@@ -96,14 +96,14 @@ def resume(settings: Settings, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({}, "it has no optimizer state of"),
+        ({}, "it has no optimizer state for"),
         (
             FREEZE | {"freeze_extra_modules": ["norm", "embed_tokens"]},
-            "it has no optimizer state of 1 tensors, such as model.embed_tokens",
+            "it has no optimizer state for 1 tensors, such as model.embed_tokens",
         ),
         (
             FREEZE | {"freeze_extra_modules": []},
-            "it has some that this run would freeze, of 1 tensors, such as model.norm",
+            "it has optimizer state for 1 tensors that this run would freeze, such as model.norm",
         ),
     ],
     ids=["all", "more", "less"],
@@ -114,7 +114,7 @@ def test_a_resume_that_trains_other_weights_is_refused(
     run(pool, 1, settings_of(model, tmp_path / "out", **FREEZE, **STEPS), tmp_path, crash_at=4)
     for found in pool.run(2, resume, settings_of(model, tmp_path / "out", **changes, **STEPS, **PP2), tmp_path):
         assert found.startswith("64 "), found
-        assert "other weights were trained than this run trains" in found
+        assert "the trained weights have changed since this checkpoint" in found
         assert why in found
 
 

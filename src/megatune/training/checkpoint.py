@@ -228,8 +228,10 @@ def _trained_weights_changed(training: Path, architecture: Architecture, setting
     if not held or held == trained:  # plain SGD has no state
         return
     less, more = sorted(held - trained), sorted(trained - held)
-    what = "other weights were trained than this run trains"
-    lists = ((more, "has no optimizer state of"), (less, "has some that this run would freeze, of"))
-    why = "; ".join(f"it {said} {len(names)} tensors, such as {names[0]}" for names, said in lists if names)
+    what = "the trained weights have changed since this checkpoint"
+    lists = ((more, "no optimizer state", ""), (less, "optimizer state", " that this run would freeze"))
+    why = "; ".join(
+        f"it has {has} for {len(names)} tensors{end}, such as {names[0]}" for names, has, end in lists if names
+    )
     fix = "train the same ones again (finetuning_type, freeze_*), or start a new run from it: model_name_or_path"
     yield Finding(what, str(training), why, fix)

@@ -31,11 +31,11 @@ class ExportOptions(Group):
     """The options of `megatune export`."""
 
     model_name_or_path: Annotated[str | None, Flag("MODEL")] = None
-    """the base: a folder, or an id on a hub (what the adapter's configuration names); also --model"""
+    """the base: a folder, or an id on a hub (the one that the adapter's configuration names); also --model"""
     model_revision: Annotated[str, Flag("REVISION")] = "main"
     """branch, tag or commit of a model on a hub"""
     cache_dir: Annotated[str | None, Flag("DIR")] = None
-    """where files of a hub are kept (the hub's own cache)"""
+    """cache for files of a hub (the hub's own)"""
     adapters: Annotated[list[str], Flag("A ...", commas=True)] = Field(default=[])
     """folders of adapters, merged in their order: as peft saves them, a checkpoint-N, or a run's output_dir; also
     --adapter_name_or_path A,B"""
@@ -59,7 +59,7 @@ class ExportOptions(Group):
     torch_dtype: _DTYPES | None = None
     """dtype of the weights that are written (the source's own)"""
     test_convert_precision: bool = False
-    """then compare both models as `megatune verify` does, and end with 1 where they differ"""
+    """then compare both models as `megatune verify` does, and end with 1 if they differ"""
     test_convert_dtype: _DTYPES = "float32"
     """the dtype of that comparison"""
 

@@ -155,7 +155,7 @@ class CheckpointSaver:
         if fits:
             self._print_once(f"async_save: copies take {has}")
         else:
-            self._print_once(f"warning: not saved in the background, for which copies would take {has}")
+            self._print_once(f"warning: not saved in the background: copies would take {has}")
         return fits
 
     def _print_once(self, line: str) -> None:
