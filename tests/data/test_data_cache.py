@@ -324,7 +324,7 @@ def test_it_says_how_the_rows_of_tokenized_path_differ(tmp_path: Path) -> None:
     with pytest.raises(MegatuneError) as caught:
         cache_folder.get_or_build(settings, "other", no_build, lambda folder: folder, other)
     assert caught.value.findings[0].why == (
-        "cutoff_len is 1024, and 512 there; the tokenizer differs; the file a.json of dataset a differs; "
+        "cutoff_len is 1024, but 512 in the folder; the tokenizer differs; the file a.json of dataset a differs; "
         "the file b.json of dataset b differs"
     )
 

@@ -245,7 +245,7 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
             Finding(f"the adapter lacks {len(missing)} tensors: {list_names(missing, 3)}", str(folder), why, fix)
         )
     if unknown:
-        what = f"{len(unknown)} tensors of the adapter have no place in the model: {list_names(unknown, 3)}"
+        what = f"{len(unknown)} tensors of the adapter do not fit the model: {list_names(unknown, 3)}"
         findings.append(Finding(what, str(folder), "", fix))
     shapes = {name: tuple(part(parameter.data).shape) for name, (parameter, part) in places.items()}
     wrong = [name for name in places if name in tensors and tuple(tensors[name].shape) != shapes[name]]

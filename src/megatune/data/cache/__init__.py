@@ -205,7 +205,7 @@ class _Location:
         here: dict[str, Any] = json.loads(json.dumps(self.made_of))
         differing = [name for name in {**there, **here} if there.get(name, self) != here.get(name, self)]
         return "; ".join(
-            f"{name} is {json.dumps(here[name])}, and {json.dumps(there[name])} there"
+            f"{name} is {json.dumps(here[name])}, but {json.dumps(there[name])} in the folder"
             if " " not in name and name in here and name in there
             else f"{name} differs"
             for name in differing
