@@ -221,7 +221,7 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("val_prompt_length=9",), "val_prompt_length without val_sequence_length"),
         (("val_prompt_length=9", "val_sequence_length=9"), "write val_sequence_length: 18"),
         (("difficulty_mask=true", "difficulty_low_threshold=0.9", "difficulty_high_threshold=0.5"), "0.9 is not below"),
-        ((f"{STRATEGY}.expert_model_parallel_size=3",), "the 3 that one replica of the experts takes"),
+        ((f"{STRATEGY}.expert_model_parallel_size=3",), "the 3 that one copy of the experts takes"),
         (("actor_train.worker_cls=MyWorker",), "actor_train.worker_cls is MyWorker"),
         (("~rewards.math.worker_cls",), "rewards.math has no worker_cls"),
         ((*SGLANG, f"{SAMPLER}.mem_fraction_static=null"), "ROLL requires it of sglang"),

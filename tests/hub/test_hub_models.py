@@ -160,7 +160,7 @@ def test_without_a_network_the_cache_is_read_and_must_be_whole(hub: Hub, tmp_pat
     assert whole["files"] == FETCHED
     for name, result in (("tiny", part), ("never", never)):
         assert result["code"] == 69
-        assert f"cannot get team/{name} from HOST\n    why: HF_HUB_OFFLINE is set, and not all of it" in result["error"]
+        assert f"cannot get team/{name} from HOST\n    why: HF_HUB_OFFLINE is set, and the cache" in result["error"]
         assert "fix: unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or" in result["error"]
     # Fetched by a library that keeps no list of files.
     shutil.rmtree(tmp_path / "hf" / "hub" / "models--team--sharded" / "trees")
@@ -252,7 +252,7 @@ def test_damage(hub: Hub, tmp_path: Path) -> None:
     hub.damaged.add("model.safetensors")
     (result,) = ask(hub, tmp_path, "team/flipped")
     assert result["code"] == 69
-    assert "what HOST sent of team/flipped is damaged: model.safetensors" in result["error"]
+    assert "model.safetensors of team/flipped from HOST is damaged" in result["error"]
     hub.damaged.clear()
     (whole,) = ask(hub, tmp_path, "team/flipped")  # what was damaged is not taken from the cache
     weights = Path(whole["folder"]) / "model.safetensors"

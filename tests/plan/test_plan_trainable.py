@@ -129,7 +129,7 @@ WRONG = [
         "qwen2_moe",
         [LORA, "lora_target=shared_expert_gate"],
         "lora_target has shared_expert_gate\n"
-        "    why: shared_expert_gate, the gate of shared experts, are not supported\n"
+        "    why: adapters of shared_expert_gate, the gate of shared experts, are not supported\n"
         "    fix: remove shared_expert_gate",
     ),
     (
@@ -172,7 +172,7 @@ WRONG = [
         [LORA, "freeze_multi_modal_projector=false"],
         "freeze_multi_modal_projector: false, and no adapter is in the projector\n"
         "    why: with lora a part is trained only if lora_target names its linear layers, such as merger.linear_fc1; "
-        "all leaves it out\n"
+        "all does not include it\n"
         "    fix: write lora_target: all,merger.linear_fc1, or remove freeze_multi_modal_projector",
     ),
     (
