@@ -133,14 +133,14 @@ class Worker:
         """Send this process a signal before it meets the others, or in the next update, before its third bucket."""
         self.doomed, self.is_early = signum, is_early
 
-    def update(self, parcel: PackedBucket) -> bool:
+    def update(self, packed: PackedBucket) -> bool:
         from megatune.rl.transport import LostPeerError
 
         time.sleep(0.01 * self.context.rank)
         if self.doomed and len(self.taken) == 4:
             os.kill(os.getpid(), self.doomed)
         try:
-            with self.receiver.opened(parcel) as tensors:
+            with self.receiver.opened(packed) as tensors:
                 for name, tensor in tensors.items():
                     self.taken[name] = tuple(tensor.shape), str(tensor.dtype), sorted(set(tensor.view(-1).tolist()))
         except LostPeerError:

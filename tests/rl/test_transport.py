@@ -61,8 +61,8 @@ def buckets(device: str = "cpu") -> list[dict[str, torch.Tensor]]:
 def receive(route: Route, number: int, device: str, pipe: Connection) -> None:
     """In a process of its own: send back what arrives, as bytes."""
     receiver = Receiver(route, number, torch.device(device))
-    while (parcel := pipe.recv()) is not None:
-        with receiver.opened(parcel) as tensors:
+    while (packed := pipe.recv()) is not None:
+        with receiver.opened(packed) as tensors:
             pipe.send({name: (each.dtype, each.shape, raw(each)) for name, each in tensors.items()})
 
 
@@ -86,11 +86,11 @@ def check(route: Route, receivers: int, device: str = "cpu") -> list[PackedBucke
         pipes.append(pipe)
     sender.join()
     for bucket in [*buckets(device), *buckets(device)]:
-        parcel = merge_buckets([sender.pack(bucket), None])
-        assert parcel is not None
-        sent.append(parcel)
+        packed = merge_buckets([sender.pack(bucket), None])
+        assert packed is not None
+        sent.append(packed)
         for pipe in pipes:
-            pipe.send(parcel)
+            pipe.send(packed)
         sender.broadcast()
         expected = {name: (each.dtype, each.shape, raw(each)) for name, each in bucket.items()}
         for pipe in pipes:
@@ -127,10 +127,10 @@ def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
         abort_transfer(route)
         meeting.result(60)
         receiver = coming.result(60)
-    parcel = sender.pack(buckets()[0])
+    packed = sender.pack(buckets()[0])
     with pytest.raises(LostPeerError):
         sender.broadcast()
-    with pytest.raises(LostPeerError), receiver.opened(parcel):
+    with pytest.raises(LostPeerError), receiver.opened(packed):
         pass
 
 

@@ -86,14 +86,14 @@ class PromptMedia:
         if findings:
             raise MegatuneError(findings, ExitCode.DATA)
         waiting = {kind: iter([each for each in self.items if each.kind == kind]) for kind in set(tags)}
-        shown = [each for each in self.items if each.kind not in waiting]
-        front = "".join(each.placeholder for each in shown)
+        ordered = [each for each in self.items if each.kind not in waiting]
+        front = "".join(each.placeholder for each in ordered)
 
         def placeholder(match: re.Match[str]) -> str:
-            shown.append(next(waiting[match[1]]))
-            return shown[-1].placeholder
+            ordered.append(next(waiting[match[1]]))
+            return ordered[-1].placeholder
 
-        return front + _TAG.sub(placeholder, text), tuple(shown)
+        return front + _TAG.sub(placeholder, text), tuple(ordered)
 
 
 def generate_inputs(vision: Vision, input_ids: torch.Tensor, items: tuple[MediaItem, ...]) -> dict[str, torch.Tensor]:

@@ -112,8 +112,8 @@ def with_images(problem: Problem, ids: Sequence[int], placed: Sequence[Placed], 
         return replace(problem, prompt_ids=np.asarray(ids, dtype=np.int64))
     (expanded,) = vision.expanded([list(ids)], placed)
     tokens, numbers = unnumbered(np.asarray(expanded, dtype=np.int64))
-    shown = PromptImages(vision, vision.remaining(tokens, numbers, placed)) if placed else None
-    return replace(problem, prompt_ids=tokens, images=shown)
+    images = PromptImages(vision, vision.remaining(tokens, numbers, placed)) if placed else None
+    return replace(problem, prompt_ids=tokens, images=images)
 
 
 def check_images(settings: RLSettings, problems: Iterable[Problem]) -> None:

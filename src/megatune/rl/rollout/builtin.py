@@ -244,8 +244,8 @@ class BuiltinEngine(RolloutEngine):
         """Connect with the trainer; see `RolloutEngine.connect`."""
         self._receiver = Receiver(route, first, self._device)
 
-    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
-        with self._receiver.opened(parcel) as tensors:
+    def _take(self, bucket: PackedBucket, names: Sequence[str]) -> None:
+        with self._receiver.opened(bucket) as tensors:
             dtype = self._model.dtype
             self._arrived |= {name: tensors[name].to(self._device, dtype, copy=True) for name in names}
 

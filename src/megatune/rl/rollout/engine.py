@@ -132,18 +132,18 @@ class RolloutEngine(ABC):
         assert not self._sampled, "abort what is in flight first"
         self._update, self._version = WeightUpdate(version, num_tensors, self._shapes), None
 
-    def update(self, parcel: PackedBucket) -> bool:
+    def update(self, bucket: PackedBucket) -> bool:
         """Receive some of the weights; return whether they arrived. If not, the update must be restarted."""
         assert self._update is not None, "begin_update comes first"
-        accepted = [each.name for each in parcel.contents if self._update.accept(each.name, each.shape)]
+        accepted = [each.name for each in bucket.contents if self._update.accept(each.name, each.shape)]
         try:
-            self._take(parcel, accepted)
+            self._take(bucket, accepted)
         except LostPeerError:
             return False
         return True
 
     @abstractmethod
-    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
+    def _take(self, bucket: PackedBucket, names: Sequence[str]) -> None:
         """Receive a bucket, and store its tensors with these names, which belong to the model.
 
         Raises:

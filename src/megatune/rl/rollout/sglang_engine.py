@@ -179,8 +179,8 @@ class SglangEngine(RolloutEngine):
             self._check(self._engine.begin_weight_update(), "does not begin an update of its weights")
             self._is_updating = True
 
-    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
-        with self._receiver.opened(parcel) as tensors:
+    def _take(self, bucket: PackedBucket, names: Sequence[str]) -> None:
+        with self._receiver.opened(bucket) as tensors:
             # SGLang's processes open copies, because memory that this process has opened cannot be shared again.
             good = [(name, tensors[name].clone()) for name in names]
             self._check(self._engine.update_weights_from_tensor(good, flush_cache=False), "refuses weights")

@@ -168,8 +168,8 @@ class VllmEngine(RolloutEngine):
         if self._adapter is None:
             self._vllm.call("megatune_begin")
 
-    def _take(self, parcel: PackedBucket, names: Sequence[str]) -> None:
-        taken = self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", parcel, list(names))
+    def _take(self, bucket: PackedBucket, names: Sequence[str]) -> None:
+        taken = self._vllm.call("megatune_load" if self._adapter is None else "megatune_keep", bucket, list(names))
         if not all(taken):
             raise LostPeerError
 

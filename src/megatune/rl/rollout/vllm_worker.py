@@ -77,10 +77,10 @@ class WeightUpdates:
         """
         self._receiver, self._adapter = Receiver(route, first + self.rank, self.device), {}
 
-    def megatune_keep(self, parcel: PackedBucket, names: list[str]) -> bool:
+    def megatune_keep(self, bucket: PackedBucket, names: list[str]) -> bool:
         """Store tensors of an adapter; return whether they arrived, see `megatune_load`."""
         try:
-            with self._receiver.opened(parcel) as tensors:
+            with self._receiver.opened(bucket) as tensors:
                 self._adapter |= {name: tensors[name].cpu().clone() for name in names}
         except LostPeerError:
             return False
@@ -94,13 +94,13 @@ class WeightUpdates:
             save_file(self._adapter, path)
         self._adapter = {}
 
-    def megatune_load(self, parcel: PackedBucket, names: list[str]) -> bool:
+    def megatune_load(self, bucket: PackedBucket, names: list[str]) -> bool:
         """Load tensors of a bucket by their checkpoint names; return whether they arrived, because vLLM does not pass
         on the class of a worker's exception."""
         from vllm.config import set_current_vllm_config
 
         try:
-            with self._receiver.opened(parcel) as tensors, set_current_vllm_config(self.vllm_config):
+            with self._receiver.opened(bucket) as tensors, set_current_vllm_config(self.vllm_config):
                 # vLLM keeps references until a layer is complete, and the next bucket reuses the memory: copy.
                 kept = ((name, tensors[name].to(self.device, copy=True)) for name in names)
                 self.model_runner.model.load_weights(kept)

@@ -128,8 +128,8 @@ def document(rollouts: Rollouts, sample: int) -> Document:
     tokens, places = np.asarray(rollouts.tokens[sample], np.int64), rollouts.sampled(sample)
     labels = np.full_like(tokens, IGNORE_INDEX)
     labels[places] = tokens[places]
-    shown = rollouts.images[sample] if rollouts.images else None
-    return Document(tokens, labels, shown.pictures if shown is not None else ())
+    images = rollouts.images[sample] if rollouts.images else None
+    return Document(tokens, labels, images.pictures if images is not None else ())
 
 
 def extras(
