@@ -15,7 +15,7 @@ from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats.fields import PARTS, Inline, files_of, part_value, pictures_of
+from megatune.data.formats.fields import PARTS, Inline, extract_media, files_of, part_value
 from megatune.data.formats.form import Columns
 from megatune.data.media.arguments import media_arguments, rotary_position_ids
 from megatune.data.pictures import unpacked
@@ -96,7 +96,7 @@ def with_placeholders(
         raise RowError("picture-in-system", "the system message has an image", "images belong to the question")
     said = [Message(each["role"], each["content"]) for each in messages[begin:]]  # type: ignore[arg-type]
     inside = {number - begin: values for number, values in inline.items()}
-    asked, pictures = pictures_of(row, Columns(images=column, videos=None), said, inside, wanted=True)
+    asked, pictures = extract_media(row, Columns(images=column, videos=None), said, inside, wanted=True)
     written, placed = vision.place(Conversation(asked, pictures=pictures), {})
     found = [{"role": each.role, "content": each.content} for each in written.messages]
     return [*({**each} for each in messages[:begin]), *found], placed

@@ -26,11 +26,11 @@ from megatune.data.formats import messages
 from megatune.data.formats.fields import (
     check_no_tags,
     encodable,
+    extract_media,
     field_names,
     first_present,
     margin,
     optional_string,
-    pictures_of,
     short,
     string,
     tools,
@@ -98,7 +98,7 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, lab
         return replace(messages.conversation(row, form, answer, pictures=pictures), desirable=desirable)
     # The answers in the history are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
-    turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    turns, found = extract_media(row, columns, turns, {}, wanted=pictures)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
@@ -133,7 +133,7 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
     is_alpaca = form.formatting == "alpaca"
     name = columns.response or "output" if is_alpaca else first_present(row, (columns.response, *RESPONSE_NAMES))
     answer = optional_string(row, name)
-    turns, found = pictures_of(row, columns, turns, {}, wanted=pictures)
+    turns, found = extract_media(row, columns, turns, {}, wanted=pictures)
     return Conversation((*turns, *_answered(answer)), _system(row, form), tools(row, columns.tools), found)
 
 
@@ -289,7 +289,7 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system or None
     answers = (chosen.message, rejected.message)
-    prompt_messages, found = pictures_of(row, columns, prompt.messages, prompt.inline, wanted=pictures)
+    prompt_messages, found = extract_media(row, columns, prompt.messages, prompt.inline, wanted=pictures)
     if found:
         check_no_tags(answers)
     return PreferencePair.of_answers(prompt_messages, *answers, system, tools(row, columns.tools), found)

@@ -211,7 +211,7 @@ def part_value(part: Mapping[str, Any]) -> object:
     return value["url"] if isinstance(value, dict) and "url" in value else value
 
 
-def pictures_of(
+def extract_media(
     row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, *, wanted: bool
 ) -> tuple[tuple[Message, ...], tuple[RowPicture, ...]]:
     """Return the messages of a row, and its images and videos in the order of their tags.

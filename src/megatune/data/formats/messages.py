@@ -13,11 +13,11 @@ from megatune.data.formats.fields import (
     PARTS,
     Inline,
     encodable,
+    extract_media,
     field_names,
     function_call,
     optional_string,
     part_value,
-    pictures_of,
     short,
     string,
     tags_of,
@@ -73,7 +73,7 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
-    said, found = pictures_of(row, columns, chat.messages, chat.inline, wanted=pictures)
+    said, found = extract_media(row, columns, chat.messages, chat.inline, wanted=pictures)
     return Conversation(said, system or None, tools(row, columns.tools), found)
 
 
