@@ -53,7 +53,7 @@ def _swift_defaults() -> Iterator[str]:
         theirs = sorted(
             {shown(row.default_in(version)) for version in (3, 3.12, 4) if row.default_in(version) is not ...}
         )
-        if not row.paths or row.now or not theirs:
+        if not row.paths or row.renamed_to or not theirs:
             continue
         here = ", ".join(f"`{all_settings()[path].name}: {shown(all_settings()[path].default)}`" for path in row.paths)
         fate = "taken over" if not row.kept else row.kept if row.is_applied else f"kept: {row.kept}"

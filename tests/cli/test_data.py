@@ -142,7 +142,7 @@ def test_stats(run: Run, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert "rows.jsonl          3        2         0        1    0                 2               49\n" in out
     assert "rows         2 samples packed into 1 row of up to 64 tokens, 76.6% full\n" in out
-    assert out.endswith("\npicture      data_stats.png\n")
+    assert out.endswith("\nplot         data_stats.png\n")
     assert (tmp_path / "data_stats.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = run("stats", "--json", "run.yaml", "packing=true")
     found = json.loads(out)
@@ -166,7 +166,7 @@ def test_stats(run: Run, tmp_path: Path) -> None:
             ["did you mean --row?", "--row: row is 0", "write --row 1", "did you mean --width?",
              "did you mean cutoff_len?", "--width: width is 3", "write --width 20", "5 problems"],
         ),
-        (["stats", "run.yaml", "--plot", "x.pdf"], ExitCode.SETTINGS, ["--plot x.pdf: images are PNG files"]),
+        (["stats", "run.yaml", "--plot", "x.pdf"], ExitCode.SETTINGS, ["--plot x.pdf: plots are PNG files"]),
         (["stats", "run.yaml", "streaming=true", "max_steps=3"], ExitCode.SETTINGS, ["write streaming=false"]),
         (
             ["preview", "run.yaml", "streaming=true", "max_steps=3", "val_size=1", "--eval"],
@@ -207,4 +207,4 @@ def test_the_page_shows_what_is_printed(
 
 
 def test_data_is_built() -> None:
-    assert "data" not in main_module._NOT_BUILT
+    assert "data" not in main_module._UNSUPPORTED

@@ -206,5 +206,5 @@ def test_a_file_of_training_is_read(
     assert capsys.readouterr().err.splitlines() == [
         "accepted   stage, do_train, lora_rank, dataset, cutoff_len, per_device_train_batch_size, learning_rate, bf16: "
         "it is about training",
-        "accepted   quantization_bit, output_dir, overwrite_output_dir: said of the run that the file trains",
+        "accepted   quantization_bit, output_dir, overwrite_output_dir: set for the run that the file trains",
     ]

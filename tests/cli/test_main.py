@@ -40,7 +40,7 @@ def test_help_is_light() -> None:
     stages, others = ("sft", "pt", "dpo", "kto"), ("plan", "explain", "data", "verify", "infer", "export", "demo-model")
     for name in ("train", *stages, *others):
         assert f"\n    {name}" in done.stdout
-    for name in main_module._NOT_BUILT:
+    for name in main_module._UNSUPPORTED:
         assert f"\n    {name} " not in done.stdout
 
 

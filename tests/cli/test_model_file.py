@@ -31,7 +31,7 @@ def test_files_of_its_examples_name_a_model(
     assert args.model_name_or_path == example.keys["model_name_or_path"]
     assert args.adapters == [each for each in [example.keys.get("adapter_name_or_path")] if each]
     assert args.infer_backend == "transformers"
-    assert "accepted   trust_remote_code: no code of a repository is ever run" in capsys.readouterr().err
+    assert "accepted   trust_remote_code: code of a repository is never run" in capsys.readouterr().err
 
 
 def test_a_prompt_may_begin_like_a_flag() -> None:
@@ -68,5 +68,5 @@ def test_a_file_of_training_is_answered_with_what_it_trained(tmp_path: Path) -> 
     path = tmp_path / "run.yaml"
     path.write_text("model_name_or_path: m\nstage: sft\ndataset: d\noutput_dir: out/first\nlearning_rate: 1e-5\n")
     assert [(each.what, each.fix) for each in infer.COMMAND.read([str(path)]).findings] == [
-        (f"{path} is a file of training", "megatune infer out/first, which has what it trained")
+        (f"{path} is a training file", "megatune infer out/first, the model that it trained")
     ]

@@ -82,8 +82,8 @@ def test_without_a_terminal_the_flags_are_named(folder: Path, capsys: pytest.Cap
     assert "fix: megatune new --model MODEL --data DATA --yes" in capsys.readouterr().err
     assert main(["new", "--yes"]) == ExitCode.SETTINGS
     said = capsys.readouterr().err
-    assert "which model?\n    why: several could be meant: model, other" in said
-    assert "which data?\n    why: this folder has none" in said
+    assert "no model is given\n    why: this folder has several: model, other" in said
+    assert "no data is given\n    why: this folder has none" in said
 
 
 def test_a_file_for_other_machines_says_what_it_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

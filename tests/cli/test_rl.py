@@ -46,7 +46,7 @@ def test_a_file_of_training_has_no_roles(capsys, tmp_path):
     path.write_text("model_name_or_path: m\ndataset: d\noutput_dir: out\n")
     assert main(["rl", str(path)]) == ExitCode.SETTINGS
     assert capsys.readouterr().err.splitlines() == [
-        f"{path} has no roles: it is a file of training",
+        f"{path} has no roles: it is a training file",
         f"    fix: megatune train {path}",
     ]
 

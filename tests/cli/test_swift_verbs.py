@@ -104,6 +104,6 @@ def test_shims_run_as_programs(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "`megatune megatron sft`" in ended.stderr
     (tmp_path / "swift").write_text("another program's")
     assert main(["shims", str(tmp_path)]) == ExitCode.CANNOT_WRITE
-    assert "swift is another program's" in capsys.readouterr().err
+    assert "swift is another program" in capsys.readouterr().err
     assert main(["shims", str(tmp_path), "--remove"]) == 0
     assert [each.name for each in tmp_path.iterdir()] == ["swift"]

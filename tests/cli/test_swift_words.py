@@ -18,7 +18,7 @@ def test_export_takes_what_it_reads_and_names_what_changes_nothing() -> None:
     assert (options.adapters, options.export_size, options.mcore_model) == (["a", "b"], 2.0, "N")
     assert given.lines == [
         "accepted   tensor_model_parallel_size: the file is the same for every layout",
-        "accepted   thread_count: tensors are written one by one, so that memory does not grow",
+        "accepted   thread_count: tensors are written one by one, to bound memory",
         "accepted   seed: it is about training",
     ]
     assert variables_of(given, {}) == {

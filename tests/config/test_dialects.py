@@ -237,7 +237,7 @@ def test_checks_name_flags_and_facts_that_there_are() -> None:
     """A misspelt flag in a condition would never be written, and its check never apply."""
     facts = {"version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs"}
     facts |= {"is_megatron", "has_rows", "evaluates", "drops"}  # of the functions that check
-    known = {*table("swift"), *(each.now for each in table("swift").values()), *setting_paths()}
+    known = {*table("swift"), *(each.renamed_to for each in table("swift").values()), *setting_paths()}
     parts = {each.of for each in table("swift").values()}
     for rows in read_part("swift", "checks").values():
         for row in rows:

@@ -156,9 +156,9 @@ def test_what_changes_nothing_passes_with_a_line_for_each_reason():
     loaded = load(overrides=["trust_remote_code=true", "deepspeed=ds.json", "fsdp=full_shard", "flash_attn=null"])
     assert not loaded.findings
     assert loaded.accepted_notes() == [
-        "trust_remote_code: no code of a repository is ever run: the supported families need none",
-        "deepspeed, fsdp: Megatron-Core shards the optimizer itself (use_distributed_optimizer), and its "
-        "layout the model",
+        "trust_remote_code: code of a repository is never run: the supported model families do not need it",
+        "deepspeed, fsdp: Megatron-Core shards the optimizer (use_distributed_optimizer), and the "
+        "layout shards the model",
     ]
     assert load(overrides=["trust_remote_code=false"]).accepted_notes() == []
 
@@ -246,13 +246,13 @@ def test_messages_of_refused_keys(tmp_path):
     findings = [finding for finding in load(path).check() if finding.where]
     assert "\n".join(map(str, findings)).replace(str(path), "run.yaml") == (
         "run.yaml:2: loraplus_lr_embedding: 1e-5 is not supported\n"
-        "    why: embeddings have no adapters here: additional_target trains them whole, at learning_rate\n"
+        "    why: adapters on embeddings are not supported: additional_target trains the embeddings, at learning_rate\n"
         "    fix: remove loraplus_lr_embedding, or write loraplus_lr_embedding: 1e-06\n"
         "run.yaml:3: pure_bf16: true is not supported\n"
-        "    why: masters of the weights are kept in fp32, without which small steps are lost\n"
+        "    why: master weights are kept in fp32, because small updates would be lost in bf16\n"
         "    fix: write bf16: true; exp_avg_dtype and exp_avg_sq_dtype: bf16 save memory\n"
         "run.yaml:4: rope_scaling: dynamic is not supported\n"
-        "    why: dynamic changes nothing up to max_position_embeddings, which LLaMA-Factory multiplies by the factor\n"
+        "    why: dynamic has no effect up to max_position_embeddings, which LLaMA-Factory multiplies by the factor\n"
         "    fix: write rope_scaling: yarn"
     )
 
@@ -262,12 +262,14 @@ def test_stages_that_are_not_built_point_to_what_is(stage):
     (message,) = (str(finding) for finding in load(overrides=[f"stage={stage}"]).findings)
     assert message == (
         f"stage={stage}: stage: {stage} is not supported\n"
-        "    why: preference training and reward models are built, of which ORPO is a loss; PPO is not\n"
-        "    fix: write stage: dpo, for ORPO with pref_loss: orpo; PPO's place is `megatune rl`"
+        "    why: ORPO is a loss of stage dpo, and PPO is not supported here\n"
+        "    fix: for ORPO write stage: dpo and pref_loss: orpo; for PPO use `megatune rl`"
     )
 
 
-EVALUATES = "do_eval: without eval_strategy a run evaluates after every epoch; LLaMA-Factory does once, after the last"
+EVALUATES = (
+    "do_eval: without eval_strategy a run evaluates after every epoch, and LLaMA-Factory only after the last one"
+)
 DO_EVAL = [
     ("do_eval: true", [], "epoch", [EVALUATES]),
     ("do_eval: true\neval_strategy: steps", [], "steps", ["do_eval: eval_strategy says it"]),

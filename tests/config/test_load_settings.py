@@ -231,8 +231,8 @@ WRONG = [
     (
         "pref_loss: [sigmoid, kto_pair]",
         "run.yaml:1: pref_loss: [sigmoid, kto_pair] is not supported\n"
-        "    why: losses that look at all pairs of a step together are not supported\n"
-        "    fix: write pref_loss: sigmoid, which is what LLaMA-Factory computes for kto_pair; stage: kto trains on"
+        "    why: losses over all pairs of a batch are not supported\n"
+        "    fix: write pref_loss: sigmoid, which LLaMA-Factory computes for kto_pair; stage: kto trains on"
         " single answers",
     ),
     (

@@ -24,8 +24,8 @@ NEEDS = [(info, need) for info in INFOS.values() for need in info.needs]
 def test_names_are_written_by_who_prints():
     text = "write `max_steps: 5` or remove `stage`, `recompute_granularity 1`; `megatune plan` and `x` stay"
     assert plain(text) == "write max_steps: 5 or remove stage, recompute_granularity 1; `megatune plan` and `x` stay"
-    assert dialect_of(3).phrased(text).startswith("write --train_iters 5 or remove --rlhf_type, ")
-    assert LLAMAFACTORY.phrased(text) == plain(text)
+    assert dialect_of(3).translate(text).startswith("write --train_iters 5 or remove --rlhf_type, ")
+    assert LLAMAFACTORY.translate(text) == plain(text)
 
 
 def chain(need: Needs | None) -> Iterator[Needs]:

@@ -70,30 +70,30 @@ def test_the_policy_gradient_has_teachers_with_devices_of_their_own(read):
 
 
 REFUSED = [
-    ("use_kl_loss=true", "use_kl_loss: true", "takes the place of a reference"),
-    ("enable_reference=true", "enable_reference: true", "takes the place of a reference"),
-    ("add_token_level_kl=true", "add_token_level_kl: true", "takes the place of a reference"),
+    ("use_kl_loss=true", "use_kl_loss: true", "replaces the reference"),
+    ("enable_reference=true", "enable_reference: true", "replaces the reference"),
+    ("add_token_level_kl=true", "add_token_level_kl: true", "replaces the reference"),
     ("adv_estimator=grpo", "adv_estimator: grpo", "no advantages"),
     ("algorithm_preset=dapo", "algorithm_preset: dapo", "no advantages"),
     ("loss_function=m.f", "loss_function: m.f", "no advantages"),
     ("enable_old_logprobs_recompute=true", "enable_old_logprobs_recompute: true", "no ratios"),
     ("train_infer_correction={is_weight: {enabled: true}}", "train_infer_correction.is_weight.enabled", "no ratios"),
     ("train_infer_correction={filters: [{enabled: true}]}", "train_infer_correction.filters", "no ratios"),
-    ("loss_agg_mode=seq-mean-token-sum", "loss_agg_mode: seq-mean-token-sum", "a mean over tokens"),
-    ("entropy_loss_coef=0.1", "entropy_loss_coef: 0.1", "all of the loss"),
-    ("length_loss_weight=true", "length_loss_weight: true", "weigh alike"),
-    ("teacher.device_mapping=[0]", "teacher.device_mapping: [0]", "in the processes of actor_train, in its layout"),
+    ("loss_agg_mode=seq-mean-token-sum", "loss_agg_mode: seq-mean-token-sum", "averaged over tokens"),
+    ("entropy_loss_coef=0.1", "entropy_loss_coef: 0.1", "the loss is only the divergence"),
+    ("length_loss_weight=true", "length_loss_weight: true", "have the same weight"),
+    ("teacher.device_mapping=[0]", "teacher.device_mapping: [0]", "in the processes of actor_train, with its layout"),
     ("teacher.strategy_args.strategy_name=hf_infer", "teacher.strategy_args: ", "in the processes of actor_train"),
     ("teacher.infer_batch_size=4", "teacher.infer_batch_size: 4", "in the processes of actor_train"),
-    ("teacher.tag_included=[a]", "teacher.tag_included: [a]", "teaches all rows"),
-    ("teacher.opd_kl_coef=2", "teacher.opd_kl_coef: 2", "all of the loss"),
+    ("teacher.tag_included=[a]", "teacher.tag_included: [a]", "one teacher for all rows"),
+    ("teacher.opd_kl_coef=2", "teacher.opd_kl_coef: 2", "the loss is only the divergence"),
     ("teacher.model_args.dtype=fp32", "teacher.model_args.dtype is not that of actor_train", "in its processes"),
-    ("student_train.worker_cls=ActorPGWorker", "opd_loss: jsd with pg_variant: vanilla", "computes losses"),
+    ("student_train.worker_cls=ActorPGWorker", "opd_loss: jsd with pg_variant: vanilla", "can compute the loss"),
     ("opd_beta=1.5", "opd_beta is 1.5", "at least 0, at most 1"),
     ("opd_top_k=0", "opd_top_k is 0", "at least 1, or null"),
-    ("opd_lmbda=0.5", "opd_lmbda 0.5 without data_args.conversation_rules", "read by its rules"),
+    ("opd_lmbda=0.5", "opd_lmbda 0.5 without data_args.conversation_rules", "read by these rules"),
     ("opd_sft_alpha=0.5", "opd_sft_alpha has no effect", "with opd_lmbda 1"),
-    ("use_opd=true", "is_pure_opd and use_opd", "one has rewards"),
+    ("use_opd=true", "is_pure_opd and use_opd", "adds a teacher to rewards"),
     ("teacher.model_args.model_name_or_path=null", "teacher has no model", "model_args: {model_name_or_path: MODEL}"),
 ]
 
@@ -142,7 +142,7 @@ def test_one_teacher_of_any_name(read):
 
 def test_stages_have_one_part_each(read):
     words = (f"{STUDENT}.{each}_model_parallel_size=2" for each in ("pipeline", "virtual_pipeline"))
-    assert "which have one part each" in said(read(*words))
+    assert "without virtual stages" in said(read(*words))
 
 
 @pytest.mark.parametrize(

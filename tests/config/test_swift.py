@@ -63,7 +63,7 @@ def test_a_value_is_taken_as_it_is():
 def test_all_mistakes_are_reported_at_once():
     run = read("--lrr 1 --zzz --recompute 1 --lr --eval_iters many --micro_batch_size 0 --overlap_grad_reduce maybe")
     assert findings(run) == [
-        "--lr: lr is given no value\n    fix: write --lr VALUE",
+        "--lr: lr has no value\n    fix: write --lr VALUE",
         "--eval_iters: eval_iters is 'many'\n    why: expected a whole number\n"
         "    fix: remove --eval_iters, or give it a whole number",
         "--micro_batch_size: micro_batch_size is 0\n    why: expected a whole number, at least 1\n"
@@ -71,7 +71,7 @@ def test_all_mistakes_are_reported_at_once():
         "--overlap_grad_reduce: overlap_grad_reduce is 'maybe'\n    why: expected true or false\n"
         "    fix: write --overlap_grad_reduce false, the default",
         "unknown flag --lrr\n    fix: did you mean --lr?",
-        "unknown flag --zzz\n    fix: remove it; docs/migrate-from-megatron-swift.md says what is read",
+        "unknown flag --zzz\n    fix: remove it; docs/migrate-from-megatron-swift.md lists the supported flags",
         "--recompute could be --recompute_granularity, --recompute_method, --recompute_modules, "
         "--recompute_num_layers\n    fix: write it out",
     ]
@@ -205,7 +205,10 @@ def test_late_flags_of_version_3_tell_its_late_defaults():
         ("data.conversation_rules", "ms_swift_3", "ms_swift_3"),
     ):
         assert (value(early, path), value(late, path)) == (before, after), path
-    assert "its defaults, those of 3.12: --save, --load_safetensors are" in swift_lines(late, late.loaded)[0]
+    assert (
+        "defaults of 3.12 are used: version 4 does not have --save, --load_safetensors"
+        in swift_lines(late, late.loaded)[0]
+    )
     both = "--max_epochs 2 --tuner_type lora"
     early, late = (read(f"--save o {both} {flags}") for flags in ("", "--save_safetensors true"))
     assert findings(early)
@@ -245,7 +248,7 @@ def test_the_version_is_said_with_its_reason():
     assert "version 4" in swift_lines(read(), read().loaded)[0]
     run = read("--save_interval 5 --max_epochs 1 --no_masked_softmax_fusion")
     assert "version 3" in (line := swift_lines(run, run.loaded)[0])
-    assert "--save_interval, --max_epochs are not of version 4" in line
+    assert "version 4 does not have --save_interval, --max_epochs" in line
     assert read("--no_masked_softmax_fusion").command.generation == 4
 
 

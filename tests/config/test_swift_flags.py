@@ -90,7 +90,7 @@ def test_every_default_that_differs_is_applied_or_kept_with_a_reason():
         if flag.fate != "translated" or row is None or not row.paths:
             continue
         theirs = row.read(parse("null" if flag.default == "null" else flag.default))
-        now = rows[row.now] if row.now else row
+        now = rows[row.renamed_to] if row.renamed_to else row
         applied = now.default_in(int(flag.versions[0]))
         differs = any(all_settings()[path].default != value for path, value in theirs.items())
         if differs and (applied is ... or (not now.kept and row.read(to_value(applied)) != theirs)):
@@ -160,22 +160,22 @@ def test_what_makes_no_sense_is_a_finding(flags, config):
 
 
 IGNORED = [
-    ("sft", "--data_seed 42", "seed is that of rows, too"),
-    ("sft", "--seed 7 --data_seed 7", "seed is that of rows, too"),
-    ("sft", "--lora_rank 4", "it is of tuner_type lora"),
-    ("sft", "--beta 1", "it is of rlhf"),
+    ("sft", "--data_seed 42", "seed also orders the rows"),
+    ("sft", "--seed 7 --data_seed 7", "seed also orders the rows"),
+    ("sft", "--lora_rank 4", "it belongs to tuner_type lora"),
+    ("sft", "--beta 1", "it belongs to rlhf"),
     ("sft", "--val_dataset v --eval_iters 0", "eval_iters is 0"),
-    ("sft", "--eval_steps 5", "there is nothing to evaluate on"),
-    ("sft", "--add_version false", "output_dir is as it is written"),
+    ("sft", "--eval_steps 5", "there are no rows for evaluation"),
+    ("sft", "--add_version false", "output_dir is used as written"),
     ("sft", "--save_safetensors true", "checkpoints are Hugging Face models"),
     ("sft", "--num_train_epochs 2 --save_safetensors true", "num_train_epochs decides, since version 3.12"),
     ("sft", "--lr_decay_iters 5", "it is train_iters"),
-    ("sft", "--train_dataloader_shuffle true", "rows are shuffled once"),
-    ("sft", "--train_dataloader_shuffle false", "dataset_shuffle still is on"),
-    ("sft", "--finetune true", "a run starts with the weights alone, at step 0"),
-    ("sft", "--finetune false", "a Hugging Face model has weights alone"),
-    ("pt", "--log_interval 1 --loss_scale default", "version 3 trains every token of a text"),
-    ("rlhf", "--rlhf_type grpo --rpo_alpha 1", "it is of the preference stages"),
+    ("sft", "--train_dataloader_shuffle true", "rows are shuffled by dataset_shuffle"),
+    ("sft", "--train_dataloader_shuffle false", "dataset_shuffle is still on"),
+    ("sft", "--finetune true", "a run loads only the weights, and starts at step 0"),
+    ("sft", "--finetune false", "a Hugging Face model has weights only"),
+    ("pt", "--log_interval 1 --loss_scale default", "version 3 trains on every token of a text"),
+    ("rlhf", "--rlhf_type grpo --rpo_alpha 1", "it belongs to the preference stages"),
 ]
 
 

@@ -55,8 +55,8 @@ _BRANCHES = "\n".join([
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (_DOUBLED, "values, its references written out"),
-        (_BRANCHES, "values, its references written out"),
+        (_DOUBLED, "values after resolving references"),
+        (_BRANCHES, "values after resolving references"),
         ("a: &a {b: *a}", "nested too deeply"),
         ("a: ${b}\nb: {c: '${a}'}", "it refers to itself"),
     ],

@@ -58,8 +58,8 @@ def test_two_machines_without_a_shared_folder(tmp_path, model_dir):
 def test_settings_without_their_run_are_refused(capsys):
     assert main(["doctor", "num_processes=2", "output_dir=out", "tensor_model_parallel_size=2"]) == 64
     said = capsys.readouterr().err
-    assert "output_dir=out: output_dir has no part here" in said
-    assert "tensor_model_parallel_size has no part here" in said
+    assert "output_dir=out: output_dir has no effect here" in said
+    assert "tensor_model_parallel_size has no effect here" in said
     assert "num_processes has" not in said
 
 

@@ -108,7 +108,7 @@ def test_what_cannot_be_evaluated(
         assert main(["evaluate", str(model), *flags]) == code
         return capsys.readouterr().err
 
-    assert "--dataset, --tasks: nothing is asked for" in refused(ExitCode.SETTINGS)
+    assert "--dataset, --tasks: neither is given" in refused(ExitCode.SETTINGS)
     assert "both are given" in refused(ExitCode.SETTINGS, "--tasks", "a", "--dataset", "b")
     assert "--num_fewshot: has no effect" in refused(ExitCode.SETTINGS, "--dataset", "b", "--num_fewshot", "1")
     said = refused(ExitCode.SETTINGS, "--tasks", "a", "--temperature", "1", "--infer_backend", "vllm")

@@ -168,7 +168,7 @@ def test_the_system_message_may_be_a_file_and_swift_names_the_model(
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     printed = capsys.readouterr()
     assert printed.out == generator.answer(turns).text + "\n"
-    assert printed.err.startswith("accepted   write_batch_size: answers are written as soon as they are there\n")
+    assert printed.err.startswith("accepted   write_batch_size: every answer is written as soon as it is complete\n")
     with pytest.raises(MegatuneError, match="cannot be read") as raised:
         run(str(qwen3), "--prompt", "Hi", "--system", str(tmp_path / "other.txt"))
     assert raised.value.exit_code == ExitCode.INPUT

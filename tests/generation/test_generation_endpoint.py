@@ -329,7 +329,7 @@ def test_a_signal_ends_the_verb_and_the_answer_that_it_finds(generator: Generato
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
-        assert said.startswith("tiny is at http://127.0.0.1:")
+        assert said.startswith("tiny is served at http://127.0.0.1:")
         libraries = {each.path for each in psutil.Process(process.pid).memory_maps()}
         client = client_of(int(said.split(":")[2].partition("/")[0]), "k")
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=3500, stream=True)

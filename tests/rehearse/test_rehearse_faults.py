@@ -217,7 +217,7 @@ def test_reinforcement_learning_is_refused_by_name(tmp_path: Path, capsys: pytes
     (tmp_path / "rl.yaml").write_text("actor_train:\n  model_args: {}\nactor_infer: {}\n")
     assert main(["rehearse", str(tmp_path / "rl.yaml")]) == 64
     said = capsys.readouterr().err
-    assert "describes reinforcement learning: it is not rehearsed" in said
+    assert "describes reinforcement learning: it cannot be rehearsed" in said
     assert "share devices through Ray" in said
 
 

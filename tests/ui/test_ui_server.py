@@ -298,5 +298,5 @@ def test_a_report_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["report", str(root / "first"), "-o", str(root / "file" / "report.html")]) == ExitCode.CANNOT_WRITE
     said = capsys.readouterr().err
     assert "nowhere is not the folder of a run" in said
-    assert "no run is named" in said
+    assert "no run is given" in said
     assert "Traceback" not in said

@@ -277,7 +277,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         ),
         (["{model}", "--length", "65"], ExitCode.SETTINGS, "--length 64 or less"),
         (["{model}", "--samples", "0"], ExitCode.SETTINGS, "write --samples 1"),
-        ([], ExitCode.SETTINGS, "which checkpoint?"),
+        ([], ExitCode.SETTINGS, "no checkpoint is given"),
     ],
 )
 def test_mistakes_are_named_before_any_process_starts(verify, model, words, code, said):

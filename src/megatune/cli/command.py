@@ -1,4 +1,4 @@
-"""The command line of a verb: its own options, next to settings of training where it takes any."""
+"""Reads the command line of a verb: its options, and settings of training for verbs that take them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Command(Generic[G]):
 
     Attributes:
         name: "data preview".
-        usage: the words behind the name.
+        usage: the arguments after the name.
         about: a description.
-        options: the group of its own options.
-        system, ignores_training: what other systems call them, as in `Options`.
-        of_run: keys of a file that names a data set, so that it is one of training, which say something of its run.
-        takes_settings: settings of training may stand among the words; otherwise a file holds options.
-        most_words: words that are no options, where there are no settings; None for any number.
-        unknown: how to write what is no flag; "" suggests a name.
-        abbreviates: the beginning of a flag is enough where it is the only one, as in argparse.
+        options: the group of its options.
+        system, ignores_training: names of the options in other systems, as in `Options`.
+        of_run: keys that a training file, which names a data set, sets for its run and not for this verb.
+        takes_settings: whether settings of training are accepted; otherwise a file has options.
+        most_words: maximum number of positional arguments, without settings; None for any number.
+        unknown: how to fix an unknown flag; "" suggests a similar name.
+        abbreviates: whether unique prefixes of flags are accepted, as in argparse.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Command(Generic[G]):
         return Options(self.program, self.options, self.system, self.ignores_training, self.unknown)
 
     def help(self) -> str:
-        """Return the page of --help."""
+        """Return the --help page."""
         return write_page(self.program, self.usage, self.about, self.epilog, self.options, self.table.own)
 
     def read(self, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> ParsedArguments[G]:
         """Read a command line.
 
         Args:
-            defaults: of options, where nothing is written; in words.
+            defaults: default values of options, as text.
 
         Raises:
-            Help: it asks for --help.
-            MegatuneError: INPUT, where a file of options is missing. Everything else is a finding.
+            Help: the command line has --help.
+            MegatuneError: INPUT if a file of options is missing. Everything else is a finding.
         """
         if {"-h", "--help"} & {*words}:
             raise Help(self.help())
@@ -92,29 +92,29 @@ class Command(Generic[G]):
         options, entries = self.table.build([*first, *file, *written, *flags], builder)
         lines = [f"accepted   {', '.join(keys)}: {why}" for why, keys in builder.ignored.items()]
         if run:
-            lines.append(f"accepted   {', '.join(entry.key for entry in run)}: said of the run that the file trains")
+            lines.append(f"accepted   {', '.join(entry.key for entry in run)}: set for the run that the file trains")
         return ParsedArguments(self.program, options, rest, settings, entries, findings, lines)
 
     def _of_training(
         self, file: list[SettingEntry], findings: list[Finding]
     ) -> tuple[list[SettingEntry], list[SettingEntry]]:
-        """Split a file of training into what it says of its run, and options; refuse it where it has none of them."""
+        """Split a training file into keys of its run and options of this verb; report it if the verb takes none."""
         if self.ignores_training:
             run = [each for each in file if each.key in self.of_run]
             return run, [each for each in file if each not in run]
         name = file[0].where.rpartition(":")[0]
         trained = next((each.value.text for each in file if each.key == "output_dir"), None)
-        fix = f"{self.program} {trained or 'MODEL'}" + ", which has what it trained" * bool(trained)
-        findings.append(Finding(f"{name} is a file of training", fix=fix))
+        fix = f"{self.program} {trained or 'MODEL'}" + ", the model that it trained" * bool(trained)
+        findings.append(Finding(f"{name} is a training file", fix=fix))
         return [], []
 
     def _is_own(self, word: str) -> bool:
-        """Tell whether `key=value` sets an option, and not a setting of the same name."""
+        """Return whether `key=value` sets an option, not a setting of the same name."""
         key = word.partition("=")[0]
         return key in self.table.names and not (self.takes_settings and is_key(key))
 
     def _scan(self, words: Sequence[str], findings: list[Finding]) -> tuple[list[SettingEntry], Arguments, list[str]]:
-        """Return the flags that are options, settings with all overrides, and words that are neither."""
+        """Split arguments into flags of options, settings with all overrides, and positional arguments."""
         found: list[SettingEntry] = []
         settings, rest, names = Arguments(), list[str](), self.table.names
         for flag in split_flags(("--config_file" if word == "-c" else word for word in words), self._takes_text):
@@ -138,7 +138,7 @@ class Command(Generic[G]):
                 behind = (Arguments() if near else settings).take(flag)
             elif flag.typed:
                 findings.append(self.table.unknown(flag.word, f"{flag.word!r} is not known here", self.program))
-                behind = [word for word in behind if self._is_override(word)]  # what else there is may be its value
+                behind = [word for word in behind if self._is_override(word)]  # others may be its values
             if self.takes_settings:
                 settings.place(behind)
             else:
@@ -146,15 +146,15 @@ class Command(Generic[G]):
         return found, settings, rest
 
     def _takes_text(self, key: str) -> bool:
-        """Tell whether a word that begins like a flag may be the value of this one."""
+        """Return whether a flag may have a value that looks like a flag."""
         option = self.table.own.get(key)
         return takes_text(key) if option is None else option.info.kinds != {bool} and option.flag.bare is None
 
     def _file_named_by(self, flag: ParsedFlag, words: Sequence[str]) -> list[str]:
-        """Return the words of `--config FILE.yaml`, as other tools name their file.
+        """Return the file of `--config FILE.yaml`, the syntax of other tools.
 
         Raises:
-            MegatuneError: SETTINGS, of their other ways, with the command to type.
+            MegatuneError: SETTINGS for their other flags, with the command to type.
         """
         named = flag.values[:1]
         if flag.key == "config" and named and named[0].endswith(SETTINGS_FILES):
@@ -162,10 +162,10 @@ class Command(Generic[G]):
         at = next(at for at, word in enumerate(words) if word in (flag.typed, "-c"))
         rest = [*words[:at], *words[at + 1 + (flag.text is None and bool(named)) :]]
         command = shlex.join([*self.program.split(), *(named or ["FILE.yaml"]), *rest])
-        raise MegatuneError(Finding("a settings file is named by itself", words[at], fix=command), ExitCode.SETTINGS)
+        raise MegatuneError(Finding("a settings file needs no flag", words[at], fix=command), ExitCode.SETTINGS)
 
     def _misspelt(self, flag: ParsedFlag) -> list[str]:
-        """Return the options of the verb that a flag may mean, where it is no setting."""
+        """Return the options of the verb that a flag may mean, if it is not a setting."""
         from megatune.config.dialects.dialect import LLAMAFACTORY
 
         own = [] if is_key(flag.key) else [f"--{name}" for name in self.table.own]
@@ -178,7 +178,7 @@ class Command(Generic[G]):
         return bool(equals) and (may_be or self._is_own(word))
 
     def _place(self, words: list[str], overrides: list[str], rest: list[str], findings: list[Finding]) -> None:
-        """Sort words that belong to no flag into overrides and others; note what is too much."""
+        """Split words without a flag into overrides and positional arguments; report those that are too many."""
         for at, word in enumerate(words):
             if word.startswith("-") and len(word) > 1:
                 findings.append(self.table.unknown(word, f"{word!r} is not known here", self.program))
@@ -193,14 +193,14 @@ class Command(Generic[G]):
 
 
 def require(packages: Sequence[str], program: str, why: str, fix: str) -> None:
-    """Raise UNAVAILABLE where some of the packages that a verb runs on are not installed."""
+    """Raise UNAVAILABLE if packages that a verb needs are not installed."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         finding = Finding(f"{' and '.join(missing)} not installed", program, why, fix)
         raise MegatuneError(finding, ExitCode.UNAVAILABLE)
 
 
 def unknown_verb(word: str, verbs: Sequence[str], parent: str) -> MegatuneError:
-    """Say what a word could be in place of a verb of the program or verb `parent`."""
+    """Return an error that suggests verbs of the program or verb `parent` similar to a word."""
     if word.endswith(SETTINGS_FILES):
         what, fix = f"{word!r} is a settings file, not a verb", f"{parent} {verbs[0]} {word}"
         return MegatuneError(Finding(what, fix=fix), ExitCode.SETTINGS)

@@ -7,7 +7,7 @@ _megatune() {
         COMPREPLY=($(compgen -W "@VERBS@ --help --version" -- "$cur"))
         return
     fi
-    # bash makes three words of key=value, zsh one.
+    # bash splits key=value into three words, zsh does not.
     if [[ $cur == "=" ]]; then
         key=$prev cur=
     elif [[ $prev == "=" ]]; then

@@ -1,6 +1,6 @@
-"""`megatune completion`: scripts that complete verbs, flags, settings and their values in a shell.
+"""`megatune completion`: prints scripts that complete verbs, flags, settings and their values in a shell.
 
-A script holds everything, so that a key press starts no Python. Flags are those of each verb's page of --help.
+A script contains everything, so completion does not start Python. Flags are read from the --help page of each verb.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EPILOG = """    megatune completion bash > ~/.local/share/bash-completion/compl
     megatune completion zsh > ~/.megatune-completion.zsh     # and in ~/.zshrc: source ~/.megatune-completion.zsh
     megatune completion fish > ~/.config/fish/completions/megatune.fish
 
-Settings complete as key= and as --key, their values where there is a choice, and everything else as files."""
+Settings are completed as key= and as --key, values from their choices, and everything else as files."""
 
 COMMAND = Command(
     name="completion",
@@ -40,7 +40,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Print the script.
 
     Raises:
-        MegatuneError: SETTINGS, where the shell is another one.
+        MegatuneError: SETTINGS for other shells.
     """
     given = COMMAND.read(words)
     shell = next(iter(given.words), "")
@@ -53,7 +53,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Verb:
-    """What may follow a verb: flags with their choices, verbs below it, and whether settings do."""
+    """A verb with its flags and their choices, its subverbs, and whether it takes settings."""
 
     name: str
     about: str
@@ -70,13 +70,13 @@ def _verbs() -> list[_Verb]:
         flags = {flag: choices.split("|") if choices else [] for page in pages for flag, choices in _FLAG.findall(page)}
         flags |= {QUIET: []} if name in RUNS.split() else {}
         settings = any(re.search(r"^usage:.*(key=value|SETTING)", page, re.MULTILINE) for page in pages)
-        # A file of reinforcement learning has other keys.
+        # RL files have other keys.
         found.append(_Verb(name, about, {**flags, "--help": []}, below, settings and name != "rl"))
     return found
 
 
 def _page(name: str, module: str, words: Sequence[str]) -> str:
-    """Return a page of --help."""
+    """Return a --help page."""
     try:
         import_module(f"megatune.cli.{module}").run(name, [*words, "--help"])
     except Help as page:
@@ -113,7 +113,7 @@ def _bash(verbs: Sequence[_Verb]) -> str:
 
 
 def _zsh(verbs: Sequence[_Verb]) -> str:
-    # There is no compopt: a space after key= would be worse than none after a verb.
+    # Without compopt, omit all spaces: one after key= would be worse than none after a verb.
     script = _bash(verbs).replace("complete -F", "complete -o nospace -F")
     return "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" + script
 

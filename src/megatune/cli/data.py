@@ -1,4 +1,4 @@
-"""`megatune data preview` and `megatune data stats`: the data as the model will see it, without the model."""
+"""`megatune data preview` and `megatune data stats`: show the data as the model will see it, without the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatune.config.rules import DATA_RULES
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
 
-_PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
+_PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. Examples:
 
     megatune data preview run.yaml
     megatune data preview run.yaml --row 17 --ids
@@ -26,17 +26,17 @@ _PREVIEW_EPILOG = """Settings are those of train, as key=value or --key value. S
     megatune data preview run.yaml --rows 20 --html
     megatune data preview run.yaml --rows 100 --json > rows.jsonl
 
-Each row of a file is shown with its file and line. Only as many rows are read as are shown; packed rows are packed
-from the first 1000 samples. --json prints one JSON object a row, with place, ids, labels (-100: not trained) and
-text; of a pair these are in chosen and rejected, of a packed row in its sequences."""
+Each row is shown with its file and line. Only the shown rows are read; packed rows are packed from the first 1000
+samples. --json prints one JSON object per row, with place, ids, labels (-100: not trained) and text; for a pair these
+are in chosen and rejected, for a packed row in its sequences."""
 
-_STATS_EPILOG = """Settings are those of train, as key=value or --key value. Some calls:
+_STATS_EPILOG = """Settings are those of train, as key=value or --key value. Examples:
 
     megatune data stats run.yaml
     megatune data stats run.yaml cutoff_len=4096 packing=true --plot
     megatune data stats run.yaml --json > stats.json
 
-All rows are prepared and kept in the cache, so that a training run with the same settings starts with them at once."""
+All rows are prepared and cached, so that a training run with the same settings can start at once."""
 
 _DEFAULT_ROWS = 3
 _USAGE = "FILE.yaml [key=value ...] [--key value ...] [--OPTION ...]"
@@ -46,21 +46,21 @@ class PreviewOptions(Group):
     """The options of `megatune data preview`."""
 
     rows: Count | None = None
-    """number of rows to show, of each data set unless packed (3)"""
+    """number of rows to show, per data set unless packed (3)"""
     row: Annotated[Count | None, Flag("I")] = None
     """show this row, counted from 1; with --rows, start there"""
     eval: bool = False
-    """show the rows that the run evaluates on instead"""
+    """show the evaluation rows instead"""
     ids: bool = False
     """print a line for every token: position, id, label, text"""
     json_: bool = False
-    """print one JSON object a row instead of text"""
+    """print one JSON object per row instead of text"""
     no_color: bool = False
-    """mark trained text as ⟦ ⟧, as without a terminal or with NO_COLOR set"""
+    """mark trained text with ⟦ ⟧ instead of colors, as without a terminal or with NO_COLOR set"""
     html: Annotated[str | None, Flag("FILE.html", bare="data_preview.html")] = None
-    """also write a page, with small copies of images (data_preview.html)"""
+    """also write an HTML page, with thumbnails of images (data_preview.html)"""
     width: Annotated[int | None, Flag("W"), Field(ge=20)] = None
-    """break lines at this many columns (the terminal does)"""
+    """wrap lines at this many columns (the terminal's width)"""
 
 
 class StatsOptions(Group):
@@ -69,16 +69,16 @@ class StatsOptions(Group):
     json_: bool = False
     """print one JSON document instead of tables"""
     plot: Annotated[str | None, Flag("FILE.png", bare="data_stats.png")] = None
-    """also draw them (data_stats.png if no file is named)"""
+    """also plot them (data_stats.png if no file is given)"""
 
 
 _PREVIEW = Command(
-    name="data preview", usage=_USAGE, about="Show rows as the model sees them. Needs the model's tokenizer only.",
+    name="data preview", usage=_USAGE, about="Shows rows as the model sees them. Only needs the model's tokenizer.",
     epilog=_PREVIEW_EPILOG, options=PreviewOptions, takes_settings=True,
 )  # fmt: skip
 _STATS = Command(
-    name="data stats", usage=_USAGE, about="Count rows and tokens: lengths, dropped rows, packing, steps. Needs the "
-    "model's tokenizer only.", epilog=_STATS_EPILOG, options=StatsOptions, takes_settings=True,
+    name="data stats", usage=_USAGE, about="Counts rows and tokens: lengths, dropped rows, packing, steps. Only needs "
+    "the model's tokenizer.", epilog=_STATS_EPILOG, options=StatsOptions, takes_settings=True,
 )  # fmt: skip
 _HELP = """usage: megatune data preview | stats FILE.yaml [key=value ...]
 
@@ -111,7 +111,7 @@ def _preview(words: Sequence[str]) -> int:
     options = given.options
     if options.json_:
         unused = {"--ids": options.ids, "--no-color": options.no_color, "--width": options.width}
-        why, fix = "--json prints all ids, without colours", "leave it out"
+        why, fix = "--json prints all ids, without colors", "remove it"
         given.findings.extend(Finding("has no effect", flag, why, fix) for flag, used in unused.items() if used)
     settings = given.load().require_valid(rules=DATA_RULES)
     first = options.row or 1
@@ -125,7 +125,7 @@ def _preview(words: Sequence[str]) -> int:
     if options.json_:
         print("\n".join(json_lines(found, tokenizer)))
         if found.bad:
-            rest = "cannot be trained on; without --json they are listed"
+            rest = "are invalid; without --json they are listed"
             print(f"{len(found.bad):,} of the {found.read:,} rows read {rest}", file=sys.stderr)
     else:
         from rich.console import Console
@@ -139,11 +139,11 @@ def _preview(words: Sequence[str]) -> int:
 
 
 def _stats(words: Sequence[str]) -> int:
-    """Prepare all rows, print their statistics, and draw them where that is asked for."""
+    """Prepare all rows, print their statistics, and plot them with --plot."""
     given = _STATS.read(words)
     options = given.options
     if options.plot is not None and not options.plot.lower().endswith(".png"):
-        given.findings.append(Finding(f"--plot {options.plot}: images are PNG files", fix="--plot FILE.png"))
+        given.findings.append(Finding(f"--plot {options.plot}: plots are PNG files", fix="--plot FILE.png"))
     settings = given.load().require_valid(rules=DATA_RULES)
 
     from megatune.data.prepare import prepare
@@ -157,5 +157,5 @@ def _stats(words: Sequence[str]) -> int:
     if options.plot is not None:
         draw(statistics, Path(options.plot))
         if not options.json_:
-            print(f"picture      {options.plot}")
+            print(f"plot         {options.plot}")
     return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""`megatune demo-model`: a tiny random checkpoint with a real tokenizer, for trying and testing."""
+"""`megatune demo-model`: writes a tiny random checkpoint with a real tokenizer, for experiments and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DemoOptions(ModelSizes):
     output: Annotated[str | None, Flag("DIR")] = None
     """the folder to create"""
     seed: int = 0
-    """of the random weights"""
+    """seed of the random weights"""
     max_shard_size: Annotated[str, Flag("SIZE")] = "5GB"
     """split the weights into files of this size"""
     overwrite: bool = False
@@ -37,24 +37,24 @@ _REQUIRED = (("family", "--family qwen3"), ("output", "--output DIR"))
 COMMAND = Command(
     name="demo-model",
     usage="--family F --output DIR [--OPTION ...]",
-    about="Writes a random checkpoint of a published family, as a Hugging Face folder. Its tokenizer is trained on our "
+    about="Writes a random checkpoint of a published family as a Hugging Face folder. The tokenizer is trained on "
     "demo text and has the family's special tokens and chat template.",
     options=DemoOptions,
 )
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Create the checkpoint and print what it is.
+    """Create the checkpoint and print a summary.
 
     Raises:
-        MegatuneError: (SETTINGS) numbers that make no model; (CANNOT_WRITE) the folder.
+        MegatuneError: (SETTINGS) invalid sizes; (CANNOT_WRITE) the folder.
     """
     given = COMMAND.read(words)
     options = given.options
     missing = [(name, fix) for name, fix in _REQUIRED if getattr(options, name) is None]
     wrong = [Finding(f"{name} is missing", COMMAND.program, fix=fix) for name, fix in missing]
     if options.tie_word_embeddings and options.untied:
-        wrong.append(Finding("--tied and --untied contradict each other", COMMAND.program, fix="leave one of them out"))
+        wrong.append(Finding("--tied and --untied contradict each other", COMMAND.program, fix="remove one of them"))
     given.stop(wrong)
     from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
     from megatune.demo.family import demo_family

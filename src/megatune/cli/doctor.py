@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatune.config.load import Loaded
     from megatune.launch.world import World
 
-_ALONE = ("run.num_processes", "run.ddp_timeout")  # what has an effect without a settings file
+_STANDALONE = ("run.num_processes", "run.ddp_timeout")  # settings that have an effect without a settings file
 
 
 class DoctorOptions(Group):
@@ -27,11 +27,12 @@ class DoctorOptions(Group):
 COMMAND = Command(
     name="doctor",
     usage="[FILE.yaml] [key=value ...] [--json]",
-    about="Checks what a run needs of its machines, and says of each fault what it leads to and how to fix it: "
-    "versions, memory and limits, GPUs, disks, names and ports, variables; then starts the ranks, which measure "
-    "clocks, a shared output_dir, the speed of each rank and of each link. Ends with 0, or with 69 if a check fails.",
-    epilog="""With a settings file it checks that run's ranks, checkpoints, data workers and hub. On several machines,
-start it on each of them as you start the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
+    about="Checks whether machines are ready for a run, and reports the consequence and the fix of each problem: "
+    "versions, memory and limits, GPUs, disks, host names and ports, environment variables; then starts the ranks, "
+    "which measure clocks, a shared output_dir, and the speed of each rank and link. Exits with 0, or with 69 if a "
+    "check fails.",
+    epilog="""With a settings file it checks the ranks, checkpoints, data workers and hub of the run. On several machines,
+start it on each of them like the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
 torchrun --no-python ... megatune doctor FILE.yaml. num_processes=N starts N ranks.""",
     options=DoctorOptions,
     takes_settings=True,
@@ -39,13 +40,13 @@ torchrun --no-python ... megatune doctor FILE.yaml. num_processes=N starts N ran
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Check the machines and print what was found.
+    """Check the machines and print the results.
 
     Returns:
-        DONE, or UNAVAILABLE where a check failed.
+        DONE, or UNAVAILABLE if a check failed.
 
     Raises:
-        MegatuneError: SETTINGS, where ranks cannot be decided; UNAVAILABLE, where they do not meet.
+        MegatuneError: SETTINGS if the number of ranks cannot be decided; UNAVAILABLE if the rendezvous fails.
     """
     from megatune.doctor.check import as_json, has_failed, lines
     from megatune.doctor.run import check_joined, check_started, needs_of
@@ -66,11 +67,11 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def _without_part(loaded: Loaded) -> Iterator[Finding]:
-    """Yield settings that have no effect without the others of their run."""
+    """Yield findings for settings that have no effect without a settings file."""
     for path, entry in loaded.written.items():
-        if path not in _ALONE:
+        if path not in _STANDALONE:
             why = "without a settings file there is no run to check"
-            yield Finding(f"{entry.key} has no part here", entry.where, why, "name the file of the run first")
+            yield Finding(f"{entry.key} has no effect here", entry.where, why, "name the file of the run first")
 
 
 def _world(loaded: Loaded) -> World:

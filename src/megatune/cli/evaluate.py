@@ -1,4 +1,4 @@
-"""`megatune evaluate`: scores of a model, on data sets of one's own or on benchmarks of lm_eval."""
+"""`megatune evaluate`: scores a model on your own data sets or on benchmarks of lm_eval."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QuestionsOptions(RowOptions):
     """data sets."""
 
     dataset: Annotated[list[str], Flag("D ...")] = Field(default=[])
-    """answer and score these: names, files or ids as in training; NAME#N draws N rows"""
+    """answer and score these: names, files or ids as in training; NAME#N samples N rows"""
 
 
 class EvaluateOptions(WriterOptions, QuestionsOptions, TaskOptions):
@@ -57,7 +57,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Score a model, print a table and write JSON.
 
     Raises:
-        MegatuneError: as `infer`, and UNAVAILABLE where lm_eval is not installed, or the data of a task is not there.
+        MegatuneError: as for `infer`; UNAVAILABLE if lm_eval is not installed or the data of a task is missing.
     """
     from megatune.generation.inference_config import model_dir, resolve_config
     from megatune.generation.inputs import find_model
@@ -88,7 +88,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         found = {"dataset": options.dataset, "answers_file": str(path), **counts, "scores": scores}
         table = [("score", "value"), *((name, f"{value:.4f}") for name, value in scores.items())]
         if not scores:
-            print("nothing is scored: no row has an answer of its own", file=sys.stderr)
+            print("nothing is scored: no row has a reference answer", file=sys.stderr)
     print("\n".join(columns(table, left=range(len(table[0])))))
     _write(
         options.output, config.name, {"model": config.name, "adapters": [*map(str, config.adapted.adapters)], **found}
@@ -97,26 +97,25 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def _findings(given: ParsedArguments[EvaluateOptions]) -> Iterator[Finding]:
-    """Yield which options contradict others."""
+    """Yield findings for options that contradict each other."""
     options = given.options
     if bool(options.dataset) == bool(options.tasks):
-        what = "both are given" if options.tasks else "nothing is asked for"
+        what = "both are given" if options.tasks else "neither is given"
         yield Finding(what, "--dataset, --tasks", fix="--dataset FILE, or --tasks TASK")
         return
     groups: Sequence[type[Group]] = _OF_ANSWERS if options.tasks else (TaskOptions,)
-    why = "a task of lm_eval says how it is answered" if options.tasks else "--tasks names no benchmark"
+    why = "a task of lm_eval defines how it is answered" if options.tasks else "--tasks is not given"
     for name in dict.fromkeys(name for group in groups for name in group.model_fields):
         if given.origin(name) is not None and name != "max_batch_size":
-            yield Finding("has no effect", f"--{name}", why, "leave it out")
+            yield Finding("has no effect", f"--{name}", why, "remove it")
 
 
 def _write(output: str | None, model: str, found: Mapping[str, Any]) -> None:
     from megatune.training.storage.files import write_atomically, writing
 
-    own = Path(model)
-    folder = (own if own.is_dir() else Path("result") / own.name) / "evaluation"
+    folder = (Path(model) if Path(model).is_dir() else Path("result", Path(model).name)) / "evaluation"
     path = Path(output) if output else folder / f"{datetime.now():%Y%m%d-%H%M%S}.json"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(found, indent=2, ensure_ascii=False, default=str) + "\n")
-    print(f"the scores are in {path}", file=sys.stderr)
+    print(f"scores written to {path}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`megatune explain`: what a setting is, how it works, when to change it and what it costs; a file; a run."""
+"""`megatune explain`: explains a setting, all settings of a file, or the problems of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EPILOG = """    megatune explain recompute_granularity
     megatune explain recompute_granularity run.yaml        its cost in this file
     megatune explain cutoff_len --model Qwen3-30B-A3B --gpus 16 --gpu h100-80g
     megatune explain run.yaml learning_rate=1e-5           every setting of a file
-    megatune explain out/first                             what went wrong, or could be faster, in a run
+    megatune explain out/first                             why a run failed or was slow
     megatune explain --all --language zh                   every setting, in Markdown
 
-Costs are the planner's: another value of the setting against the one it has, for the model and machines named, or for
-Qwen3-8B on 8 × h100-80g. Without --language the environment's LANG decides.
+Costs are estimates of the planner: another value of the setting compared with the present one, for the given model and
+machines, or for Qwen3-8B on 8 × h100-80g. LANG sets the default of --language.
 
-exit codes: 0 explained, 64 an unknown setting, or a file that train would refuse (all is printed nevertheless), 66 an
+exit codes: 0 explained, 64 an unknown setting, or a file that train would refuse (everything is still printed), 66 an
 unknown model, device or file"""
 
 
@@ -36,7 +36,7 @@ class ExplainOptions(Group):
     all: bool = False
     """every setting, in Markdown"""
     language: Literal["en", "zh"] | None = None
-    """en or zh (as LANG says)"""
+    """en or zh (from LANG)"""
     model: Annotated[str | None, Flag("MODEL")] = None
     """a folder, config.json or well-known name to compute costs for"""
     gpus: Count | None = None
@@ -56,10 +56,10 @@ COMMAND = Command(
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Print the explanation asked for.
+    """Print the explanation.
 
     Raises:
-        MegatuneError: SETTINGS or INPUT, where what is asked for is not known.
+        MegatuneError: SETTINGS or INPUT if a key, file or run is unknown.
     """
     from megatune.launch.devices import count_gpus
     from megatune.plan.explain.settings import explain, settings_page
@@ -70,7 +70,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     given.stop()
     options = given.options
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has no Chinese shows question marks
+        sys.stdout.reconfigure(errors="replace")  # terminals without Chinese show question marks
     language = options.language or language_of(os.environ)
     if options.all:
         print(settings_page(language), end="")

@@ -1,4 +1,4 @@
-"""`megatune export`: merge adapters into their model, and convert to and from Megatron-Core's checkpoints."""
+"""`megatune export`: merges adapters into their model, and converts to and from Megatron-Core checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatune.config.options import ParsedArguments
 from megatune.errors import ExitCode
 from megatune.training.export import ExportOptions, checked, convert, merge
 
-_EPILOG = """Options are LLaMA-Factory's and Megatron-SWIFT's keys. From flags, or from a file with changes to it:
+_EPILOG = """Options are LLaMA-Factory's and Megatron-SWIFT's keys. From flags, or from a file with overrides:
 
     megatune export --model_name_or_path Qwen3-8B --adapter_name_or_path out/first --export_dir merged
     megatune export merge.yaml export_size=2
@@ -22,8 +22,8 @@ _EPILOG = """Options are LLaMA-Factory's and Megatron-SWIFT's keys. From flags, 
 COMMAND = Command(
     name="export",
     usage="FILE.yaml | MODEL [key=value ...] [--OPTION ...]",
-    about="Writes a model with adapters merged into it as a Hugging Face checkpoint, or a model in another format: a "
-    "Hugging Face checkpoint as Megatron-Core's torch_dist, or the other way round.",
+    about="Writes a model with merged adapters as a Hugging Face checkpoint, or converts a Hugging Face checkpoint to "
+    "Megatron-Core's torch_dist format or back.",
     epilog=_EPILOG,
     options=ExportOptions,
     system="export",
@@ -42,15 +42,15 @@ def write(given: ParsedArguments[Any]) -> int:
     """Merge adapters into a model, or convert it.
 
     Raises:
-        MegatuneError: (SETTINGS) every key that is unknown, wrong or refused; (INPUT) the model or an adapter is
-            missing or cannot be used; (CANNOT_WRITE) the folder; what a hub refuses the model with.
+        MegatuneError: (SETTINGS) every key that is unknown, invalid or unsupported; (INPUT) the model or an adapter
+            is missing or cannot be used; (CANNOT_WRITE) the folder; the hub's reason to refuse the model.
     """
     export = checked(given)
     for line in given.lines:
         print(line, file=sys.stderr)
     from megatune.generation.inputs import adapted_model
 
-    # A folder of an adapter given as the model is merged before the others.
+    # If the model is the folder of an adapter, that adapter is merged first.
     named = export.model_name_or_path or export.mcore_model or adapted_model(export.adapters[0]).base
     model = adapted_model(named, adapters=export.adapters)
     if not export.converts:
@@ -62,12 +62,12 @@ def write(given: ParsedArguments[Any]) -> int:
 
 
 def _compare(export: ExportOptions, source: Path, result: Path) -> int:
-    """Compare a layout that reads Megatron-Core's files with Transformers that reads those of Hugging Face."""
+    """Compare our model, loaded from Megatron-Core's files, with Transformers, loaded from Hugging Face's."""
     from megatune.cli.verify import verify
     from megatune.hub.megatron import is_torch_dist
 
     computed, reference = (result, source) if export.to_mcore else (source, result)
-    # What was rounded is compared as rounded.
+    # Rounded weights are compared in the rounded dtype.
     dtypes = {export.torch_dtype, export.test_convert_dtype}
     dtype = [f"--{short}" for short, name in (("bf16", "bfloat16"), ("fp16", "float16")) if name in dtypes][:1]
     words = [str(computed), *dtype, "--samples", "4"]

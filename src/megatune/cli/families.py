@@ -1,4 +1,4 @@
-"""`megatune families`: the model types that can be trained, and what proves that each is computed rightly."""
+"""`megatune families`: lists the supported model types, and the tests that compare each with Transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _EPILOG = """    megatune families
     megatune families gpt_oss                every layout that was compared
     megatune families --json
 
-In fp32, "logits" is the largest difference divided by the largest logit, "loss" is relative, and "gradients" is the
-relative L2 difference of the worst parameter: of all layouts the largest. docs/parity.md has every layout.
+The figures are fp32 differences of the worst layout: "logits" is the largest difference divided by the largest logit,
+"loss" is relative, "gradients" is the relative L2 difference of the worst parameter. docs/parity.md has every layout.
 
 exit codes: 0 listed, 66 an unknown model type"""
 
@@ -33,8 +33,8 @@ class FamiliesOptions(Group):
 COMMAND = Command(
     name="families",
     usage="[MODEL_TYPE ...] [--json]",
-    about="Lists the model types of config.json that are supported: the input and the checkpoints of each, and the "
-    "layouts in which tests compared it with Transformers. Without a model type it lists all.",
+    about="Lists the supported model types of config.json: the inputs and checkpoints of each, and the layouts in "
+    "which tests compared it with Transformers. Without a model type it lists all.",
     epilog=_EPILOG,
     options=FamiliesOptions,
     most_words=None,
@@ -42,10 +42,10 @@ COMMAND = Command(
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Print the families asked for.
+    """Print the requested families.
 
     Raises:
-        MegatuneError: INPUT, where a model type is not supported.
+        MegatuneError: INPUT if a model type is not supported.
     """
     from megatune.families import FAMILIES
     from megatune.families.evidence import evidence_of
@@ -73,9 +73,9 @@ def _overview(found: Sequence[Evidence]) -> Iterator[str]:
     head = ("model_type", "input", "torch_dist", "quantized", "layouts", "logits", "loss", "gradients", "bf16")
     yield from columns([head, *(_row(each) for each in found)], left=(0, 1, 2, 3))
     yield ""
-    yield f"{len(found)} model types. layouts: how many are compared with Transformers; figures: their worst in fp32."
-    yield "quantized: checkpoints that are read in 16 or 32 bits. A template is the tokenizer's own (null)"
-    yield "or one that docs/templates.md names. `megatune families MODEL_TYPE` lists the layouts, and modules for LoRA."
+    yield f"{len(found)} model types. layouts: number compared with Transformers; figures: the worst in fp32."
+    yield "quantized: checkpoint formats that are dequantized to 16 or 32 bits. template is null, the tokenizer's own,"
+    yield "or one in docs/templates.md. `megatune families MODEL_TYPE` lists the layouts and LoRA's modules."
 
 
 def _row(each: Evidence) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`megatune infer`: chat with a model, or let it answer a prompt, lines of input or data sets."""
+"""`megatune infer`: chats with a model, or answers a prompt, lines of input or data sets."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ class PromptOptions(Group):
     """prompt."""
 
     prompt: str | None = None
-    """what to answer"""
+    """the prompt to answer"""
     stream: bool | None = None
-    """print answers while they are written (on a terminal, except for data sets)"""
+    """print answers while they are generated (default on a terminal, except for data sets)"""
     raw: bool = False
-    """continue the prompt as it is, without the chat template"""
+    """continue the plain prompt, without the chat template"""
     image: Annotated[list[str], Flag("FILE", repeats=True)] = Field(default=[])
-    """show the model this image, where the prompt has <image>, else before its text; may be repeated"""
+    """an image for the model, at <image> in the prompt or before its text; may be repeated"""
     video: Annotated[list[str], Flag("FILE", repeats=True)] = Field(default=[])
-    """show the model this video, where the prompt has <video>, else before its text; may be repeated"""
+    """a video for the model, at <video> in the prompt or before its text; may be repeated"""
 
 
 class RowOptions(Group):
     """data sets."""
 
     dataset_dir: Annotated[str, Flag("DIR")] = "data"
-    """the folder of dataset_info.json, and of files that are not found from here"""
+    """the folder of dataset_info.json, and of files that are not in the working folder"""
     result_path: Annotated[str | None, Flag("FILE")] = None
-    """a new file for the answers (of data sets: MODEL/infer_result/TIMESTAMP.jsonl)"""
+    """a new file for the answers (for data sets: MODEL/infer_result/TIMESTAMP.jsonl)"""
     max_batch_size: Count = 1
     """rows that Transformers answers in one batch"""
     model_name: Annotated[list[str] | None, Flag("TEXT ...")] = None
-    """what {{name}} in the rows becomes; two texts: in Chinese rows, in others (from MODEL's run.yaml)"""
+    """replaces {{name}} in the rows; two texts: for Chinese and for other rows (from MODEL's run.yaml)"""
     model_author: Annotated[list[str] | None, Flag("TEXT ...")] = None
-    """what {{author}} in the rows becomes, likewise"""
+    """replaces {{author}} in the rows, likewise"""
 
 
 class DatasetOptions(RowOptions):
     """data sets."""
 
     val_dataset: Annotated[list[str], Flag("D ...")] = Field(default=[])
-    """answer these: names, files or ids as in training; NAME#N draws N rows"""
+    """answer these: names, files or ids as in training; NAME#N samples N rows"""
     metric: Literal["acc", "rouge"] | None = None
-    """acc: print the share of answers that equal the row's own; rouge: print ROUGE and BLEU, too"""
+    """acc: print the fraction of answers that equal the reference answer; rouge: also print ROUGE and BLEU"""
 
 
 class InferOptions(WriterOptions, DatasetOptions, PromptOptions):
@@ -62,8 +62,8 @@ class InferOptions(WriterOptions, DatasetOptions, PromptOptions):
 COMMAND = Command(
     name="infer",
     usage="MODEL | FILE.yaml [--OPTION ...]",
-    about="Answers --prompt or the rows of --val_dataset; without either, chats on a terminal, or answers each line of "
-    "its input. FILE.yaml has options, as LLaMA-Factory's files of `chat` do.",
+    about="Answers --prompt or the rows of --val_dataset; without either, chats on a terminal or answers each line of "
+    "its input. FILE.yaml has options, like LLaMA-Factory's files for `chat`.",
     options=InferOptions,
     system="write",
     most_words=1,
@@ -79,19 +79,19 @@ def answer(given: ParsedArguments[InferOptions]) -> int:
     """Load the model and answer.
 
     Raises:
-        MegatuneError: (SETTINGS) options; (INPUT) what the model or an adapter lacks, or a picture; (DATA) a picture
-            that cannot be read, or a prompt that is empty, too long or has not a tag for each picture; (UNAVAILABLE) a
-            backend that is not installed; what a hub refuses the model with.
+        MegatuneError: (SETTINGS) options; (INPUT) missing files of the model, an adapter, an image or a video; (DATA)
+            an image or video that cannot be read, or a prompt that is empty, too long or lacks a tag for one of them;
+            (UNAVAILABLE) a backend that is not installed; the hub's reason to refuse the model.
     """
     options = given.options
-    pictures = [(entry.key, entry.value.text or entry.value.data[0]) for entry in given.entries
-                if entry.key in ("image", "video")]  # fmt: skip
+    media = [(entry.key, entry.value.text or entry.value.data[0]) for entry in given.entries
+             if entry.key in ("image", "video")]  # fmt: skip
     from megatune.generation.inference_config import resolve_config
 
     if options.metric == "rouge":
         require_libraries("--metric rouge")
-    findings, has_rows = _findings(options, bool(pictures)), bool(options.val_dataset)
-    config = resolve_config(given, findings, pictures, accepts_media=has_rows)
+    findings, has_rows = _findings(options, bool(media)), bool(options.val_dataset)
+    config = resolve_config(given, findings, media, accepts_media=has_rows)
     with quick_imports():
         from megatune.generation import answering
 
@@ -106,9 +106,9 @@ def answer(given: ParsedArguments[InferOptions]) -> int:
 
 
 def _scores(answers: Sequence[Scored], metric: str) -> Iterator[str]:
-    """Yield the lines of what --metric asks for."""
+    """Yield a line for each score of --metric."""
     if not answers:
-        yield f"{metric}: no row has an answer of its own"
+        yield f"{metric}: no row has a reference answer"
         return
     scores = text_scores(answers)
     yield f"acc: {scores['exact_match']:.4f}"
@@ -116,20 +116,20 @@ def _scores(answers: Sequence[Scored], metric: str) -> Iterator[str]:
         yield from (f"{name}: {scores[name]:.4f}" for name in (*ROUGES, "bleu"))
 
 
-def _findings(options: InferOptions, has_pictures: bool) -> Iterator[Finding]:
-    """Yield which options of data sets contradict others."""
+def _findings(options: InferOptions, has_media: bool) -> Iterator[Finding]:
+    """Yield findings for options that contradict each other."""
     if options.val_dataset:
-        for flag, used in (("--prompt", options.prompt), ("--image, --video", has_pictures), ("--raw", options.raw)):
+        for flag, used in (("--prompt", options.prompt), ("--image, --video", has_media), ("--raw", options.raw)):
             if used:
-                why = "--val_dataset has the questions, which the chat template writes"
-                yield Finding("has no effect", flag, why, f"drop {flag} or --val_dataset")
+                why = "prompts come from --val_dataset and are rendered with the chat template"
+                yield Finding("has no effect", flag, why, f"remove {flag} or --val_dataset")
         if options.stream and options.max_batch_size > 1:
-            why = "rows are answered one by one where each is printed as it is written"
-            yield Finding("has no effect", "--max_batch_size", why, "drop it or --stream")
+            why = "with --stream rows are answered one by one"
+            yield Finding("has no effect", "--max_batch_size", why, "remove it or --stream")
     else:
         for flag, used in (("--max_batch_size", options.max_batch_size > 1), ("--metric", options.metric)):
             if used:
                 yield Finding("has no effect", flag, "there are no rows to answer", "add --val_dataset NAME")
     if options.stream and options.infer_backend == "vllm":
-        why = "vLLM gives whole answers here; `megatune serve` streams with it"
-        yield Finding("is not supported", "--stream", why, "leave it out")
+        why = "vLLM returns complete answers here; `megatune serve` streams with it"
+        yield Finding("is not supported", "--stream", why, "remove it")

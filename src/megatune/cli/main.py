@@ -1,4 +1,4 @@
-"""`megatune VERB ...`: finds the verb, runs it, and turns whatever goes wrong into a report and an exit code."""
+"""`megatune VERB ...`: runs a verb, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatune.launch.output import OutputLost, exit_when_output_lost
 from megatune.launch.torchrun import exit_on_stop_signals, is_first, report_once
 from megatune.progress import QUIET_VARIABLE
 
-_NOT_BUILT = {
+_UNSUPPORTED = {
     "ppo": "PPO is not supported; `megatune dpo` trains on pairs of answers, and `megatune rl` trains on rewards",
 }
 
@@ -31,18 +31,18 @@ exit codes: 0 done, 64 settings, 65 data, 66 input missing or refused, 69 a serv
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Never raise what a user did wrong.
+    """Run a command line and return its exit code; errors of the user are never raised.
 
     Args:
-        argv: the words after the program's name; None takes the process's own.
+        argv: the arguments after the program's name; None uses `sys.argv`.
     """
     if is_own := argv is None:
         argv = sys.argv[1:]
-        exit_when_output_lost()  # a verb whose work must not end with it says so (`divert_lost_output`)
+        exit_when_output_lost()  # unless a verb calls `divert_lost_output`
         exit_on_stop_signals()
     try:
         code = _run(list(argv))
-        sys.stdout.flush()  # here, where a lost output can still be answered
+        sys.stdout.flush()  # here, where OutputLost is still handled
         return code
     except MegatuneError as error:
         return report_once(report(error), error.exit_code, first=is_first())
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_at_once(code: ExitCode) -> NoReturn:
-    """End the process once its exit handlers have run, without freeing every module, which takes seconds with torch."""
+    """Run the exit handlers and end the process without freeing all modules, which takes seconds with torch."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -70,7 +70,7 @@ def _exit_at_once(code: ExitCode) -> NoReturn:
 
 
 def report(error: MegatuneError) -> str:
-    """Return all findings, a blank line between them, and their number where there are several."""
+    """Return all findings, separated by blank lines, and their number if there are several."""
     parts = [str(finding) for finding in error.findings]
     return "\n\n".join([*parts, f"{len(parts)} problems"] if len(parts) > 1 else parts)
 
@@ -86,7 +86,7 @@ def _run(words: list[str]) -> int:
     if verb not in VERBS:
         _refuse(verb)
     if verb in RUNS.split() and QUIET in words:
-        os.environ[QUIET_VARIABLE] = "1"  # for the processes that it starts, too
+        os.environ[QUIET_VARIABLE] = "1"  # also for child processes
         words = [word for word in words if word != QUIET]
     try:
         return int(import_module(f"megatune.cli.{VERBS[verb][0]}").run(verb, words[1:]))
@@ -102,33 +102,33 @@ def _page() -> str:
     for heading, names in GROUPS.items():
         group = parser.add_argument_group(heading)
         for verb in names.split():
-            # Two spaces, so that the verbs are where argparse has those of subparsers.
+            # Two spaces indent the verbs like argparse's subparsers.
             group.add_argument(verb, metavar=f"  {verb}", nargs="?", help=VERBS[verb][1])
     return parser.format_help()
 
 
 def _refuse(word: str) -> NoReturn:
-    """Say what a word could be in place of a verb."""
+    """Raise an error that says what to write instead of an unknown verb."""
     if word.startswith("-"):
         near = closest(word, ("--help", "--version"))
         fix = f"did you mean {near}?" if near else "`megatune --help` lists the verbs; flags follow the verb"
         finding = Finding(f"{word!r} is not known here", "megatune", fix=fix)
-    elif word in _NOT_BUILT:
+    elif word in _UNSUPPORTED:
         fix = "`megatune --help` lists what is supported"
-        finding = Finding("not supported", f"megatune {word}", _NOT_BUILT[word], fix)
+        finding = Finding("not supported", f"megatune {word}", _UNSUPPORTED[word], fix)
     else:
         from megatune.cli.command import unknown_verb
         from megatune.config.dialects.dialect import read_part
 
         foreign = read_part("llamafactory", "verbs")
         if word not in foreign:
-            raise unknown_verb(word, [*VERBS, *_NOT_BUILT], "megatune")
+            raise unknown_verb(word, [*VERBS, *_UNSUPPORTED], "megatune")
         finding = Finding(f"{word!r} is LLaMA-Factory's verb", "megatune", fix=foreign[word])
     raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 def _internal(error: Exception) -> str:
-    """Return what is said of an error that should not occur: one line, and where the rest is."""
+    """Return the message for an internal error: one line, and the file with the traceback."""
     text = without_secrets(traceback.format_exc())
     if os.environ.get("MEGATUNE_DEBUG", "0") not in ("", "0"):
         return text.rstrip()

@@ -1,4 +1,4 @@
-"""`megatune new`: asks for model, data, machine and goal, plans the run, writes its file and starts it."""
+"""`megatune new`: asks for model, data, machine and goal, plans the run, writes its file, and starts it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatune.progress import is_quiet, say
 if TYPE_CHECKING:
     from megatune.training.new_run import Answers, NewRun
 
-_EPILOG = """In a folder with a model and a file of rows, each question has an answer already, and Enter takes it:
+_EPILOG = """In a folder with a model and a file of rows, each question has a default, and Enter accepts it:
 
     megatune new
 
-Flags answer questions, and --yes takes the defaults of all others:
+Flags answer questions, and --yes accepts the defaults of all others:
 
     megatune new --model Qwen3-0.6B --data my.csv --yes
     megatune new --model Qwen/Qwen3-8B --data pairs.jsonl --goal dpo --gpus 8 --gpu h100-80g --yes
 
-goals: full trains all weights, lora adapters, dpo on pairs of answers, rl on rewards for the model's own responses;
-without one it is what the rows are made for, then full training where that fits, then LoRA."""
-_PREVIEWED = 2  # rows
+goals: full trains all weights, lora trains adapters, dpo trains on pairs of answers, rl on rewards for the model's
+responses. The default depends on the format of the rows, and is full training if that fits, or else LoRA."""
+_NUM_PREVIEWED = 2  # rows
 _YES = ("y", "yes")
 _OTHER_MACHINE = re.compile(r"(\d+)\s*[x×*]?\s*([\w-]+)")
 
@@ -40,28 +40,28 @@ class NewOptions(Group):
     """The options of `megatune new`."""
 
     model: Annotated[str | None, Flag("MODEL")] = None
-    """a folder with a Hugging Face model, or an id on a hub (the one in this folder)"""
+    """a folder with a Hugging Face model, or an id on a hub (the model in this folder)"""
     data: Annotated[str | None, Flag("DATA")] = None
-    """a file of rows, or what else dataset may name (the one in this folder)"""
+    """a file of rows, or another value of dataset (the file in this folder)"""
     goal: Literal["full", "lora", "dpo", "rl"] | None = None
-    """what to train (what data and memory allow)"""
+    """what to train (from data and memory)"""
     gpus: Count | None = None
-    """devices of the whole run (this machine's)"""
+    """GPUs of the whole run (this machine's)"""
     gpu: Annotated[str | None, Flag("KIND")] = None
-    """a device of the catalogue, where the run is for other machines, such as h100-80g"""
+    """a kind of GPU in the catalogue, for runs on other machines, such as h100-80g"""
     output: Annotated[str | None, Flag("FILE.yaml")] = None
     """the settings file to write (a new name in this folder)"""
     yes: bool = False
-    """ask nothing: take the defaults, and start the run if it is for this machine"""
+    """ask no questions: accept the defaults, and start the run if it is for this machine"""
     start: bool = True
-    """--no-start writes the file only"""
+    """--no-start only writes the file"""
 
 
 COMMAND = Command(
     name="new",
     usage="[--OPTION ...]",
-    about="Asks for model, data, machine and goal, searches the layout, shows the plan and the first rows, and "
-    "writes a settings file, which it can start.",
+    about="Asks for model, data, machine and goal, searches the layout, shows the plan and the first rows, writes a "
+    "settings file, and can start it.",
     epilog=_EPILOG,
     options=NewOptions,
 )
@@ -71,14 +71,14 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Ask, plan, write, and start.
 
     Raises:
-        MegatuneError: what is wrong with the flags or answers; SETTINGS, where there is no terminal to ask on.
+        MegatuneError: invalid flags or answers; SETTINGS if there is no terminal.
     """
     given = COMMAND.read(words)
     given.stop()
     options = given.options
     if not options.yes and not sys.stdin.isatty():
         command = shlex.join(["megatune", "new", *words, *_missing(options), "--yes"])
-        finding = Finding("there is no terminal to ask on", "", "the input is not one", command)
+        finding = Finding("questions need a terminal", "", "the input is not a terminal", command)
         raise MegatuneError(finding, ExitCode.SETTINGS)
 
     from megatune.training.new_run import draft, write_settings
@@ -101,7 +101,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def _missing(options: NewOptions) -> list[str]:
-    """Return flags to type where nothing in this folder could be meant."""
+    """Return the flags that have no default in this folder."""
     from megatune.training.new_run import find_data, find_models
 
     here = Path()
@@ -110,10 +110,10 @@ def _missing(options: NewOptions) -> list[str]:
 
 
 def _defaults(options: NewOptions) -> tuple[Answers, None]:
-    """Take what this folder offers.
+    """Use the model and the file in this folder.
 
     Raises:
-        MegatuneError: SETTINGS, where that is nothing, or several models or files.
+        MegatuneError: SETTINGS if there are none or several.
     """
     from megatune.training.new_run import Answers, find_data, find_models
 
@@ -124,17 +124,17 @@ def _defaults(options: NewOptions) -> tuple[Answers, None]:
     return Answers(model=str(model), data=str(data), **more), None
 
 
-def _only(said: str | None, find: Callable[[Path], list[str]], what: str) -> str | Finding:
-    """Return what was said, or the only one in this folder, or what is wrong."""
-    found = find(Path()) if said is None else [said]
+def _only(value: str | None, find: Callable[[Path], list[str]], what: str) -> str | Finding:
+    """Return the value, or the only candidate in this folder, or a finding."""
+    found = find(Path()) if value is None else [value]
     if len(found) == 1:
         return found[0]
-    some = f"several could be meant: {', '.join(found[:5])}" if found else "this folder has none"
-    return Finding(f"which {what}?", why=some, fix=f"--{what} {found[0] if found else what.upper()}")
+    why = f"this folder has several: {', '.join(found[:5])}" if found else "this folder has none"
+    return Finding(f"no {what} is given", why=why, fix=f"--{what} {found[0] if found else what.upper()}")
 
 
 def _ask(options: NewOptions) -> tuple[Answers, NewRun | None]:
-    """Ask what no flag says; the last question's default needs a plan, which is returned if it stays."""
+    """Ask for what no flag sets; the default goal needs a plan, which is returned if the goal is accepted."""
     from megatune.launch.devices import count_gpus
     from megatune.training.new_run import GOALS, Answers, draft, find_data, find_models
 
@@ -143,12 +143,12 @@ def _ask(options: NewOptions) -> tuple[Answers, NewRun | None]:
     gpus, gpu = options.gpus, options.gpu
     if gpus is None and gpu is None:
         here = f"this machine's {f'{count_gpus()} GPUs' if count_gpus() else 'CPU'}"
-        said = _answer(
-            "Machine: or a number and a kind of GPUs, such as 8 h100-80g",
+        machine = _answer(
+            "Machine: Enter, or number and kind of GPUs, such as 8 h100-80g",
             here,
             lambda text: text == here or _OTHER_MACHINE.fullmatch(text) is not None,
         )
-        if (other := _OTHER_MACHINE.fullmatch(said)) is not None:
+        if (other := _OTHER_MACHINE.fullmatch(machine)) is not None:
             gpus, gpu = int(other[1]), other[2]
     asked = Answers(model=model, data=data, goal=options.goal, gpus=gpus, gpu=gpu, output=options.output)
     found = draft(asked)
@@ -163,7 +163,7 @@ def _ask(options: NewOptions) -> tuple[Answers, NewRun | None]:
 def _first(find: Callable[[Path], list[str]]) -> str:
     found = find(Path())
     if len(found) > 1:
-        print(f"found here: {', '.join(found[:8])}")
+        print(f"found in this folder: {', '.join(found[:8])}")
     return next(iter(found), "")
 
 
@@ -172,10 +172,10 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _answer(question: str, default: str, fits: Callable[[str], bool]) -> str:
-    """Ask until an answer fits; Enter takes the default.
+    """Ask until an answer is valid; Enter accepts the default.
 
     Raises:
-        KeyboardInterrupt: the input ends.
+        KeyboardInterrupt: at the end of the input.
     """
     while True:
         try:
@@ -187,12 +187,12 @@ def _answer(question: str, default: str, fits: Callable[[str], bool]) -> str:
 
 
 def _show_rows(found: NewRun, data: str) -> None:
-    """Print the first rows as the model will see them; problems of reinforcement learning as their file has them."""
+    """Print the first rows as the model will see them, or RL problems as in their file."""
     print("\nThe first rows", flush=True)
     if found.verb == "rl":
         from megatune.data.readers import read_rows
 
-        for row in islice(read_rows(Path(data)), _PREVIEWED):
+        for row in islice(read_rows(Path(data)), _NUM_PREVIEWED):
             print(f"{row.where}: {row.fields}")
         return
     from rich.console import Console
@@ -202,7 +202,7 @@ def _show_rows(found: NewRun, data: str) -> None:
 
     settings = found.settings()
     tokenizer, vision = load_model_input(settings)
-    preview = read_preview(settings, tokenizer, vision, wanted=range(1, 1 + _PREVIEWED))
+    preview = read_preview(settings, tokenizer, vision, wanted=range(1, 1 + _NUM_PREVIEWED))
     show_preview(preview, tokenizer, Console(), ids=False, wraps=False)
 
 

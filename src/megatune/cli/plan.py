@@ -1,4 +1,4 @@
-"""`megatune plan`: whether a run fits and how fast it is, and which layout is best, before anything is launched."""
+"""`megatune plan`: estimates whether a run fits, how fast it is, and which layout is best, without starting it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _EPILOG = """A settings file is planned as it is, then better layouts are search
     megatune plan run.yaml
     megatune plan run.yaml --gpu h100-80g --gpus 16 recompute_granularity=full
 
-A model's folder, config.json or name is searched for its best layout:
+For a model's folder, config.json or name, the best layout is searched:
 
     megatune plan Qwen3-30B-A3B --gpus 32 --gpu h100-80g
     megatune plan ./my-model --gpus 8 --gpu a100-80g --seq 4096 --global_batch 64 --output best.yaml
 
-Several kinds of GPUs are compared by the time and the price of a run, by prices of a GPU for an hour:
+Several kinds of GPUs are compared by the time and cost of a run, with prices per GPU and hour:
 
     megatune plan run.yaml --gpus 8 --gpu h100-80g,a100-80g --price h100-80g=2.5 a100-80g=1.3
     megatune plan Qwen3-30B-A3B --gpus 8 --gpu any --dataset_tokens 40M --trainable lora
 
-ROLL's file of reinforcement learning is planned role by role: what shares a device, and the seconds of each phase.
+For ROLL's RL files, memory of roles that share devices and the time of each phase are planned:
 
     megatune plan rlvr.yaml --gpu h100-80g --response_tokens 1500
 
-Settings are those of train, as key=value or --key value; a layout, batch or recomputation among them is planned as it
-is, as in a file. Keys of LoRA can be planned, too: lora_rank, lora_target. Without --gpu the plan is for this machine.
+Settings are those of train, as key=value or --key value; layout, batch and recomputation settings are planned as given,
+as in a file. LoRA's keys can also be given: lora_rank, lora_target. Without --gpu the plan is for this machine.
 
-exit codes: 0 it fits, 64 settings or an invalid layout, 66 an unknown model, device or file, 71 what is planned does
-not fit (all is printed nevertheless), 73 cannot write"""
+exit codes: 0 it fits, 64 settings or an invalid layout, 66 an unknown model, device or file, 71 the run does not fit
+(everything is still printed), 73 cannot write"""
 
 
 COMMAND = Command(
     name="plan",
     usage="FILE.yaml|MODEL [key=value ...] [--gpu KIND] [--gpus N] [--OPTION ...]",
-    about="Says whether a run fits, how fast it will be and which layout is best, from the numbers of the model and "
-    "the machines alone. Nothing is started, and no GPU is needed.",
+    about="Estimates whether a run fits in memory, how fast it will be and which layout is best, from the sizes of the "
+    "model and the machines. Nothing is started, and no GPU is needed.",
     epilog=_EPILOG,
     options=PlanOptions,
     takes_settings=True,
@@ -59,7 +59,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: SETTINGS, INPUT or CANNOT_WRITE, with everything that is wrong.
     """
-    with without_collector():  # the process ends with its answer
+    with without_collector():  # the process ends after the answer
         return _run(words)
 
 
@@ -116,12 +116,12 @@ def _compare(given: ParsedArguments[PlanOptions], kinds: Sequence[str]) -> int:
     from megatune.plan.read_question import PlannedRows, QuestionReader
     from megatune.training.planning import data_rows, this_machine
 
-    options, why = given.options, "it is of one kind of GPU"
+    options, why = given.options, "it is for one kind of GPU"
     for name in ("output", "figures", "launch", "calibration"):
         if given.origin(name) is not None:
-            given.findings.append(Finding(f"--{name} with several kinds", "", why, "plan the kind that you choose"))
+            given.findings.append(Finding(f"--{name} with several kinds", "", why, "plan only one kind"))
     prices = prices_of(options.price, kinds, options.devices)
-    rows: list[PlannedRows] = []  # read once: the kind of GPU changes nothing about them
+    rows: list[PlannedRows] = []  # read once, as they do not depend on the kind of GPU
 
     def rows_of(settings: Settings, model: PlannedModel) -> PlannedRows:
         rows[:] = rows or [data_rows(settings, model)]
@@ -140,7 +140,7 @@ def _compare(given: ParsedArguments[PlanOptions], kinds: Sequence[str]) -> int:
 
 
 def _rl_file(words: Sequence[str]) -> str | None:
-    """Return the file among the words that describes reinforcement learning."""
+    """Return the RL file among the arguments; None if there is none."""
     files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     if not files:
         return None
@@ -150,7 +150,7 @@ def _rl_file(words: Sequence[str]) -> str | None:
 
 
 def _plan_rl(file: str, given: ParsedArguments[PlanOptions]) -> int:
-    """Plan a file of reinforcement learning and print."""
+    """Plan an RL file and print the plan."""
     from megatune.launch.devices import count_gpus
     from megatune.plan.rl.answer import plan_rl
     from megatune.plan.rl.question import RLQuestionReader

@@ -1,4 +1,4 @@
-"""`megatune report`: one run, or several side by side, as one file that a browser shows without a server."""
+"""`megatune report`: writes an HTML file that shows one run, or compares several."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ReportOptions(Group):
 COMMAND = Command(
     name="report",
     usage="RUN ... [-o FILE.html]",
-    about="Writes one HTML file of runs, named by their output_dir: curves, settings and where they differ, plan and "
-    "measurement, checkpoints, the ends of logs, samples. It needs no server and no network.",
+    about="Writes one HTML file about runs, given by their output_dir: curves, settings and their differences, plan "
+    "and measurements, checkpoints, the ends of logs, samples. It needs no server and no network.",
     options=ReportOptions,
     most_words=None,
 )
@@ -37,7 +37,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     given = COMMAND.read(["--output" if word == "-o" else word for word in words])
     if not given.words:
-        given.findings.append(Finding("no run is named", COMMAND.program, fix=f"{COMMAND.program} {COMMAND.usage}"))
+        given.findings.append(Finding("no run is given", COMMAND.program, fix=f"{COMMAND.program} {COMMAND.usage}"))
     path = Path(given.options.output)
     if path.suffix.lower() not in (".html", ".htm"):
         given.findings.append(Finding(f"{path} is not an HTML file", "--output", fix="-o report.html"))

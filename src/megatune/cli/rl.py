@@ -1,4 +1,4 @@
-"""`megatune rl FILE.yaml`: reinforcement learning with verifiable rewards, from ROLL's files."""
+"""`megatune rl FILE.yaml`: runs reinforcement learning with verifiable rewards, from ROLL's files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatune.errors import Finding
 if TYPE_CHECKING:
     from megatune.config.dialects.roll import ReadRL
 
-_EPILOG = """A file has ROLL's keys, and runs here as it is. From a file, with changes to it:
+_EPILOG = """Files have ROLL's keys; ROLL's files run unchanged. From a file, with overrides:
 
     megatune rl rlvr.yaml max_steps=100 actor_train.training_args.learning_rate=2e-6
     megatune rl --config_path examples/qwen3-8B-rlvr_megatron --config_name rlvr_config
     megatune rl rlvr.yaml --evaluate out/checkpoint-100
 
-A device is a GPU, or on a machine without any a process of the CPU, so that a file for many GPUs can be tried small:
+A device is a GPU, or a CPU process on a machine without GPUs, so a file for many GPUs can be tested at a small scale:
 
     megatune rl rlvr.yaml "actor_train.device_mapping=list(range(0,2))" "actor_infer.device_mapping=[0]" \\
         actor_infer.strategy_args.strategy_name=builtin
 
-docs/rl.md begins with a whole file, docs/rl-settings.md has every key, docs/migrate-from-roll.md what differs."""
+docs/rl.md starts with a complete file, docs/rl-settings.md has all keys, docs/migrate-from-roll.md all differences."""
 
 
 class RLOptions(Group):
@@ -34,15 +34,15 @@ class RLOptions(Group):
     config_path: Annotated[str, Flag("DIR")] = "."
     """the folder of --config_name"""
     config_name: Annotated[str | None, Flag("NAME")] = None
-    """the settings file in --config_path, as ROLL's launcher names it"""
+    """the settings file in --config_path, as for ROLL's launcher"""
     evaluate: Annotated[str | None, Flag("MODEL")] = None
-    """train nothing: answer the problems of validation with this model, a folder or an id, and score the answers"""
+    """do not train: sample and score responses to the validation problems with this model, a folder or an id"""
 
 
 COMMAND = Command(
     name="rl",
     usage="FILE.yaml [key=value ...]",
-    about="Trains a model on rewards for its own responses, as a YAML file with ROLL's keys says.",
+    about="Trains a model with rewards for its own responses, from a YAML file with ROLL's keys.",
     epilog=_EPILOG,
     options=RLOptions,
     most_words=None,
@@ -51,10 +51,10 @@ COMMAND = Command(
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Read the file, check everything that can be known before Ray starts, and run it.
+    """Read the file, check everything that can be checked before Ray starts, and run it.
 
     Raises:
-        MegatuneError: whatever is wrong, all of it.
+        MegatuneError: everything that is wrong.
     """
     given = COMMAND.read(words)
     source, overrides = _split(given)
@@ -69,10 +69,10 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def begin(read: ReadRL, system: str) -> int:
-    """Run what was read, after the lines that its user is told.
+    """Print the notes, and run the file.
 
     Args:
-        system: whose words were read, before each line.
+        system: the system whose file was read, which prefixes each note.
     """
     settings = read.require_valid()
     from megatune.config.dialects.roll import run_yaml
@@ -89,10 +89,10 @@ def begin(read: ReadRL, system: str) -> int:
 
 
 def _split(given: ParsedArguments[RLOptions]) -> tuple[str, list[str]]:
-    """Return the file and the `key=value` words of a command line, which may name the file as ROLL's launcher does.
+    """Return the file, which may be given as for ROLL's launcher, and the `key=value` overrides.
 
     Raises:
-        MegatuneError: SETTINGS, where there is no file, or something else.
+        MegatuneError: SETTINGS if there is not exactly one file.
     """
     overrides = [word for word in given.words if "=" in word or word.startswith("~")]
     sources = [word for word in given.words if word not in overrides]

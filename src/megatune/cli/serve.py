@@ -1,4 +1,4 @@
-"""`megatune serve`: a model behind OpenAI's interface, for trying it right after training."""
+"""`megatune serve`: serves a model with the OpenAI API, to test it right after training."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class EndpointOptions(Group):
     host: Annotated[str, Flag("NAME")] = "127.0.0.1"
     """the address to listen on"""
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
-    """its port; 0 takes a free one"""
+    """the port; 0 chooses a free one"""
     api_key: Annotated[str | None, Flag("KEY")] = None
-    """what clients must know; better in MEGATUNE_API_KEY, which other users of the machine do not see"""
+    """key that clients must send; better set in MEGATUNE_API_KEY, which other users of the machine cannot see"""
     served_model_name: Annotated[str | None, Flag("NAME")] = None
-    """what clients call the model (its folder's name)"""
+    """name of the model for clients (its folder's name)"""
     cors_origins: Annotated[list[str], Flag("URL ...")] = Field(default=[])
-    """web pages of these origins may ask"""
+    """origins of web pages that may send requests"""
     max_waiting: Annotated[int, Field(ge=0)] = 16
-    """requests that wait; more get 503"""
+    """maximum number of waiting requests; further ones get 503"""
     request_timeout: Annotated[Positive, Flag("SECONDS")] = 600.0
-    """for a request, its waiting and its answer"""
+    """limit for a request, including waiting and answering"""
     max_body_mib: Annotated[Positive, Flag("MIB")] = 16.0
-    """size of a request at most"""
+    """maximum size of a request"""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug", "trace"], Flag("LEVEL")] = "warning"
-    """of uvicorn: critical, error, warning, info, debug or trace"""
+    """log level of uvicorn: critical, error, warning, info, debug or trace"""
 
 
 class ServeOptions(WriterOptions, EndpointOptions):
@@ -56,8 +56,8 @@ class ServeOptions(WriterOptions, EndpointOptions):
 COMMAND = Command(
     name="serve",
     usage="MODEL | FILE.yaml [--OPTION ...]",
-    about="Serves chat completions and completions over HTTP with OpenAI's API until it is stopped. Needs pip install "
-    "'megatune[serve]'. FILE.yaml has options, as LLaMA-Factory's files of `api` do.",
+    about="Serves chat completions and completions over HTTP with the OpenAI API until it is stopped. Needs pip "
+    "install 'megatune[serve]'. FILE.yaml has options, like LLaMA-Factory's files for `api`.",
     options=ServeOptions,
     system="write",
     most_words=1,
@@ -73,13 +73,13 @@ def serve(given: ParsedArguments[ServeOptions]) -> int:
     """Serve a model until SIGINT or SIGTERM.
 
     Raises:
-        MegatuneError: (SETTINGS) options; (INPUT) what the model or an adapter lacks; (UNAVAILABLE) the address is
-            taken, or what is needed is not installed.
+        MegatuneError: (SETTINGS) options; (INPUT) missing files of the model or an adapter; (UNAVAILABLE) the address
+            is in use, or a package is not installed.
     """
     options = given.options
     key = os.environ.get(_KEY) if options.api_key is None else options.api_key
     given.stop(_findings(options, key))
-    require(("starlette", "uvicorn"), COMMAND.program, "the endpoint runs on it", "pip install 'megatune[serve]'")
+    require(("starlette", "uvicorn"), COMMAND.program, "the endpoint needs it", "pip install 'megatune[serve]'")
     from megatune.generation.endpoint.server import listening_socket
     from megatune.generation.inference_config import resolve_config
 
@@ -107,7 +107,7 @@ def _serve(options: ServeOptions, config: InferenceConfig, key: str | None, take
     address = f"http://{host}:{taken.getsockname()[1]}/v1"
 
     def say() -> None:
-        print(f"{name} is at {address}; Ctrl-C ends", file=sys.stderr, flush=True)
+        print(f"{name} is served at {address}; Ctrl-C stops it", file=sys.stderr, flush=True)
 
     Server(app.asgi(options.cors_origins), streams, options.log_level, say).serve_on(taken)
 
@@ -115,4 +115,4 @@ def _serve(options: ServeOptions, config: InferenceConfig, key: str | None, take
 def _findings(options: ServeOptions, key: str | None) -> Iterator[Finding]:
     if key is not None and not key.strip():
         where = _KEY if options.api_key is None else "--api_key"
-        yield Finding("is empty", where, "everyone would know it", "give a key, or leave it out")
+        yield Finding("is empty", where, "", "set a key, or remove it")

@@ -1,4 +1,4 @@
-"""`megatune shims`: programs called megatron and swift, for command lines that call them."""
+"""`megatune shims`: writes programs named megatron and swift, which call `megatune megatron` and `megatune swift`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _PROGRAMS = ("megatron", "swift")
-_OURS = "# Written by `megatune shims`; `megatune shims --remove` takes it away."
+_MARKER = "# Written by `megatune shims`; `megatune shims --remove` removes it."
 
 
 class ShimOptions(Group):
     """The options of `megatune shims`."""
 
     remove: bool = False
-    """remove the programs again"""
+    """remove the programs"""
 
 
 COMMAND = Command(
     name="shims",
     usage="[DIR] [--remove]",
-    about="Writes two programs, megatron and swift, that call `megatune megatron` and `megatune swift`: scripts of "
-    "Megatron-SWIFT then run as they are. DIR is the folder to write them to, by default that of the Python that runs "
-    "this. Other programs of these names are left alone.",
+    about="Writes two programs, megatron and swift, that call `megatune megatron` and `megatune swift`, so that "
+    "scripts for Megatron-SWIFT run unchanged. DIR is the folder to write to, by default that of this Python. Other programs "
+    "with these names are never replaced.",
     options=ShimOptions,
     most_words=1,
 )
@@ -38,7 +38,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Write, or remove, the two programs.
 
     Raises:
-        MegatuneError: (CANNOT_WRITE) one of them is another program's, or the folder cannot be written.
+        MegatuneError: (CANNOT_WRITE) a file belongs to another program, or the folder cannot be written.
     """
     given = COMMAND.read(words)
     given.stop()
@@ -47,9 +47,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     foreign = [path for path in paths if (path.exists() or path.is_symlink()) and not _is_ours(path)]
     if foreign and not remove:
         findings = [
-            Finding(
-                f"{path} is another program's", why="it is not replaced", fix="name another folder, before it in PATH"
-            )
+            Finding(f"{path} is another program", why="it is not replaced", fix="name another folder, earlier in PATH")
             for path in foreign
         ]
         raise MegatuneError(findings, ExitCode.CANNOT_WRITE)
@@ -63,7 +61,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return _OURS.encode() in path.read_bytes()[:500]
+        return _MARKER.encode() in path.read_bytes()[:500]
     except OSError:
         return False
 
@@ -72,7 +70,7 @@ def _write(paths: list[Path]) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         call = f'exec {shlex.quote(sys.executable)} -m megatune {path.name} "$@"'
-        path.write_text(f"#!/bin/sh\n{_OURS}\n{call}\n", encoding="utf-8")
+        path.write_text(f"#!/bin/sh\n{_MARKER}\n{call}\n", encoding="utf-8")
         path.chmod(0o755)
         print(f"{path}: calls `megatune {path.name}`")
     if str(paths[0].parent.resolve()) not in map(os.path.realpath, os.environ.get("PATH", "").split(os.pathsep)):
@@ -85,4 +83,4 @@ def _remove(paths: list[Path]) -> None:
             path.unlink()
             print(f"{path}: removed")
         else:
-            print(f"{path}: {'another program, left alone' if path.exists() else 'not there'}")
+            print(f"{path}: {'another program, not removed' if path.exists() else 'does not exist'}")

@@ -1,4 +1,4 @@
-"""`megatune sweep FILE --set KEY=VALUES`: a run for each combination of values, and which is best."""
+"""`megatune sweep FILE --set KEY=VALUES`: runs a trial for each combination of values, and compares them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from megatune.config.options import Flag
 from megatune.config.setting import Count, Group
 from megatune.errors import ExitCode, Finding
 
-_EPILOG = """A grid, one run after another, and a search:
+_EPILOG = """A grid of sequential runs, and a search:
 
     megatune sweep run.yaml --set learning_rate=1e-5,3e-5 --set lora_rank=8,32
     megatune sweep run.yaml --set learning_rate=1e-5..1e-3:log --search tpe --trials 20 --parallel 4
 
 The settings of all trials are checked before the first one starts. The same command continues a sweep: finished
-trials stay, a stopped one resumes. Each trial is a run of its own in a folder below --output."""
+trials are kept, and a stopped one resumes. Each trial is a run in its own folder in --output."""
 
 
 class SweepOptions(Group):
     """The options of `megatune sweep`."""
 
     set: Annotated[list[str], Flag("KEY=VALUES", repeats=True)] = Field(default=[])
-    """values of a setting, separated by commas, or a range LOW..HIGH for a search, with :log by its logarithm"""
+    """values of a setting, separated by commas, or for a search a range LOW..HIGH, on a log scale with :log"""
     search: Literal["grid", "tpe"] = "grid"
-    """every combination, or what Optuna's sampler proposes after what it has seen"""
+    """every combination, or proposals of Optuna's TPE sampler"""
     trials: Count | None = None
-    """runs of a search (20)"""
+    """number of runs of a search (20)"""
     parallel: Count = 1
-    """runs at a time; the GPUs of this machine are shared out among them"""
+    """concurrent runs, among which this machine's GPUs are divided"""
     output: Annotated[str, Flag("DIR")] = "out/sweep"
-    """folder of the trials"""
+    """the folder of the trials"""
     metric: Annotated[str | None, Flag("NAME")] = None
-    """what is compared, of metrics.jsonl: its last value (eval_loss, or loss where nothing is evaluated)"""
+    """metric in metrics.jsonl whose last value is compared (eval_loss, or loss without evaluation)"""
     maximize: bool = False
-    """more of it is better"""
+    """higher is better"""
 
 
 COMMAND = Command(
     name="sweep",
     usage="FILE.yaml [key=value ...] --set KEY=VALUE,VALUE [--OPTION ...]",
-    about="Trains a file with several values of settings, and compares the runs.",
+    about="Runs a file with several values of settings, and compares the runs.",
     epilog=_EPILOG,
     options=SweepOptions,
     takes_settings=True,
@@ -68,13 +68,13 @@ def run(verb: str, words: Sequence[str]) -> int:
 
     space = read_space(options.set, given.findings, ranges=searches)
     if settings.source is None or not options.set:
-        given.findings.append(Finding("a file and what to vary are needed", "megatune sweep", fix=COMMAND.usage))
+        given.findings.append(Finding("a file and --set are needed", "megatune sweep", fix=COMMAND.usage))
     if settings.flags:
         given.findings.append(Finding(f"{settings.flags[0]} is not known here", fix="write settings as key=value"))
     if searches and importlib.util.find_spec("optuna") is None:
         given.findings.append(Finding("Optuna is not installed", "--search tpe", fix="pip install megatune[sweep]"))
     if options.trials is not None and not searches:
-        given.findings.append(Finding("has no effect on a grid", "--trials", fix="add --search tpe"))
+        given.findings.append(Finding("has no effect with a grid", "--trials", fix="add --search tpe"))
     if 0 < (gpus := count_gpus()) < options.parallel:
         given.findings.append(Finding(f"this machine has {gpus} GPUs", "--parallel", fix=f"--parallel {gpus}"))
     given.stop()

@@ -1,4 +1,4 @@
-"""`megatune megatron ...` and `megatune swift ...`: command lines of Megatron-SWIFT and ms-swift."""
+"""`megatune megatron ...` and `megatune swift ...`: run command lines of Megatron-SWIFT and ms-swift."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _TRAINING = ("sft", "pt", "rlhf")
 _VERBS = {"megatron": (*_TRAINING, "export"), "swift": ("export", "infer", "deploy", "merge-lora")}
 _EPILOG = {
-    "megatron": """verbs: sft, pt, rlhf and export, with Megatron-SWIFT's flags of versions 3 and 4, or a file of them:
+    "megatron": """verbs: sft, pt, rlhf and export, with flags of Megatron-SWIFT 3 and 4, or a file of flags:
 
     NPROC_PER_NODE=2 megatune megatron sft --model Qwen3-0.6B --dataset my.jsonl --train_iters 100 --save out
     megatune megatron rlhf run.yaml --lr 5e-7
 
-Each flag that has another name here, or changes nothing, is said before training; run.yaml in the output folder has
-all settings, for `megatune train`. NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say which processes
-there are; without them there is one. docs/migrate-from-megatron-swift.md has what differs.""",
+Flags that have another name here, or no effect, are printed before training; run.yaml in the output folder has all
+settings, for `megatune train`. NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT define the processes;
+without them there is one. docs/migrate-from-megatron-swift.md lists the differences.""",
     "swift": """verbs: export, merge-lora, infer and deploy, with ms-swift's flags:
 
     megatune swift infer --model out --stream true --temperature 0 --max_new_tokens 2048
     megatune swift export --model Qwen3-0.6B --adapters out --merge_lora true --output_dir merged
 
-Training with `swift sft` there is training with Transformers; here it is `megatune megatron sft`.""",
+ms-swift's `swift sft` trains with Transformers; use `megatune megatron sft` here.""",
 }
 
 
@@ -45,10 +45,10 @@ _ABOUT = {
     "megatron": "Train and export with Megatron-SWIFT's command lines.",
     "swift": "Export, infer and deploy with ms-swift's command lines.",
 }
-# What ms-swift does where nothing is said, in words of `megatune infer`.
+# ms-swift's defaults, as options of `megatune infer`.
 _DEFAULTS = {
-    "temperature": ("model", "as generation_config.json says"),
-    "max_new_tokens": ("1000000000", "as many as the model's context holds"),
+    "temperature": ("model", "the value in generation_config.json"),
+    "max_new_tokens": ("1000000000", "up to the model's context"),
 }
 
 
@@ -56,9 +56,9 @@ class HubOptions(Group):
     """hubs."""
 
     use_hf: bool | None = None
-    """true: names are those of Hugging Face; false: of ModelScope"""
+    """true: ids are those of Hugging Face; false: of ModelScope"""
     hub_token: str | None = None
-    """a token of the hub"""
+    """access token of the hub"""
     ENV: dict[str, Any] | None = None
     """environment variables, in a file of flags"""
 
@@ -79,7 +79,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Run one verb of a program of ms-swift.
 
     Raises:
-        MegatuneError: whatever is wrong, all of it, before any process starts.
+        MegatuneError: everything that is wrong, before any process starts.
     """
     first, *rest = words or ["--help"]
     first = first.replace("_", "-")
@@ -89,20 +89,20 @@ def run(verb: str, words: Sequence[str]) -> int:
         raise Help(Command(name=verb, usage=usage, about=about, epilog=epilog, options=NoOptions).help())
     if first not in _VERBS[verb]:
         raise _no_verb(verb, first)
-    return _train(first, rest) if first in _TRAINING else _hand_over(verb, first, rest)
+    return _train(first, rest) if first in _TRAINING else _delegate(verb, first, rest)
 
 
 def _no_verb(program: str, verb: str) -> MegatuneError:
     place = f"megatune {program}"
     if program == "swift" and verb in _TRAINING:
-        why = f"`swift {verb}` trains with Transformers; Megatron-Core trains here, with the flags of `megatron {verb}`"
+        why = f"`swift {verb}` trains with Transformers, and megatune with Megatron-Core, as `megatron {verb}` does"
         finding = Finding(f"{verb} is not supported", place, why, f"`megatune megatron {verb}`")
         return MegatuneError(finding, ExitCode.SETTINGS)
     return unknown_verb(verb, _VERBS[program], place)
 
 
 def _train(verb: str, words: Sequence[str]) -> int:
-    """Read a command line, once to find the model, and again with what its config.json decides; then start."""
+    """Read a command line, first to find the model, then again with its config.json; then start."""
     from megatune.config.dialects.swift import swift_lines
     from megatune.config.dialects.swift_meaning import SAMPLED
     from megatune.launch.devices import count_gpus
@@ -115,7 +115,7 @@ def _train(verb: str, words: Sequence[str]) -> int:
 
 
 def _reinforce(found: SwiftRun) -> int:
-    """Run `rlhf --rlhf_type grpo` or `gkd` as `megatune rl` would run a file that says the same."""
+    """Run `rlhf --rlhf_type grpo` or `gkd` like `megatune rl` runs a file."""
     from megatune.config.dialects.roll import read_keys
     from megatune.config.dialects.swift import swift_lines
     from megatune.config.dialects.swift_rl import rollout_keys
@@ -132,11 +132,11 @@ def _reinforce(found: SwiftRun) -> int:
 
 @contextlib.contextmanager
 def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: int | None = None) -> Iterator[SwiftRun]:
-    """Read a command line that trains, with what the model's config.json decides, and yield it in its environment.
+    """Read a training command line with the model's config.json, and yield it with its environment variables set.
 
     Args:
-        on_cpu: whether the machine that it is for has no GPU.
-        processes: of the run, where no variable says it.
+        on_cpu: whether the target machine has no GPU.
+        processes: number of processes, if no variable sets it.
 
     Raises:
         MegatuneError: there is no such verb.
@@ -146,14 +146,14 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
     if verb not in _TRAINING:
         raise _no_verb("megatron", verb)
     env = {**({"NPROC_PER_NODE": f"{processes}"} if processes else {}), **os.environ}
-    asked = read_swift(verb, words, env=env)
-    with environment(asked.command.variables):
-        config = _config(asked.loaded.settings)
+    first = read_swift(verb, words, env=env)
+    with environment(first.command.variables):
+        config = _config(first.loaded.settings)
         yield read_swift(verb, words, env=env | os.environ, config=config, on_cpu=on_cpu)
 
 
-# Our verb behind each of ms-swift's, its options there, and what runs it.
-_HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[ParsedArguments[Any]], int]]] = {
+# ms-swift's verbs: our verb, its options, and the function that runs it.
+_DELEGATES: dict[str, tuple[Command[Any], type[Group], Callable[[ParsedArguments[Any]], int]]] = {
     "export": (export.COMMAND, ExportOptions, export.write),
     "merge-lora": (export.COMMAND, ExportOptions, export.write),
     "infer": (infer.COMMAND, InferOptions, infer.answer),
@@ -161,8 +161,8 @@ _HANDED: dict[str, tuple[Command[Any], type[Group], Callable[[ParsedArguments[An
 }
 
 
-def _hand_over(program: str, verb: str, words: Sequence[str]) -> int:
-    """Run our verb with the same flags, and with the variables that its command line asks for."""
+def _delegate(program: str, verb: str, words: Sequence[str]) -> int:
+    """Run our verb with the same flags, and with the environment variables that its command line sets."""
     command = command_of(program, verb)
     defaults = {} if command.abbreviates else _DEFAULTS
     words = [*words, "--merge_lora", "true"] if verb == "merge-lora" else words
@@ -171,17 +171,17 @@ def _hand_over(program: str, verb: str, words: Sequence[str]) -> int:
         if given.origin(name) == "default":
             print(f"swift      --{name} {value}  ms-swift's default: {why}", file=sys.stderr, flush=True)
     with environment(variables_of(given, os.environ)):
-        return _HANDED[verb][2](given)
+        return _DELEGATES[verb][2](given)
 
 
 def command_of(program: str, verb: str) -> Command[Any]:
-    """Return one of our verbs as ms-swift's users call it."""
-    ours, options, _ = _HANDED[verb]
+    """Return one of our verbs under ms-swift's name."""
+    ours, options, _ = _DELEGATES[verb]
     return replace(ours, name=f"{program} {verb}", options=options, abbreviates=ours is export.COMMAND)
 
 
 def variables_of(given: ParsedArguments[Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a command line asks for; names of a hub are ModelScope's where nothing else is said."""
+    """Return the environment variables that a command line sets; ids are ModelScope's by default."""
     from megatune.config.dialects.swift_command import read_variables
 
     options: HubOptions = given.options
@@ -196,14 +196,14 @@ def variables_of(given: ParsedArguments[Any], env: Mapping[str, str]) -> dict[st
 
 
 def _config(settings: Settings) -> dict[str, object]:
-    """Return the model's config.json; {} where it cannot be read, which is said when the run is checked."""
+    """Return the model's config.json; {} if it cannot be read, which is reported when the run is checked."""
     from megatune.config.settings import with_settings
     from megatune.families import read_config
     from megatune.training.source import RunModel
 
     name = settings.model.model_name_or_path
     try:
-        own = with_settings(settings, {"model.rope_scaling": None})  # its factor follows from what is read here
+        own = with_settings(settings, {"model.rope_scaling": None})  # its factor is derived from config.json
         folder = RunModel(own, asks=True).config_dir(name) if name else None
         return read_config(folder) if folder is not None else {}
     except MegatuneError:

@@ -1,4 +1,4 @@
-"""megatune train FILE.yaml, and megatune sft | pt | dpo | kto | rm | cls from flags."""
+"""`megatune train FILE.yaml`, and `megatune sft | pt | dpo | kto | rm | cls` from flags: train a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatune.config.options import NoOptions, ParsedArguments
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 _STAGE = "run.stage"
-_EPILOG = """Settings are LLaMA-Factory's keys. From a file, with changes to it:
+_EPILOG = """Settings are LLaMA-Factory's keys. From a file, with overrides:
 
     megatune train run.yaml learning_rate=1e-5 output_dir=out/second
 
@@ -19,11 +19,11 @@ From flags:
 
     megatune sft --model_name_or_path Qwen3-0.6B --dataset my.jsonl --output_dir out/first
 
-`megatune explain KEY` explains a setting, `megatune explain FILE.yaml` a whole file; docs/settings.md lists all of
-them. Under torchrun, the command joins its processes; otherwise it starts its own: one for each GPU, or on a CPU as
-few as the layout allows (num_processes)."""
+`megatune explain KEY` explains a setting, `megatune explain FILE.yaml` a whole file; docs/settings.md lists all
+settings. Under torchrun, the command runs in torchrun's processes; otherwise it starts one process per GPU, or on a
+CPU the minimum for the layout (num_processes)."""
 _ABOUT = {
-    "train": "Train a model as a YAML file says.",
+    "train": "Train a model from a YAML file.",
     "sft": "Supervised fine-tuning.",
     "pt": "Continued pretraining on plain text.",
     "dpo": "Preference training on pairs of answers.",
@@ -34,7 +34,7 @@ _ABOUT = {
 
 
 def run(verb: str, words: Sequence[str]) -> int:
-    """Read the settings, and start what they say.
+    """Read the settings, and start the run.
 
     Raises:
         MegatuneError: everything that is wrong, before any process starts.
@@ -54,7 +54,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def refuse_roles(given: ParsedArguments, what: str, why: str, fix: str) -> None:
-    """Refuse a file of reinforcement learning, or another of ROLL's (exit code 64)."""
+    """Raise an error (exit code 64) if the file is an RL file or another file of ROLL."""
     from megatune.config.entry import is_rl_file, read_file
 
     file = given.settings.source
@@ -66,13 +66,12 @@ def refuse_roles(given: ParsedArguments, what: str, why: str, fix: str) -> None:
 
 
 def _of_stage(verb: str, given: ParsedArguments) -> Loaded:
-    """Read settings of the stage that the verb names; another one in a file, an override or a flag contradicts it."""
-    said = given.load()
-    entry = said.entries.get(_STAGE)
-    if entry is None or entry.value.data is None or _STAGE in said.invalid or said.settings.run.stage == verb:
+    """Read settings with the stage of the verb; report another stage in a file, an override or a flag."""
+    loaded = given.load()
+    entry, stage = loaded.entries.get(_STAGE), loaded.settings.run.stage
+    if entry is None or entry.value.data is None or _STAGE in loaded.invalid or stage == verb:
         given.settings.flags.extend(("--stage", verb))
         return given.load()
-    stage = said.settings.run.stage
     fix = f"megatune {stage} ..., or write stage: {verb}"
     finding = Finding(f"stage {stage} contradicts `megatune {verb}`", entry.where, f"the verb trains stage {verb}", fix)
-    return replace(said, findings=[*said.findings, finding], invalid=said.invalid | {_STAGE})
+    return replace(loaded, findings=[*loaded.findings, finding], invalid=loaded.invalid | {_STAGE})

@@ -1,4 +1,4 @@
-"""`megatune ui`: a web page of the runs below a folder, live and ended."""
+"""`megatune ui`: serves a web page of the runs in a folder, active and finished."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class UiOptions(Group):
     """The options of `megatune ui`."""
 
     host: str = "127.0.0.1"
-    """the address to listen on; any but this machine's own needs the token that is printed"""
+    """the address to listen on; addresses that other machines can reach need the printed token"""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
-    """the port; 0 takes a free one"""
+    """the port; 0 chooses a free one"""
     token: Annotated[str | None, Flag("TOKEN")] = None
-    """what a browser has to bring (MEGATUNE_UI_TOKEN; one is made where --host is reachable from other machines)"""
+    """token that browsers must send (MEGATUNE_UI_TOKEN; generated if --host is reachable from other machines)"""
     read_only: bool = False
-    """show runs, but start, stop and verify none"""
+    """show runs without starting, stopping or verifying any"""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], Flag("LEVEL")] = "warning"
-    """of uvicorn: critical, error, warning, info or debug"""
+    """log level of uvicorn: critical, error, warning, info or debug"""
 
 
 COMMAND = Command(
     name="ui",
     usage="[FOLDER] [--OPTION ...]",
-    about="Shows the runs below FOLDER (this one) on a web page: curves, settings, rows, plan, checkpoints, logs, "
-    "samples; stops, resumes and starts runs. Needs pip install 'megatune[ui]'.",
+    about="Shows the runs in FOLDER (the working folder) on a web page: curves, settings, rows, plan, checkpoints, "
+    "logs, samples; stops, resumes and starts runs. Needs pip install 'megatune[ui]'.",
     options=UiOptions,
     most_words=1,
 )
@@ -46,18 +46,18 @@ def run(verb: str, words: Sequence[str]) -> int:
     """Serve the page until SIGINT or SIGTERM.
 
     Raises:
-        MegatuneError: (SETTINGS) options; (INPUT) there is no such folder; (UNAVAILABLE) the address is taken, or what
-            is needed is not installed.
+        MegatuneError: (SETTINGS) options; (INPUT) the folder does not exist; (UNAVAILABLE) the address is in use, or a
+            package is not installed.
     """
     given = COMMAND.read(words)
     options, root = given.options, Path(given.words[0] if given.words else ".")
     token = os.environ.get("MEGATUNE_UI_TOKEN") if options.token is None else options.token
     if token is not None and not (token.strip() and token.isascii()):
-        given.findings.append(Finding("is empty, or has other characters than ASCII", "--token", fix="leave it out"))
+        given.findings.append(Finding("is empty or not ASCII", "--token", fix="remove it"))
     given.stop()
-    require(("starlette", "uvicorn"), COMMAND.program, "the page is served by it", "pip install 'megatune[ui]'")
+    require(("starlette", "uvicorn"), COMMAND.program, "the web page needs it", "pip install 'megatune[ui]'")
     if not root.is_dir():
-        finding = Finding(f"{root} is not a folder", COMMAND.program, fix="give a folder with runs below it")
+        finding = Finding(f"{root} is not a folder", COMMAND.program, fix="give a folder that contains runs")
         raise MegatuneError(finding, ExitCode.INPUT)
 
     from megatune.generation.endpoint.server import Server, is_local, listening_socket
@@ -71,7 +71,7 @@ def run(verb: str, words: Sequence[str]) -> int:
         url = f"http://{host}:{address[1]}/" + (f"?token={token}" if token else "")
 
         def say() -> None:
-            print(f"runs below {root.resolve()}: {url}\nCtrl-C ends; runs go on", file=sys.stderr, flush=True)
+            print(f"runs in {root.resolve()}: {url}\nCtrl-C stops the page; runs continue", file=sys.stderr, flush=True)
 
         app = App(root, token, read_only=options.read_only)
         Server(app.asgi(), None, options.log_level, say).serve_on(taken)

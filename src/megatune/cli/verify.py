@@ -1,5 +1,5 @@
-"""`megatune verify`: a layout's logits, loss and gradients against plain Transformers or against another layout, on the
-user's own checkpoint."""
+"""`megatune verify`: compares the logits, loss and gradients of a layout with Transformers or another layout, for the
+user's checkpoint."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class VerifyOptions(Group):
     length: Annotated[int, Field(ge=2)] = 64
     """tokens of the longest row, images aside"""
     layers: Count | None = None
-    """compare the first N layers alone, with the rest of the model: for one that takes too much memory or time whole"""
+    """compare only the first N layers, and the other parts of the model: to save memory or time"""
     verbose: bool = False
     """show every parameter, not only the worst 10"""
     against: Annotated[str | None, Flag("'SETTING ...'")] = None
-    """compare with this layout instead of Transformers; what it leaves out has its default, '' is one process"""
+    """compare with this layout instead of Transformers; omitted settings have their defaults, '' is one process"""
 
 
 COMMAND = Command(
     name="verify",
     usage="MODEL [--OPTION ...] [SETTING ...] [--against 'SETTING ...']",
     about="Computes a Hugging Face checkpoint (a folder, or an id on a hub) in a parallel layout and with plain "
-    "Transformers, and compares the logits, the loss and the gradient of every parameter. Where they differ, it says "
-    "in which layer that begins, and ends with 1. Vision-language models are given images and videos, too. With "
-    "--adapter_name_or_path, or where MODEL is the folder of an adapter, it is Transformers with peft, and the "
-    "gradients are the adapter's; with --finetuning_type lora those of random adapters.",
-    epilog="""SETTING is a layout, a precision, packing, recomputation or a kernel as in a settings file, as --key value
+    "Transformers, and compares the logits, the loss and the gradient of every parameter. If they differ, it reports "
+    "the first layer that differs, and the exit code is 1. Vision-language models also get images and videos. With "
+    "--adapter_name_or_path, or if MODEL is the folder of an adapter, the reference is Transformers with peft, and the "
+    "gradients are those of the adapter; with --finetuning_type lora they are those of random adapters.",
+    epilog="""SETTING is a layout, precision, packing, recomputation or kernel as in a settings file, as --key value
 or key=value: --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --bf16; also --seed and
---num_processes. Without any: fp32 in one process. Of adapters: --adapter_name_or_path, --finetuning_type lora with
---lora_rank, --lora_target and others that say which, --model_name_or_path for the base of MODEL.""",
+--num_processes. The default is fp32 in one process. For adapters: --adapter_name_or_path, or --finetuning_type lora
+with --lora_rank, --lora_target and similar settings; --model_name_or_path is the base model if MODEL is an adapter.""",
     options=VerifyOptions,
     takes_settings=True,
 )
@@ -62,15 +62,14 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     """Compare and print.
 
     Args:
-        reference: the Hugging Face checkpoint of the same weights, for those in Megatron-Core's format; None writes one
-            for the time of the comparison.
+        reference: the Hugging Face checkpoint of the same weights, for a model in Megatron-Core's format; None writes
+            a temporary one.
 
     Returns:
-        DONE where everything is within its tolerance, DIFFERENT where something is not, or the exit code of processes
-        that failed.
+        DONE if everything is within its tolerance, DIFFERENT if not, or the exit code of failed processes.
 
     Raises:
-        MegatuneError: SETTINGS, INPUT or what a hub refuses the model with, before any process is started.
+        MegatuneError: SETTINGS, INPUT or the hub's reason to refuse the model, before any process starts.
     """
     from megatune.config.model import open_changed
     from megatune.generation.inputs import adapted_model
@@ -82,7 +81,8 @@ def verify(words: Sequence[str], reference: Path | None = None) -> int:
     named = adapted_model(name, base, adapters)
     count = given.options.layers
     if count is not None and named.adapters:
-        why, fix = "an adapter is of all layers", "leave --layers out, or write --finetuning_type lora: random adapters"
+        why = "an adapter belongs to all layers"
+        fix = "remove --layers, or write --finetuning_type lora for random adapters"
         raise MegatuneError(Finding(f"--layers {count} with an adapter", "", why, fix), ExitCode.SETTINGS)
     model = as_adapted(open_changed(loaded.settings, named.base, loaded.settings.model.model_revision), named.adapters)
     if count is None:
@@ -145,7 +145,7 @@ def _compare(
 
 
 def _read(given: ParsedArguments[VerifyOptions]) -> tuple[str, Loaded, Loaded | None]:
-    """Return the checkpoint, the layout, and the one to compare it with."""
+    """Return the checkpoint, the layout, and the layout to compare with."""
     from megatune.verify.question import not_as_transformers, read_against, without_part
 
     name, against = given.settings.source, given.options.against
@@ -154,7 +154,7 @@ def _read(given: ParsedArguments[VerifyOptions]) -> tuple[str, Loaded, Loaded | 
     other = None if against is None else read_against(against, loaded.settings)
     findings = list(loaded.findings)
     if name is None:
-        findings.append(Finding("which checkpoint?", fix="megatune verify MODEL: its folder or id comes first"))
+        findings.append(Finding("no checkpoint is given", fix="megatune verify MODEL: its folder or id comes first"))
     findings += without_part(loaded)
     findings += not_as_transformers(loaded) if other is None else [*other.findings, *without_part(other)]
     if findings:

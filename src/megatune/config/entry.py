@@ -205,7 +205,7 @@ class Builder:
             what, fix = f"{entry.name}: {said} is not supported", row.fix or f"remove {entry.written()}{off}"
             self.add(Finding(what, entry.where, row.unsupported, fix), name)
             return False
-        if row.ignored and not row.passes_as(value):
+        if row.ignored and not row.has_no_effect(value):
             self.ignored.setdefault(row.ignored, []).append(entry.key)
         return not row.ignored
 

@@ -138,7 +138,7 @@ class Loaded:
 
     def phrased(self, finding: Finding) -> Finding:
         """Rewrite a finding with the dialect's names; settings that the user wrote by our names keep them."""
-        what, why = (self.dialect.phrased(text, self._own, self.rows) for text in (finding.what, finding.why))
+        what, why = (self.dialect.translate(text, self._own, self.rows) for text in (finding.what, finding.why))
         return Finding(what, finding.where, why, self.advice(finding.fix))
 
     def placed(self, finding: Finding) -> Finding:
@@ -152,7 +152,7 @@ class Loaded:
 
     def advice(self, text: str) -> str:
         """Rewrite a fix with the dialect's names."""
-        return self.dialect.phrased(text, self._own, self.rows, is_fix=True)
+        return self.dialect.translate(text, self._own, self.rows, is_fix=True)
 
     @property
     def _own(self) -> list[str]:
@@ -297,10 +297,10 @@ class _Reading(Builder):
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value
             elif target in infos:
-                info = row.described(target, self.dialect.version)
+                info = row.describe(target, self.dialect.version)
                 written[info.group][info.name] = Written(entry, value, info, target)
             elif row.paths:
-                self.wrong(Written(entry, value, row.described(row.paths[0]), row.paths[0]))
+                self.wrong(Written(entry, value, row.describe(row.paths[0]), row.paths[0]))
         groups = {group: self.group(model, written[group]) for group, model in GROUPS.items()}
         entries = {path: entry for path, (entry, _) in self.chosen.items() if path in infos}
         settings, steps = Settings.model_validate(groups), entries.get(ACCUMULATION)

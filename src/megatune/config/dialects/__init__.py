@@ -1,1 +1,1 @@
-"""The vocabularies that settings are read from: tables from a dialect's keys to ours, with no logic of their own."""
+"""Dialects of settings: tables that map other systems' keys to ours, and their readers."""

@@ -1,8 +1,8 @@
-"""What keys say together: the rows of a table's `checks`, each with conditions, `if`, and what follows.
+"""Checks of several keys together: the rows of a table's `checks`, each with conditions (`if`) and an action.
 
-A condition has the value of a key, a list of those that will do, `set` or `missing`, or a mapping of comparisons with a
+A condition is the value of a key, a list of allowed values, `set` or `missing`, or a mapping of comparisons with a
 number or, by its name, another key: `above`, `below`, `is`, `has`, `multiple_of`, and `not` with any condition. Texts
-name keys in braces. What follows is up to the reader of the system: see `checks` in its file.
+name keys in braces. The reader of each system applies the actions: see `checks` in its YAML file.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from megatune.config.dialects.dialect import read_part, same
 
 
-class Facts(Protocol):
-    """What checks ask about: values by the names of keys, and of what is known beside them."""
+class Values(Protocol):
+    """Values by the names of keys and of other inputs of checks."""
 
     def __getitem__(self, key: str, /) -> Any: ...
 
@@ -31,7 +31,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def _fits(wanted: Any, value: Any, value_of: Callable[[str], Any]) -> bool:
-    """Tell whether a value is what a check asks for."""
+    """Return whether a value meets a condition."""
     match wanted:
         case list():
             return any(_fits(each, value, value_of) for each in wanted)
@@ -47,17 +47,19 @@ def _fits(wanted: Any, value: Any, value_of: Callable[[str], Any]) -> bool:
     return same(value, wanted)
 
 
-def checks(system: str, kind: str, facts: Facts) -> Iterator[Mapping[str, Any]]:
-    """Yield the checks of a system that apply, each where those before it have been answered; texts are filled in.
+def checks(system: str, kind: str, values: Values) -> Iterator[Mapping[str, Any]]:
+    """Yield the checks of a system whose conditions hold, with their texts filled in.
+
+    Each condition is evaluated after the caller has handled the rows before it.
 
     Args:
-        kind: the part of its table's `checks`.
-        facts: what keys are; "a.b" is the attribute of one, "a[b]" an item.
+        kind: part of the table's `checks`.
+        values: looked up by key; "a.b" is an attribute and "a[b]" an item.
     """
 
     def value_of(key: str) -> Any:
-        return _FIELDS.get_field(key, (), facts)[0]  # type: ignore[arg-type]
+        return _FIELDS.get_field(key, (), values)[0]  # type: ignore[arg-type]
 
     for row in read_part(system, "checks")[kind]:
         if all(_fits(wanted, value_of(key), value_of) for key, wanted in row.get("if", {}).items()):
-            yield {**row, **{part: row[part].format_map(facts) for part in _TEXTS & row.keys()}}
+            yield {**row, **{part: row[part].format_map(values) for part in _TEXTS & row.keys()}}

@@ -1,31 +1,32 @@
-"""Tables of other systems' keys, one YAML file a system, one row a key; and dialects: tables as users write them.
+"""Tables of other systems' keys, one YAML file per system and one row per key, and the dialects made from them.
 
-Reasons that several keys share are YAML anchors. Blocks of other names hold them and are not read. A row is
-"group.name" of the setting that the key sets, or a mapping of these columns:
+Reasons that several keys share are YAML anchors, in blocks that are not read. A row is the "group.name" of the setting
+that the key sets, or a mapping of these columns:
 
     target         "group.name", or a list of them, that get the value
-    values         a value as the system writes it -> ours; any other stays as it is
-    items          of a list: an item as the system writes it -> our items
+    values         the system's value -> ours; other values are unchanged
+    items          for lists: the system's item -> our items
     factor         what a number is multiplied by: 60 for minutes that set seconds
-    choices        a value -> "group.name" -> value: each value sets several settings
-    yields         what a user is told where the key sets something, as it does only if no other key sets that
-    global_batch   true: rows of a step, from which gradient_accumulation_steps follows
-    pooled_loss    true: the weight of Transformers' balancing loss, from which moe_aux_loss_coeff follows
-    ignored        why the key changes nothing; `passes` has the values that need no line
-    unsupported    why the key is refused, or of its values those in `refuses`; `passes` has the values that ask for
-                   nothing, the first of them is named as the fix where `fix` is not given
-    default        what the system takes where nothing is written; `defaults` has it by the version since which it does.
-                   It is applied, unless `kept` says why ours stays, or that functions apply it ("it is applied ...")
-    kind           bool, int, float, str, list or dict: the type of a value, where no setting or value tells it
-    bounds         the range of a number that sets nothing by itself: ge, gt, le and lt
-    negatable      true: a boolean that is true by itself, which `--no_KEY` turns off
-    of             what the key belongs to, for the functions that read several keys together: lora, rlhf, rollouts
-    config         the number of config.json that the key repeats
-    engine         what vLLM calls the key
-    idle           why the key changes nothing of reinforcement learning
+    choices        value -> "group.name" -> value: each value sets several settings
+    yields         note for the user if the key sets something; any other key of the same setting takes precedence
+    global_batch   true: rows per step, from which gradient_accumulation_steps is derived
+    pooled_loss    true: weight of Transformers' load-balancing loss, from which moe_aux_loss_coeff is derived
+    ignored        why the key has no effect; the values in `passes` are ignored without a note
+    unsupported    why the key, or only its values in `refuses`, is refused; the values in `passes` are accepted and
+                   have no effect, and the first of them is suggested as the fix if there is no `fix`
+    default        the system's default; `defaults` has it by the first version with that default.
+                   It is applied unless `kept` gives the reason to keep ours; "it is applied ..." in `kept` means that
+                   code applies it
+    kind           bool, int, float, str, list or dict: the type of a value, if no setting or value implies it
+    bounds         range of a number that does not set anything by itself: ge, gt, le and lt
+    negatable      true: a boolean with default true, which `--no_KEY` turns off
+    of             part that the key belongs to, for code that reads several keys together: lora, rlhf, rollouts
+    config         number in config.json that the key repeats
+    engine         vLLM's name of the key
+    idle           why the key has no effect in RL
     version        the only version that has the key
-    since          the version whose defaults the key tells, as earlier ones do not have it
-    now            the name that the key has in later versions
+    since          version whose defaults apply if the key is used, because earlier ones do not have it
+    renamed_to     name of the key in later versions
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, st
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known about one key; the columns are those of the file."""
+    """One key of a system; the columns are those of the file."""
 
     target: str | list[str] = ""
     values: Mapping[Any, Any] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Row:
     refuses: list[Any] | None = None
     passes: list[Any] = field(default_factory=list)
     fix: str = ""
-    default: Any = ...  # ... where the file has none: null is a default
+    default: Any = ...  # ... means no default: null is one
     defaults: Mapping[float, Any] = field(default_factory=dict)
     kept: str = ""
     kind: str = ""
@@ -77,11 +78,11 @@ class Row:
     idle: str = ""
     version: int | None = None
     since: float | None = None
-    now: str = ""
+    renamed_to: str = ""
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """ "group.name" of the settings that get its value; () where it sets nothing by itself."""
+        """ "group.name" of the settings that get its value; () if it sets nothing by itself."""
         if self.global_batch or self.pooled_loss:
             return (ACCUMULATION if self.global_batch else AUX_LOSS,)
         if self.choices:
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def type(self) -> type:
-        """The type of the key's value: that of its first setting, where no column tells it."""
+        """Type of the key's value, from `kind`, its first setting, or `passes`."""
         if self.kind:
             return _TYPES[self.kind]
         if self.paths:
@@ -100,19 +101,20 @@ class Row:
 
     @property
     def is_applied(self) -> bool:
-        """Whether the system's default is taken, where there is one, and not ours."""
+        """Whether the system's default, if there is one, replaces ours."""
         return not self.kept or self.kept.startswith("it is applied")
 
     def default_in(self, version: float) -> Any:
-        """Return the system's default in a version; ... where the table has none."""
+        """Return the system's default in a version; ... if the table has none."""
         since = [first for first in self.defaults if first <= version]
         return self.defaults[max(since)] if since else self.default
 
     def read(self, value: Value) -> dict[str, Any]:
-        """Translate `value` to what it sets, by "group.name".
+        """Translate `value` to the settings that it sets, by "group.name".
 
-        Of `choices`, settings that only others name get their defaults, as all do where it is null; what is no choice
-        sets nothing. `Loaded.for_world` and `config.derived` convert what waits for the world or the model.
+        With `choices`, settings that only other choices name get their defaults, and all do if the value is null; an
+        invalid choice sets nothing. `Loaded.for_world` and `config.derived` convert values that depend on the world
+        size or the model.
         """
         if self.choices:
             text = shown(value.data) if isinstance(value.data, bool) or value.text is None else value.text
@@ -132,8 +134,8 @@ class Row:
             read = int(read) if read == read // 1 else read
         return dict.fromkeys(self.paths, read)
 
-    def described(self, path: str, version: float = 0) -> SettingInfo:
-        """Describe the setting with choices, range and default as a version of the system has them."""
+    def describe(self, path: str, version: float = 0) -> SettingInfo:
+        """Describe the setting with the choices, range and default of a version of the system."""
         info, theirs = all_settings()[path], self.default_in(version)
         if theirs is ... or not self.is_applied:
             theirs = self.write(path, info.default)
@@ -153,14 +155,14 @@ class Row:
             optional=info.optional and not more,
         )
 
-    def described_alone(self, key: str) -> SettingInfo:
+    def describe_unmapped(self, key: str) -> SettingInfo:
         """Describe a key that sets nothing by itself."""
         default = self.passes[0] if self.passes else None
         kinds = frozenset({self.type})
         return SettingInfo(f".{key}", kinds, str, False, (), self.bounds, default, "", Group)
 
     def write(self, path: str, value: Any) -> Any:
-        """Translate our `value` of a setting to the system's."""
+        """Translate our `value` of a setting to the system's value."""
         if self.choices:
             found = (choice for choice, sets in self.choices.items() if path in sets and same(sets[path], value))
             return next(found, value)
@@ -171,29 +173,29 @@ class Row:
             return value
         return value // self.factor if value % self.factor == 0 else value / self.factor
 
-    def passes_as(self, value: Any) -> bool:
-        """Tell whether `value`, as it was read from YAML, asks for nothing: null and those of `passes`."""
+    def has_no_effect(self, value: Any) -> bool:
+        """Return whether `value`, as read from YAML, is null or in `passes`."""
         return value is None or any(same(value, other) for other in self.passes)
 
     def is_refused(self, value: Any) -> bool:
-        """Tell whether `value`, as it was read from YAML, is refused. In a list, each item is judged."""
+        """Return whether `value`, as read from YAML, is refused; a list is refused if any of its items is."""
         if not self.unsupported:
             return False
         if isinstance(value, list) and self.refuses is not None:
             return any(self.is_refused(item) for item in value)
-        if self.passes_as(value):
+        if self.has_no_effect(value):
             return False
         return self.refuses is None or any(same(value, other) for other in self.refuses)
 
 
 def same(value: Any, other: Any) -> bool:
-    """Compare, keeping 1 and true apart."""
+    """Compare two values; 1 and true are different."""
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
 @cache
 def read_part(system: str, part: str) -> Any:
-    """Read a part of `SYSTEM.yaml` beside this file."""
+    """Read a part of `SYSTEM.yaml` in the folder of this file."""
     text = Path(__file__).with_name(f"{system}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))[part]
 
@@ -207,23 +209,23 @@ def table(system: str, part: str = "keys") -> Mapping[str, Row]:
 
 @cache
 def rows_below(above: str) -> dict[str, Row]:
-    """Return the rows of ROLL's keys that stand in a mapping, "ROLE.model_args", by their own names."""
+    """Return the rows of ROLL's keys inside a mapping such as "ROLE.model_args", by their last name."""
     places = ((key.rpartition("."), row) for key, row in table("roll").items())
     return {name: row for (place, _, name), row in places if place == above}
 
 
 @cache
 def training_rows() -> dict[str, Row]:
-    """Return a row for each key of training, of LLaMA-Factory and Megatron-SWIFT, that ignores it: for other verbs."""
+    """Return rows that ignore every training key of LLaMA-Factory and Megatron-SWIFT, for other commands."""
     names = (*setting_paths(), *table("llamafactory"), *table("swift"))
-    return dict.fromkeys(names, Row(ignored="it is about training"))
+    return dict.fromkeys(names, Row(ignored="it belongs to training"))
 
 
 @cache
 def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return each key of any system: what it is there, and "group.name" of the settings that it sets.
+    """Return every key of every system: which system has it, and "group.name" of the settings that it sets.
 
-    It is for messages on a key that the system in use does not know.
+    It is used in messages about keys that the current system does not have.
     """
     from megatune.config.rl.settings import rl_keys  # builds hundreds of fields, for a suggestion
 
@@ -238,13 +240,13 @@ def foreign_keys() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One vocabulary. Our own names of settings are understood beside its keys.
+    """Keys of one system; our own names of settings are accepted in addition.
 
     Attributes:
-        name: what its users call it, for messages.
-        rows: its keys. Of several for one setting the first is preferred.
-        prefix, separator: how its users write a key and its value, for messages: `--key value`.
-        version: whose defaults its rows have.
+        name: name of the system, for messages.
+        rows: its keys. If several set the same setting, messages use the first.
+        prefix, separator: syntax of a key and its value, for messages: `--key value`.
+        version: the version whose defaults are used.
     """
 
     name: str
@@ -254,30 +256,30 @@ class Dialect:
     version: float = 0
 
     def __deepcopy__(self, _: Any) -> Dialect:
-        return self  # nothing changes it
+        return self  # it is immutable
 
     def knows(self, key: str) -> bool:
         return key in self.rows or key in setting_paths()
 
     @property
     def names(self) -> list[str]:
-        """Every key that it knows."""
+        """All known keys."""
         return list(dict.fromkeys((*self.rows, *setting_paths())))
 
     def row_of(self, key: str) -> Row | None:
-        """Return what is known about a key, of its own or our name of a setting; None of one that nobody knows."""
+        """Return the row of a key of the system or of our name of a setting; None if the key is unknown."""
         row, own = self.rows.get(key), setting_paths().get(key)
         if own is None or (row is not None and row.paths):
             return row
         return Row(target=own) if row is None else replace(row, target=own)
 
     def refuses(self, key: str) -> bool:
-        """Tell whether a key has no value that does something."""
+        """Return whether a key is refused with every value."""
         row = self.row_of(key)
         return row is not None and bool(row.unsupported) and not row.paths
 
     def names_of(self, path: str) -> list[str]:
-        """List the keys that set a setting, the preferred one first, our own name among them."""
+        """List the keys that set a setting, including our own name, the preferred one first."""
         found = [key for key in self.rows if (row := self.row_of(key)) is not None and path in row.paths]
         return list(dict.fromkeys((*found, all_settings()[path].name)))
 
@@ -289,16 +291,16 @@ class Dialect:
         """Write a key and its value as users do."""
         return f"{self.prefix}{key}{self.separator}{shown(value)}"
 
-    def phrased(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
-        """Write the settings that a text names, as `replace_names` says, and their values in the dialect's words.
+    def translate(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
+        """Replace the settings and values in a text, as found by `replace_names`, by those of the dialect.
 
         Args:
-            own: "group.name" of settings that keep our names: the user wrote them so.
-            rows: of a micro-batch on all replicas; None where the world is not known.
-            is_fix: whether it says what to write: elsewhere what follows from a global batch is only explained.
+            own: "group.name" of settings that keep our names, because the user wrote those.
+            rows: rows of a micro-batch on all replicas; None if the world size is unknown.
+            is_fix: whether the text is a fix: other texts only add the key of the global batch.
         """
 
-        def say(name: str, between: str, value: str, before: str) -> str:
+        def replacement(name: str, between: str, value: str, before: str) -> str:
             path = setting_paths()[name]
             key = name if path in own else self.key_of(path)
             row = self.row_of(key)
@@ -314,14 +316,13 @@ class Dialect:
             else:
                 parts = {part: row.write(path, parse(part).data) for part in value.split(" or ")}
                 value = " or ".join(
-                    part if same(said, parse(part).data) else shown(said) for part, said in parts.items()
+                    part if same(theirs, parse(part).data) else shown(theirs) for part, theirs in parts.items()
                 )
             return self.prefix + key + (self.separator if between == ": " else between) + value
 
-        return replace_names(text, say)
+        return replace_names(text, replacement)
 
 
-# LLaMA-Factory's keys, as its users write them for Megatron training (mcore_adapter).
-# Messages name a setting by its own name: it comes first.
+# LLaMA-Factory's keys for Megatron training (mcore_adapter). Our names come first, so messages use them.
 _OWN = {path.partition(".")[2]: Row(target=path) for row in table("llamafactory").values() for path in row.paths}
 LLAMAFACTORY = Dialect(name="LLaMA-Factory", rows={**_OWN, **table("llamafactory")})

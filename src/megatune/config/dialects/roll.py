@@ -1,4 +1,4 @@
-"""ROLL's files of reinforcement learning with verifiable rewards: read, checked and made into `RLSettings`."""
+"""Reads and checks ROLL's RLVR files, and builds `RLSettings` from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from megatune.config.dialects.dialect import read_part, table
 from megatune.config.dialects.roll_reader import ROLE, TOP, Part, part_of
 from megatune.config.dialects.roll_rewards import read_rewards, reward_model
+from megatune.config.dialects.roll_role_checks import check_roles
 from megatune.config.dialects.roll_roles import ModelOf, Roles, model_role
 from megatune.config.dialects.roll_run import algorithm_settings, rollout_settings, run_settings, tracker_variables
 from megatune.config.dialects.roll_samplers import infer_role, sampling_of
-from megatune.config.dialects.roll_together import check_roles
 from megatune.config.dialects.roll_tree import Reading, read_tree
 from megatune.config.entry import RL_ROLES
 from megatune.config.rl.algorithm import AlgorithmSettings
@@ -31,14 +31,14 @@ _SECRET = re.compile(r"(_|^)(key|token|password|secret)$", re.IGNORECASE)  # api
 
 @dataclass(frozen=True, slots=True)
 class ReadRL:
-    """A file that was read.
+    """The result of reading a file.
 
     Attributes:
-        settings: None where findings leave nothing that could be built.
-        findings: all that is wrong, in the order of the file's lines.
-        lines: what the user is told first: what does nothing, and what is computed otherwise than in ROLL.
-        reading: what was read, references resolved, with what a preset sets.
-        variables: of the environment, for trackers: keys of accounts are nowhere else.
+        settings: None if they cannot be built.
+        findings: everything that is wrong, in the order of the file's lines.
+        lines: notes for the user: keys without effect, and differences from ROLL.
+        reading: the keys, with resolved references and the keys that a preset sets.
+        variables: environment variables for trackers; account keys are stored only here.
     """
 
     settings: RLSettings | None
@@ -49,12 +49,11 @@ class ReadRL:
 
     @property
     def places(self) -> dict[str, str]:
-        """Dotted key as it was written, "actor_train.training_args.learning_rate" -> "run.yaml:7", or the word of the
-        command line."""
+        """Dotted key as written, "actor_train.training_args.learning_rate" -> "run.yaml:7" or the override."""
         return {key: entry.where for key, entry in self.reading.entries.items()}
 
     def require_valid(self) -> RLSettings:
-        """Return the settings if nothing is wrong with them.
+        """Return the settings if they are valid.
 
         Raises:
             MegatuneError: with all findings (exit 64).
@@ -65,12 +64,12 @@ class ReadRL:
 
 
 def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: ModelOf | None = None) -> ReadRL:
-    """Read ROLL's YAML: Hydra's defaults, `${key}`, device mappings, then `a.b.c=value` words.
+    """Read ROLL's YAML with Hydra's defaults, `${key}`, device mappings and `a.b.c=value` overrides.
 
-    Nothing of this machine is looked at: neither devices nor engines nor files of data.
+    The result does not depend on this machine: devices, engines and data files are not checked.
 
     Args:
-        model_of: reads what models are, for the rules that need their numbers; None leaves those out.
+        model_of: returns the architecture of a model, for rules that need it; None skips those rules.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
@@ -79,24 +78,24 @@ def read_roll(source: str | Path, overrides: Sequence[str] = (), model_of: Model
 
 
 def read_keys(reading: Reading, source: str | Path, model_of: ModelOf | None = None) -> ReadRL:
-    """Check the keys of a file, or of what was written as one, and make the settings; see `read_roll`."""
+    """Check the keys of a file, or of a translated command line, and build the settings; see `read_roll`."""
     if other := other_pipeline(reading.data, str(source)) or _training(reading.data, str(source)):
-        return ReadRL(None, (other,))  # nothing of it is a key of this verb
+        return ReadRL(None, (other,))  # its keys would all be unknown
     reading = replace(deepcopy(reading), refused=set(), ignored={})
-    _understand(reading)
-    _preset(reading)
+    _normalize(reading)
+    _apply_preset(reading)
     top = part_of(reading, reading.data, TOP)
     settings = _settings(top, model_of) if top.tree or not reading.findings else None
     variables = tracker_variables(top)
     if not top.tree and not reading.findings:
-        reading.find("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
+        reading.report("the file has no settings", str(source), fix="docs/rl.md begins with a whole file")
     findings = tuple(in_order(reading.findings))
-    ignored = (f"{', '.join(_few(keys))}: {why}" for why, keys in reading.ignored.items())
+    ignored = (f"{', '.join(_shortened(keys))}: {why}" for why, keys in reading.ignored.items())
     return ReadRL(None if findings else settings, findings, (*reading.lines, *ignored), reading, variables)
 
 
 def other_pipeline(keys: Collection[str], source: str) -> Finding | None:
-    """Say what a file of another pipeline of ROLL's is: its keys one by one would tell nobody."""
+    """Return a finding if the file belongs to another pipeline of ROLL: findings for each key would not help."""
     for other in read_part("roll", "pipelines"):
         if any(key in keys for key in other["keys"]):
             return Finding(f"this is a file of ROLL's {other['what']}", source, other["why"], other["fix"])
@@ -105,31 +104,31 @@ def other_pipeline(keys: Collection[str], source: str) -> Finding | None:
 
 def _training(data: Mapping[str, Any], source: str) -> Finding | None:
     if {"dataset", "model_name_or_path"} & data.keys() and not set(RL_ROLES) & data.keys():
-        return Finding(f"{source} has no roles: it is a file of training", fix=f"megatune train {source}")
+        return Finding(f"{source} has no roles: it is a training file", fix=f"megatune train {source}")
     return None
 
 
-def _understand(reading: Reading) -> None:
-    """Replace a tracker that only ROLL's own machines have, and set the switch of ROLL's launcher of distillation."""
+def _normalize(reading: Reading) -> None:
+    """Replace ROLL's internal tracker, and set is_pure_opd for files with student_train, as ROLL's launcher does."""
     data, tracker = reading.data, reading.entry("track_with", None)
     if data.get("track_with") == "ml_tracker":
-        reading.lines.append("track_with ml_tracker is a tracker inside Alibaba: tensorboard is used")
+        reading.lines.append("track_with ml_tracker is Alibaba's internal tracker: tensorboard is used")
         reading.put(["track_with"], "tensorboard", tracker.where, tracker.origin)
     if isinstance(data.get("student_train"), dict) and not {"actor_train", "is_pure_opd"} & data.keys():
-        reading.lines.append("is_pure_opd is true: ROLL runs a file with student_train in place of actor_train so")
+        reading.lines.append("is_pure_opd is true: the file has student_train instead of actor_train, as in ROLL")
         reading.put(["is_pure_opd"], True, reading.entry("student_train", None).where, "student_train")
 
 
-def _preset(reading: Reading) -> None:
-    """Set what algorithm_preset sets, and say what that is. A key that was written with another value is a finding; a
-    filter of a reward that was written stays."""
+def _apply_preset(reading: Reading) -> None:
+    """Set the keys of algorithm_preset, and report them. A key that was written with another value is a finding, but
+    the filter of a reward is kept."""
     data, presets = reading.data, read_part("roll", "presets")
     if data.get("algorithm_preset") not in [*presets]:
         return
     name, preset = f"algorithm_preset {data['algorithm_preset']}", presets[data["algorithm_preset"]]
     where = reading.entries["algorithm_preset"].where
-    said = ", ".join(f"{key} {shown(value)}" for key, value in preset["keys"].items())
-    reading.lines.append(f"{name} sets {said}, and query_filter_config std_filter above 0 for rewards without one")
+    keys = ", ".join(f"{key} {shown(value)}" for key, value in preset["keys"].items())
+    reading.lines.append(f"{name} sets {keys}, and query_filter_config std_filter above 0 for rewards without one")
     rewards = data.get("rewards")
     for domain, reward in rewards.items() if isinstance(rewards, dict) else ():
         if isinstance(reward, dict) and "query_filter_config" not in reward:
@@ -139,18 +138,18 @@ def _preset(reading: Reading) -> None:
             reading.put([key], value, where, name)
         elif data[key] != value and not isinstance(data[key], dict):
             what = f"{key} is {shown(data[key])}, and {name} sets {shown(value)}"
-            why, fix = "the preset would not be what was published", f"remove {key}, or the preset"
-            reading.find(what, reading.entries[key].where, why, fix)
+            why, fix = "the preset would differ from the published settings", f"remove {key}, or the preset"
+            reading.report(what, reading.entries[key].where, why, fix)
 
 
 def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
-    """Make the settings of the parts; None where a role could not be made."""
+    """Build the settings; None if actor_train or actor_infer cannot be built."""
     top.check("top")
     lengths, run, asked = rollout_settings(top), run_settings(top), top.of(AlgorithmSettings)
     roles = Roles(top, run, lengths, model_of)
     top.needs(asked)
-    who = "student" if asked.is_pure_opd and top.parts["student_train"].at else "actor"
-    trained, sampled = top.parts[f"{who}_train"], top.parts[f"{who}_infer"]
+    prefix = "student" if asked.is_pure_opd and top.parts["student_train"].at else "actor"
+    trained, sampled = top.parts[f"{prefix}_train"], top.parts[f"{prefix}_infer"]
     for part in (trained, sampled):
         part.check("needed", at=part.at)
     rewards = read_rewards(roles)
@@ -161,8 +160,8 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
     group = lengths.num_return_sequences_in_group
     samples = lengths.rollout_batch_size * group
     teachers = _teacher_parts(top)
-    taught_by = _teacher_inside(top, trained, teachers) if asked.distils else None
-    actor_train = model_role(roles, trained, "actor_train", run.pretrain, trains=True, teacher=taught_by)
+    teacher = _colocated_teacher(top, trained, teachers) if asked.distils else None
+    actor_train = model_role(roles, trained, "actor_train", run.pretrain, trains=True, teacher=teacher)
     generating = sampling_of(sampled.of(RoleSettings).generating_args, lengths.max_response_length, group)
     actor_infer = infer_role(roles, sampled, "actor_infer", run.pretrain, generating)
     updates = 1 if actor_train is None else samples * asked.ppo_epochs // actor_train.samples_per_update
@@ -186,11 +185,11 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
         rollout=lengths,
         algorithm=algorithm,
         data=data,
-        actor_train=_scheduled(actor_train, run.max_steps * samples * asked.ppo_epochs),
+        actor_train=_with_max_steps(actor_train, run.max_steps * samples * asked.ppo_epochs),
         actor_infer=actor_infer.model_copy(update={"return_routing": actor_train.replays_routing}),
         rewards=rewards,
         reference=reference,
-        critic=None if critic is None else _scheduled(critic, run.max_steps * samples),
+        critic=None if critic is None else _with_max_steps(critic, run.max_steps * samples),
         reward_model=judge,
         teachers={} if asked.distils else _teachers(teachers, roles),
         validation=validation,
@@ -200,8 +199,7 @@ def _settings(top: Part, model_of: ModelOf | None) -> RLSettings | None:
 
 
 def _reference(top: Part, roles: Roles, algorithm: AlgorithmSettings, trained: ModelRole | None) -> ModelRole | None:
-    """Make the reference, and leave it out where nothing needs it, or the policy has adapters: it is the model below
-    them."""
+    """Build the reference; None if it is not needed or the policy has adapters, whose base model is the reference."""
     part, needed = top.parts["reference"], algorithm.enable_reference
     role = model_role(roles, part, "reference", roles.run.pretrain, trains=False) if part.at else None
     has_adapters = trained is not None and trained.settings.finetuning.finetuning_type == "lora"
@@ -221,7 +219,7 @@ def _critic(top: Part, roles: Roles, estimator: str) -> ModelRole | None:
 
 
 def _teacher_parts(top: Part) -> dict[str, Part]:
-    """Read the role teacher, which may be several by names; {} where nothing is distilled."""
+    """Read the teacher, or several by name; {} without distillation."""
     tree, algorithm = top.mapping("teacher"), top.of(AlgorithmSettings)
     if not (algorithm.use_opd or algorithm.is_pure_opd):
         return {}
@@ -241,8 +239,8 @@ def _teachers(parts: Mapping[str, Part], roles: Roles) -> dict[str, ModelRole]:
     return found
 
 
-def _teacher_inside(top: Part, trained: Part, teachers: Mapping[str, Part]) -> Part | None:
-    """Return the one teacher that is computed in the student's processes, and refuse what has no effect on that."""
+def _colocated_teacher(top: Part, trained: Part, teachers: Mapping[str, Part]) -> Part | None:
+    """Return the teacher that runs in the student's processes, and refuse keys that have no effect there."""
     rows, first = table("roll", "jsd"), next(iter(teachers.values()), None)
     top.refuse({key: row for key, row in rows.items() if not key.startswith(("ROLE.", "teacher."))})
     trained.refuse({key[5:]: row for key, row in rows.items() if key.startswith("ROLE.")})
@@ -251,20 +249,18 @@ def _teacher_inside(top: Part, trained: Part, teachers: Mapping[str, Part]) -> P
         first.refuse({key: rows.get(f"teacher.{key}", other) for key in first.tree if key != "model_args"})
     if len(teachers) > 1:
         what, fix = f"opd_loss: jsd with {len(teachers)} teachers", f"keep one of {', '.join(teachers)}"
-        top.find(
-            what, "teacher", why="it is computed in the processes of the student, which have room for one", fix=fix
-        )
+        top.report(what, "teacher", why="it runs in the processes of the student, which have room for one", fix=fix)
     return first
 
 
-def _scheduled(role: ModelRole, samples: int) -> ModelRole:
-    """Return the role with a schedule as long as its updates on all samples of the run."""
+def _with_max_steps(role: ModelRole, samples: int) -> ModelRole:
+    """Return the role with max_steps set to its number of updates on all samples of the run."""
     updates = max(1, samples // role.samples_per_update)
     return role.model_copy(update={"settings": with_settings(role.settings, {"optimizer.max_steps": updates})})
 
 
-def _few(keys: list[str]) -> list[str]:
-    """Shorten a list of dotted keys: the last part once, with the number of roles that have it."""
+def _shortened(keys: list[str]) -> list[str]:
+    """Shorten a list of dotted keys: name a key that several roles have once, with their number."""
     found: dict[str, list[str]] = {}
     for key in keys:
         found.setdefault(key.rpartition(".")[2], []).append(key)
@@ -272,10 +268,9 @@ def _few(keys: list[str]) -> list[str]:
 
 
 def run_yaml(read: ReadRL) -> str:
-    """Write the keys of a run as one file that says the same, references resolved, each with where it came from, and
-    the defaults of the top level; `megatune rl run.yaml` repeats it.
+    """Write the keys of a run, and the defaults of the top level, as one file for `megatune rl`.
 
-    Secrets are left out.
+    References are resolved, each key has a comment with its origin, and secrets are omitted.
     """
     written = list(_lines(read.reading, read.reading.data, ()))
     infos = [info for info in TOP.infos.values() if info.name not in read.reading.data and info.default is not None]

@@ -1,4 +1,4 @@
-"""Reads the mappings of a file by their sections: values of the right type, and what is wrong with its place."""
+"""Reads the mappings of a ROLL file: converts and checks their values, and reports problems with their places."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _WHOLE = "a list of whole numbers, such as list(range(0,8)) or [6, 7]"
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping of a file.
+    """The schema of a mapping.
 
     Attributes:
-        groups: of which keys it has.
-        above: what stands before its keys in the table of ROLL's keys, "ROLE"; several where it is both.
-        parts: mappings in it that are read by themselves; those that are None by who needs them.
-        others: further keys that do nothing, and why.
+        groups: groups that define its keys.
+        above: prefixes of its keys in the table of ROLL's keys, such as "ROLE".
+        parts: nested mappings that are read as separate parts; None if the code that needs one reads it.
+        others: further keys without effect, and why.
         settings: keys that are settings of training, by our names.
     """
 
@@ -47,12 +47,12 @@ class Section:
 
     @cached_property
     def infos(self) -> dict[str, SettingInfo]:
-        """Its keys that have a value."""
+        """Keys with a value."""
         return {name: info for group in self.groups for name, info in keys_of(group).items()}
 
     @cached_property
     def below(self) -> dict[str, Section | type[Group]]:
-        """Its mappings, and the groups of its lists of mappings, that are read with it."""
+        """Nested mappings, and the groups of lists of mappings, that are read together with it."""
         found: dict[str, Section | type[Group]] = {}
         for group in self.groups:
             found |= lists_of(group)
@@ -63,7 +63,7 @@ class Section:
 
     @cached_property
     def rows(self) -> dict[str, Row]:
-        """Keys that do nothing, or that are not supported, or some values of them."""
+        """Keys that have no effect, or are unsupported with some or all values."""
         found = {name: row for above in self.above for name, row in rows_below(above).items()}
         known = {*self.infos, *self.settings, *self.below, *self.parts}
         found |= {name: Row(ignored=why) for name, why in self.others.items()}
@@ -71,7 +71,7 @@ class Section:
 
     @property
     def names(self) -> list[str]:
-        """Every key that is known here."""
+        """All known keys."""
         return [*self.infos, *self.settings, *self.below, *self.parts, *self.rows]
 
 
@@ -81,9 +81,9 @@ REWARD = Section((RoleSettings, RewardSettings), ("ROLE", "rewards.DOMAIN"), dic
 SAMPLER = Section((SamplerSettings,))
 _IGNORED = [key.removeprefix("ROLE.") for key, row in table("roll").items() if row.ignored]
 _OF_ROLES = (*_IGNORED, *keys_of(RoleSettings), *_ENGINE, "strategy_args")
-_SAMPLED = dict.fromkeys(_OF_ROLES, "validation is sampled by actor_infer")
+_SAMPLED = dict.fromkeys(_OF_ROLES, "actor_infer samples for validation")
 VALIDATION = Section(
-    (Validation,), ("ROLE",), others={**_SAMPLED, "eval_steps": "the top level's eval_steps is meant, as in ROLL"}
+    (Validation,), ("ROLE",), others={**_SAMPLED, "eval_steps": "eval_steps of the top level is used, as in ROLL"}
 )
 _ROLES = ("actor_train", "actor_infer", "reference", "critic", "reward_model", "student_train", "student_infer")
 TOP = Section(
@@ -98,12 +98,11 @@ class Part:
     """A mapping that was read.
 
     Attributes:
-        reader: keeps what was found in the file; `refused` has dotted keys whose value is not valid, or that are
-            misspelt.
-        name: dotted, "actor_train"; "" for the top.
-        tree: the mapping itself; {} where it is not written.
-        groups: its keys, with defaults where they are not written or not valid.
-        parts: mappings in it that were read by themselves.
+        reader: collects findings; `refused` has dotted keys that are misspelt or have an invalid value.
+        name: dotted, "actor_train"; "" for the top level.
+        tree: the mapping itself; {} if it is not written.
+        groups: its keys, with defaults for missing and invalid ones.
+        parts: nested mappings that were read as separate parts.
         entries: its settings of training.
     """
 
@@ -123,34 +122,34 @@ class Part:
         return f"{self.name}.{name}" if self.name else name
 
     def has(self, key: str) -> bool:
-        """Tell whether a key, or one in a mapping of it, was written: "generating_args.top_p"; null is not written."""
+        """Return whether a key such as "generating_args.top_p" was written and is neither null nor an empty mapping."""
         above, _, name = key.rpartition(".")
         return self.mapping(*filter(None, above.split("."))).get(name) not in (None, {})
 
     def place(self, key: str) -> str:
-        """Return where a key was written; of a mapping, where its first one was."""
+        """Return the place of a key; for a mapping, that of its first key."""
         return self.reader.entry(self.key(key), None).where
 
     @property
     def at(self) -> str:
-        """Where it begins; "" where it is not written."""
+        """Place where it begins; "" if it is not written."""
         return self.reader.entry(self.name, None).where if self.name and self.tree else ""
 
-    def find(self, what: str, *keys: str, why: str = "", fix: str = "") -> None:
-        """Note a finding at the first place where one of the keys was written, or where the mapping begins."""
-        self.reader.find(what, next((self.place(key) for key in keys if self.has(key)), self.at), why, fix)
+    def report(self, what: str, *keys: str, why: str = "", fix: str = "") -> None:
+        """Add a finding, at the place of the first of `keys` that was written, or else where the mapping begins."""
+        self.reader.report(what, next((self.place(key) for key in keys if self.has(key)), self.at), why, fix)
 
     def check(self, kind: str, /, **more: Any) -> None:
-        """Answer what the table says of keys together.
+        """Apply a part of the table's checks of several keys.
 
         Args:
-            kind: the part of the table.
-            more: further values, and those that count in place of what was written.
+            kind: name of the part.
+            more: further values, which override written ones.
         """
         values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
         for row in checks("roll", kind, values):
             if any(self.key(key) in self.reader.refused for key in row["if"]):
-                continue  # nothing follows from the default of what is not valid
+                continue  # its value is invalid and was replaced by the default
             keys = [key.format_map(values) for key in row.get("at", row["if"])]
             if "line" in row:
                 self.reader.lines.append(row["line"])
@@ -158,10 +157,10 @@ class Part:
                 for key in filter(self.has, keys):
                     self.ignore(key, row["ignored"])
             else:
-                self.find(row["what"], *keys, why=row.get("why", ""), fix=row["fix"])
+                self.report(row["what"], *keys, why=row.get("why", ""), fix=row["fix"])
 
     def refuse(self, rows: Mapping[str, Row]) -> None:
-        """Refuse keys that were written with a value which their row does not pass."""
+        """Report keys that were written with a value which their row refuses."""
         for key, row in rows.items():
             above, _, name = key.rpartition(".")
             if self.has(key):
@@ -169,20 +168,20 @@ class Part:
                 self.reader.passes(self.reader.entry(dotted, data), row, data, dotted)
 
     def needs(self, group: Group) -> None:
-        """Refuse keys of a group that say something without what they need in it."""
+        """Report keys of a group that only take effect with another key of it."""
         for info in keys_of(type(group)).values():
             for need in info.needs:
                 other, value = need.path.partition(".")[2], getattr(group, info.name)
                 if value != info.default and getattr(group, other) not in need.values and self.has(info.name):
                     needed = f"{other}: {shown(need.values[0])}"
                     what, fix = f"{info.name} {shown(value)} without {needed}", f"write {needed}, or remove {info.name}"
-                    self.find(what, info.name, why=need.why, fix=fix)
+                    self.report(what, info.name, why=need.why, fix=fix)
 
     def ignore(self, key: str, why: str) -> None:
         self.reader.ignored.setdefault(why, []).append(self.key(key))
 
     def mapping(self, *keys: str) -> dict[str, Any]:
-        """Return a mapping in it as it was written."""
+        """Return a nested mapping as written; {} if there is none."""
         tree = self.tree
         for key in keys:
             inside = tree.get(key)
@@ -190,15 +189,15 @@ class Part:
         return tree
 
     def unknown(self, key: str, names: list[str], above: str) -> None:
-        """Note a key that nobody knows, of a mapping that stands at `above`."""
+        """Report an unknown key of the mapping at `above`."""
         dotted, near = self.key(above + key), closest(key, names)
         meant = f"{dotted.removesuffix(key)}{near}" if near else ""
         fix = f"did you mean {meant}?" if near else "remove it; docs/rl-settings.md lists every key"
-        why = "" if "strategy_config" in dotted else "ROLL drops what it does not know"
+        why = "" if "strategy_config" in dotted else "ROLL silently drops unknown keys"
         self.reader.add(Finding(f"unknown key {dotted!r}", self.place(above + key), why, fix), meant)
 
     def read(self, tree: dict[str, Any], section: Section, above: str) -> dict[type[Group], Group]:
-        """Build the groups of a mapping that stands at `above`."""
+        """Build the groups of the mapping at `above`."""
         written: dict[str, Written] = {}
         for key, data in tree.items():
             place, dotted = above + key, self.key(above + key)
@@ -219,7 +218,7 @@ class Part:
                 value = self._items(below, data, place)
             elif (below is not None or key in section.parts) and not isinstance(data, dict):
                 what, fix = f"{dotted} is {quoted(data)}", f"write the keys below {key}:"
-                self.reader.find(what, entry.where, "expected a mapping", fix)
+                self.reader.report(what, entry.where, "expected a mapping", fix)
             elif below is not None:
                 (value,) = self.read(data, below, f"{place}.").values()
             if value is not None:
@@ -230,7 +229,7 @@ class Part:
         }
 
     def _devices(self, entry: SettingEntry) -> list[int] | None:
-        """Return the numbers of device_mapping; None, and a finding, where they are none."""
+        """Return the numbers of device_mapping; None, with a finding, if they are invalid."""
         try:
             return [*read_devices(entry.value.data)]
         except ValueError as error:
@@ -239,16 +238,16 @@ class Part:
             return None
 
     def _items(self, group: type[Group], data: Any, place: str) -> list[Group]:
-        """Read a list of mappings, each by the same group."""
+        """Read a list of mappings, each with the same group."""
         if isinstance(data, list) and all(isinstance(item, dict) for item in data):
             return [self.read(item, Section((group,)), f"{place}.")[group] for item in data]
         what, fix = f"{self.key(place)} is {quoted(data)}", f"write {place}: [{{KEY: VALUE, ...}}, ...]"
-        self.reader.find(what, self.place(place), "expected a list of mappings", fix)
+        self.reader.report(what, self.place(place), "expected a list of mappings", fix)
         return []
 
 
 def part_of(reader: Reading, tree: Any, section: Section, name: str = "") -> Part:
-    """Read a mapping, and those in it that are read by themselves."""
+    """Read a mapping, and its nested mappings that are separate parts."""
     part = Part(reader, name, tree if isinstance(tree, dict) else {})
     part.groups = part.read(part.tree, section, "")
     for key, inner in section.parts.items():
@@ -258,29 +257,29 @@ def part_of(reader: Reading, tree: Any, section: Section, name: str = "") -> Par
 
 
 def read_devices(data: Any) -> tuple[int, ...]:
-    """Return the numbers of `[6, 7]`, `list(range(0,8))`, or a sum of such, as a list or as text: read, never run.
+    """Return the numbers of `[6, 7]`, `list(range(0,8))` or a sum of these, as a list or text, without running code.
 
     Raises:
-        ValueError: it is something else; the message says what is expected.
+        ValueError: anything else; the message says what is expected.
     """
     try:
         found = data if isinstance(data, int | list) else _computed(ast.parse(str(data).strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, TypeError, OverflowError):
         raise ValueError(_WHOLE) from None
     except ZeroDivisionError:
-        raise ValueError("whole numbers; a division by 0 is none") from None
+        raise ValueError("whole numbers, not a division by 0") from None
     found = found if isinstance(found, list) else [found]
     if not all(type(each) is int for each in found):
         raise ValueError(_WHOLE)
     if any(each < 0 for each in found):
-        raise ValueError("numbers of devices, from 0")
+        raise ValueError("device numbers from 0")
     if len(set(found)) != len(found):
-        raise ValueError("each device once")
+        raise ValueError("different device numbers")
     return tuple(found)
 
 
 def _computed(node: ast.expr) -> Any:
-    """Compute a list or a whole number; what has a wrong type raises as Python would."""
+    """Evaluate a list or a whole number; wrong types raise as in Python."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value

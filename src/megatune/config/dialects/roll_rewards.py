@@ -1,4 +1,4 @@
-"""What scores responses, and the models that judge."""
+"""Builds rewards and judge models."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ _ADDRESSES = ("code_url", "judge_api_url")
 
 
 def read_rewards(roles: Roles) -> dict[str, RewardRole]:
-    """Make the rewards of a file, by domain."""
+    """Build the rewards of a file, by domain."""
     found = {}
     owners: dict[str, str] = {}
     for domain, node in roles.top.mapping("rewards").items():
         if not isinstance(node, dict):
             fix = "write worker_cls, tag_included and the other keys below it"
-            roles.top.reader.find(f"rewards.{domain} is not a mapping", roles.top.place(f"rewards.{domain}"), fix=fix)
+            roles.top.reader.report(f"rewards.{domain} is not a mapping", roles.top.place(f"rewards.{domain}"), fix=fix)
             continue
         part = part_of(roles.top.reader, node, REWARD, f"rewards.{domain}")
         found[domain] = _reward(domain, part, roles)
         for tag in found[domain].tag_included:
             if tag in owners:
                 what = f"the tag {tag!r} is in tag_included of rewards.{owners[tag]} and rewards.{domain}"
-                part.find(
-                    what, "tag_included", why="one reward scores a row; ROLL takes the last", fix="keep one of the two"
+                part.report(
+                    what, "tag_included", why="one reward scores a row; ROLL uses the last", fix="keep one of the two"
                 )
             owners[tag] = domain
     return found
 
 
 def reward_model(part: Part, roles: Roles) -> InferRole | None:
-    """Make the judge that several rewards share."""
-    return infer_role(roles, part, "reward_model", None, _judging(part))
+    """Build the judge that several rewards share."""
+    return infer_role(roles, part, "reward_model", None, _judge_sampling(part))
 
 
-def _judging(part: Part) -> Generating:
-    """Return how a judge samples."""
-    asked = part.of(RoleSettings).generating_args
-    return sampling_of(asked, asked.max_tokens)
+def _judge_sampling(part: Part) -> Generating:
+    generating = part.of(RoleSettings).generating_args
+    return sampling_of(generating, generating.max_tokens)
 
 
 def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
@@ -59,8 +58,8 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
     judge = None
     if kind == "llm_judge":
         if own.judge_model_type == "inference":
-            judge = infer_role(roles, part, part.name, None, _judging(part))
-        arguments |= {"generating": _judging(part), "judge_model_type": own.judge_model_type or "api"}
+            judge = infer_role(roles, part, part.name, None, _judge_sampling(part))
+        arguments |= {"generating": _judge_sampling(part), "judge_model_type": own.judge_model_type or "api"}
     return RewardRole(
         domain,
         kind,
@@ -77,7 +76,7 @@ def _reward(domain: str, part: Part, roles: Roles) -> RewardRole:
 
 
 def _kind(part: Part) -> tuple[str, str | None]:
-    """Return which reward a class is, or the user's function."""
+    """Return the kind of reward, and the import path of the user's function or None."""
     path, kinds = part.of(RoleSettings).worker_cls, read_part("roll", "classes")
     name = (path or "").rpartition(".")[2]
     if path is None:
@@ -87,21 +86,21 @@ def _kind(part: Part) -> tuple[str, str | None]:
     elif path == name or path.startswith("roll."):
         kind = kinds.get(name)
     else:
-        return "python", _own_path(part, "worker_cls", path, "function", "write worker_cls: package.module.function")
+        return "python", _import_path(part, "worker_cls", path, "function", "write worker_cls: package.module.function")
     part.check("worker", kind=kind, worker=name, kinds=", ".join(kinds))
     return kind or "math_rule", None
 
 
-def _own_path(part: Part, key: str, path: str, what: str, fix: str) -> str:
+def _import_path(part: Part, key: str, path: str, what: str, fix: str) -> str:
     """Return "module:name" of a user's function or class, which may be written as module.name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     if not module or not attribute.isidentifier():
-        part.find(f"{part.key(key)} is {path!r}", key, why=f"no {what}'s path", fix=fix)
+        part.report(f"{part.key(key)} is {path!r}", key, why=f"not a path of a {what}", fix=fix)
     return f"{module}:{attribute}"
 
 
 def _arguments(kind: str, part: Part) -> dict[str, Any]:
-    """Return what a reward is made with; what other kinds take does nothing to it."""
+    """Return the arguments of a reward; arguments of other kinds have no effect."""
     found: dict[str, Any] = {}
     takes: Mapping[str, list[str]] = read_part("roll", "rewards")
     for name in dict.fromkeys(name for names in takes.values() for name in names):
@@ -115,24 +114,24 @@ def _arguments(kind: str, part: Part) -> dict[str, Any]:
 
 
 def _check_value(name: str, value: Any, part: Part) -> None:
-    """Report a time limit that is none, and an address that nothing can be sent to."""
+    """Report an invalid time limit or address."""
     limit = value.get("timeout") if name == "arguments" else None
     if limit is not None and (type(limit) not in (int, float) or not 0 < limit < math.inf):
-        what, why = f"{part.key(name)}.timeout is {shown(limit)}", "expected the seconds of one response, above 0"
-        part.find(what, name, why=why, fix="write timeout: 60")
+        what, why = f"{part.key(name)}.timeout is {shown(limit)}", "expected seconds per response, above 0"
+        part.report(what, name, why=why, fix="write timeout: 60")
     if name in _ADDRESSES and value and not value.startswith(("http://", "https://")):
         what, fix = f"{part.key(name)} is {value!r}", f"write {name}: http://{value.rpartition('/')[2]}"
-        part.find(what, name, why="expected an address that begins with http:// or https://", fix=fix)
+        part.report(what, name, why="expected an address that starts with http:// or https://", fix=fix)
 
 
 def _environment(part: Part) -> dict[str, Any]:
-    """Return what a reward that plays is made with, under its own name."""
+    """Return the arguments of a reward's environment as {"environment": ...}; {} without one."""
     own = part.of(RewardSettings)
     if not (name := own.environment):
         return {}
     if name not in ENVIRONMENTS:
-        fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or package.module.Class of your own"
-        name = _own_path(part, "environment", name, "class", fix)
+        fix = f"write environment: {' or '.join(ENVIRONMENTS)}, or your own package.module.Class"
+        name = _import_path(part, "environment", name, "class", fix)
     return {"environment": {"name": name, "arguments": own.environment_arguments, "max_turns": own.max_turns}}
 
 
@@ -142,13 +141,14 @@ def _group_filter(part: Part) -> GroupFilter:
     for name, value in asked.filter_args.items():
         if name not in valid:
             fix = f"remove {name}" + (f"; {asked.type} takes {', '.join(valid)}" if valid else "")
-            part.find(f"{part.key(key)}: {asked.type} does not take {name!r}", key, fix=fix)
+            part.report(f"{part.key(key)}: {asked.type} does not take {name!r}", key, fix=fix)
         elif not is_number(value):
             what = f"{part.key(key)}.{name} is {value!r}"
-            part.find(what, key, why="expected a number", fix=f"write {name}: 0.5")
+            part.report(what, key, why="expected a number", fix=f"write {name}: 0.5")
         else:
             given[name] = float(value)
     if (low := given.get("threshold_down", -math.inf)) >= (high := given.get("threshold_up", math.inf)):
         what = f"{part.key(key)}: threshold_down {low:g} is not below threshold_up {high:g}"
-        part.find(what, key, why="every group would be dropped", fix="write threshold_down: 0.1 and threshold_up: 0.9")
+        fix = "write threshold_down: 0.1 and threshold_up: 0.9"
+        part.report(what, key, why="every group would be dropped", fix=fix)
     return asked.model_copy(update={"filter_args": given})

@@ -1,5 +1,4 @@
-"""Roles with a model, and those that compute with our engine: as settings of a run, and with how their samples become
-micro-batches."""
+"""Builds the roles that run on Megatron-Core: their settings, and how their samples are split into micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from megatune.config.values import Value
 from megatune.errors import Finding
 from megatune.families.scores import SCORER, STAGE
 
-# (settings of a role's engine, the stage that its model is read for) -> its numbers; None where they cannot be read.
+# (settings of a role, stage of its model) -> architecture; None if it cannot be read.
 ModelOf = Callable[[Settings, str], Architecture | None]
 
 _ACTORS = ("ActorWorker", "ActorPGWorker", "InferWorker", "CriticWorker", "BaseWorker")
@@ -35,9 +34,9 @@ _OF_STRATEGY = ("parallel", "experts", "recompute", "performance", "precision", 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 QUANTIZATION_KEYS = ("quantization_bit", "quantization_type", "double_quantization")
-# What is refused or does nothing is found with its place in the file, before.
-_SETS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
-ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _SETS.items()})
+# Refused and ignored keys have been reported before, with their places in the file.
+_ROWS = {key: replace(row, unsupported="", ignored="") for key, row in table("roll").items() if row.paths}
+ROLL = Dialect(name="ROLL", rows={key.rpartition(".")[2]: row for key, row in _ROWS.items()})
 
 RULES = (
     *(*finetuning.RULES, *trained.RULES),
@@ -49,11 +48,11 @@ RULES = (
 
 @dataclass(slots=True)
 class Roles:
-    """What roles are made with.
+    """Common inputs for building roles.
 
     Attributes:
-        run, lengths: keys of the top level, as far as they are valid.
-        parts: of the roles that have devices, by the names of the roles.
+        run, lengths: the valid keys of the top level.
+        parts: the parts of roles with devices, by role name.
     """
 
     top: Part
@@ -63,13 +62,13 @@ class Roles:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def begin(self, part: Part, name: str, valid: tuple[str, ...]) -> str | None:
-        """Check what computes a role, and note what of it is not read.
+        """Check the strategy of a role, and note its keys that are not read.
 
         Args:
-            valid: names of strategies.
+            valid: names of valid strategies.
 
         Returns:
-            The strategy; None, and a finding, where it is none of the valid ones.
+            The strategy; None, with a finding, if it is invalid.
         """
         keys, self.parts[name] = part.of(RoleSettings), part
         strategy, path = keys.strategy_args.strategy_name, keys.worker_cls or ""
@@ -93,12 +92,12 @@ def no_model(part: Part, name: str) -> None:
     keys = {**dict.fromkeys(("actor_train", "actor_infer", "reference"), "pretrain"), "critic": "reward_pretrain"}
     fix = f"write model_args: {{model_name_or_path: MODEL}} in {part.name}"
     fix += f", or {keys[name]}: MODEL at the top level" if name in keys else ""
-    part.find(f"{part.name} has no model", fix=fix)
+    part.report(f"{part.name} has no model", fix=fix)
 
 
 @cache
 def engine_sections() -> dict[str, Section]:
-    """Return the mappings of a role whose keys are settings here, by where they stand."""
+    """Return the mappings of a role whose keys are our settings, by their names."""
     names = {
         section: [key for key, row in rows_below(f"ROLE.{section}").items() if row.paths]
         for section in ("model_args", "training_args", STRATEGY)
@@ -111,8 +110,8 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
     """Read model_args, training_args and strategy_config of a role; later ones win, as in ROLL.
 
     Args:
-        trains: whether the role trains: training_args and adapters do nothing otherwise.
-        samples: whether it samples: only its model and dtype are read, the rest is its engine's.
+        trains: whether the role trains; otherwise training_args and adapters have no effect.
+        samples: whether it samples; then only its model and dtype are read, and the rest belongs to its engine.
     """
     of_sections = {
         each: _entries(part, each) for each in ([_MODEL] if samples else [_MODEL, "training_args", STRATEGY])
@@ -123,17 +122,18 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
         for entry in entries:
             why = ""
             if samples and entry.key not in ("model_name_or_path", "dtype"):
-                why = "engines sample with whole weights, adapters merged into them"
+                why = "engines sample with full weights, with adapters merged"
             elif section == "training_args" and not trains:
                 why = f"{part.name} does not train"
             elif section == _MODEL and entry.key in LORA_KEYS and target is None:
-                off = f"{part.name} has no adapters of its own"
-                why = "adapters are on with lora_target, as in ROLL" if trains else off
+                off = f"{part.name} has no adapters"
+                why = "lora_target turns adapters on, as in ROLL" if trains else off
             elif entry.key == "save_merged_model" and target is None:
                 why = "there is no adapter to merge"
             elif entry.key in QUANTIZATION_KEYS and target is None:
                 key, fix = f"{section}.{entry.key}", "write lora_target: all-linear" if trains else "remove it"
-                part.find(f"{part.key(key)} without lora_target", key, why="adapters keep their base so", fix=fix)
+                why = "only the base model of adapters can be quantized"
+                part.report(f"{part.key(key)} without lora_target", key, why=why, fix=fix)
                 continue
             if why:
                 part.ignore(f"{section}.{entry.key}", why)
@@ -151,7 +151,7 @@ def read_engine(part: Part, *, trains: bool = False, samples: bool = False) -> L
 
 
 def _entries(part: Part, section: str) -> list[SettingEntry]:
-    """Return the entries of a mapping that are settings, by their own names; report or note the others."""
+    """Return the entries of a mapping that are settings, by their last name; report or note the others."""
     found: list[SettingEntry] = []
     for above in (section, *([f"{section}.additional_configs"] if section == STRATEGY else [])):
         tree = part.mapping(*above.split("."))
@@ -165,16 +165,16 @@ def _entries(part: Part, section: str) -> list[SettingEntry]:
 def model_role(
     roles: Roles, part: Part, name: str, default_model: str | None, *, trains: bool, teacher: Part | None = None
 ) -> ModelRole | None:
-    """Make a role with a model of our engine; None where its strategy is not one.
+    """Build a role that runs on Megatron-Core; None if its strategy is invalid.
 
     Args:
-        teacher: of a model that is computed in the role's processes.
+        teacher: the part of a teacher that runs in the role's processes.
     """
     valid = ("megatron_train",) if trains else ("megatron_infer", "hf_infer")
     strategy = roles.begin(part, name, valid)
     if strategy is None:
         return None
-    if strategy == "hf_infer":  # its strategy_config is of another engine
+    if strategy == "hf_infer":  # its strategy_config belongs to another engine
         part = replace(part, tree={key: node for key, node in part.tree.items() if key != "strategy_args"})
     loaded, keys = read_engine(part, trains=trains), part.of(RoleSettings)
     devices = keys.devices
@@ -185,8 +185,8 @@ def model_role(
     if trains and architecture is not None:
         loaded, lines = with_model_defaults(_with_encoder(loaded, architecture), architecture)
         part.reader.lines += lines
-    settings, said = loaded.settings, replace(loaded, dialect=part.reader.dialect or ROLL)
-    found = said.check_rules(architecture, len(devices), rules=RULES)
+    settings, loaded = loaded.settings, replace(loaded, dialect=part.reader.dialect or ROLL)
+    found = loaded.check_rules(architecture, len(devices), rules=RULES)
     part.reader.findings += [each for each in found if each not in part.reader.findings]
     longest, parallel = roles.lengths.longest_sequence, settings.parallel
     if architecture is not None:
@@ -208,16 +208,16 @@ def model_role(
         name=name,
         settings=settings,
         training=trains,
-        teacher=None if teacher is None else _teacher(roles, teacher, said, found, len(devices)),
+        teacher=None if teacher is None else _teacher(roles, teacher, loaded, found, len(devices)),
     )
     return role.model_copy(update=_micro_batches(roles.lengths.max_sequence_length, role, part))
 
 
 def _teacher(roles: Roles, part: Part, student: Loaded, found: Sequence[Finding], devices: int) -> Settings:
-    """Return the engine of a teacher: the student's layout, precision and kernels, with nothing that trains.
+    """Return the settings of a teacher: the student's layout, precision and kernels, without training.
 
     Args:
-        found: what is wrong with the student, which is said once.
+        found: findings of the student, which are not reported again.
     """
     own = {name: GROUPS[name]() for name in ("finetuning", "experts", "recompute", "optimizer")}
     read = read_engine(replace(part, tree={_MODEL: part.mapping(_MODEL)})).settings
@@ -226,7 +226,7 @@ def _teacher(roles: Roles, part: Part, student: Loaded, found: Sequence[Finding]
     key, precision = f"{_MODEL}.dtype", student.settings.precision
     if part.has(key) and (read.precision.bf16, read.precision.fp16) != (precision.bf16, precision.fp16):
         what = f"{part.key(key)} is not that of actor_train"
-        part.find(what, key, why="the teacher is computed in its processes", fix="remove dtype")
+        part.report(what, key, why="the teacher runs in its processes", fix="remove dtype")
     settings = student.settings.model_copy(update={**own, "model": read.model})
     architecture = None
     if roles.model_of is not None and read.model.model_name_or_path:
@@ -243,7 +243,7 @@ def _teacher(roles: Roles, part: Part, student: Loaded, found: Sequence[Finding]
 def _settings(
     roles: Roles, settings: Settings, part: Part, name: str, default_model: str | None, world_size: int, trains: bool
 ) -> Settings:
-    """Return the settings of an engine with what other keys of the file say."""
+    """Return the settings of a role, completed from other keys of the file."""
     keys, top, parallel, optimizer = part.of(RoleSettings), roles.run, settings.parallel, settings.optimizer
     changes: dict[str, Any] = {
         "run.stage": STAGE if name.startswith(("critic", "rewards.")) else "sft",
@@ -270,14 +270,14 @@ def _settings(
         changes["batch.per_device_train_batch_size"] = keys.infer_batch_size
         changes["batch.gradient_accumulation_steps"] = parallel.pipeline_model_parallel_size
     if optimizer.lr_scheduler_type == "constant" and (optimizer.warmup_steps or optimizer.warmup_ratio):
-        line = "lr_scheduler_type constant with a warm-up is constant_with_warmup, as in ROLL's Megatron"
+        line = "lr_scheduler_type constant with a warm-up becomes constant_with_warmup, as in ROLL's Megatron strategy"
         part.reader.lines.append(f"{part.name}: {line}")
         changes["optimizer.lr_scheduler_type"] = "constant_with_warmup"
     return with_settings(settings, changes)
 
 
 def _with_encoder(loaded: Loaded, architecture: Architecture) -> Loaded:
-    """Train the encoder of pictures too where nothing freezes it, as ROLL does; adapters are of the language model."""
+    """Also train the vision encoder if no key freezes it, as in ROLL; adapters are on the language model only."""
     frozen = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
     is_lora = loaded.settings.finetuning.finetuning_type == "lora"
     if architecture.vision is None or is_lora or not loaded.entries.keys().isdisjoint(frozen):
@@ -286,10 +286,10 @@ def _with_encoder(loaded: Loaded, architecture: Architecture) -> Loaded:
 
 
 def _micro_batches(longest: int, role: ModelRole, part: Part) -> dict[str, int | None]:
-    """Return how samples of a role become micro-batches.
+    """Return the tokens per micro-batch of a role, with sequence packing or dynamic batching.
 
     Args:
-        longest: tokens of a sample.
+        longest: maximum tokens of a sample.
     """
     found: dict[str, int | None] = {}
     switches = {"train": "use_dynamic_batching_in_train", "forward": "use_dynamic_batching_in_infer"}
@@ -298,25 +298,25 @@ def _micro_batches(longest: int, role: ModelRole, part: Part) -> dict[str, int |
         for phase, count in rows.items():
             key = f"max_packed_sequence_length_{phase}"
             tokens = getattr(role.sequence_packing_args, key) or max(1, count) * longest
-            _long_enough(longest, part, f"sequence_packing_args.{key}", tokens)
+            _check_fits(longest, part, f"sequence_packing_args.{key}", tokens)
             found[f"packed_tokens_{phase}"] = tokens
         return found
     for phase, switch in switches.items():
         key = switch.replace("use_dynamic_batching", "max_tokens_per_microbatch")
         if getattr(role, switch) and getattr(role, key):
-            _long_enough(longest, part, key, getattr(role, key))
+            _check_fits(longest, part, key, getattr(role, key))
             found[f"dynamic_tokens_{phase}"] = getattr(role, key)
     return found
 
 
-def _long_enough(longest: int, part: Part, key: str, tokens: int) -> None:
+def _check_fits(longest: int, part: Part, key: str, tokens: int) -> None:
     if tokens < longest:
         what, fix = f"{part.key(key)} {tokens} is less than sequence_length {longest}", key.rpartition(".")[2]
-        part.find(what, key, why="the longest sample would fit nowhere", fix=f"write {fix}: {longest}")
+        part.report(what, key, why="the longest sample would not fit", fix=f"write {fix}: {longest}")
 
 
 def _variant(part: Part, name: str, longest: int) -> str | None:
-    """Return the loss of ActorPGWorker; None of another worker, whose other keys describe it."""
+    """Return the loss variant of ActorPGWorker; None for other workers."""
     keys = part.of(RoleSettings)
     is_pg = (keys.worker_cls or "").endswith("ActorPGWorker")
     variant = (keys.pg_variant or "vanilla") if is_pg else None

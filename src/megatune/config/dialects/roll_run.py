@@ -1,4 +1,4 @@
-"""What follows from the keys of the top level: of the run, of rollouts, of the algorithm and of trackers."""
+"""Derives the settings of the run, rollouts, the algorithm and trackers from the keys of the top level."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from megatune.config.values import is_variable
 
 
 def run_settings(top: Part) -> RLRunSettings:
-    """Return the keys of the run, without secrets, and with variables as the environment has them."""
+    """Return the keys of the run, without secrets, and with environment variables as text."""
     run = top.of(RLRunSettings)
     variables, hub = environment(top), run.model_download_type
     if hub == "MODELSCOPE" or (hub is None and variables.get("USE_MODELSCOPE") == "1"):
         variables["USE_MODELSCOPE_HUB"] = "1"
-    trackers = run.tracker_kwargs.model_copy(update={"api_key": None})  # `tracker_variables` has it
+    trackers = run.tracker_kwargs.model_copy(update={"api_key": None})  # see `tracker_variables`
     return run.model_copy(update={"system_envs": variables, "tracker_kwargs": trackers})
 
 
 def environment(part: Part) -> dict[str, str]:
-    """Write a part's system_envs as variables of the environment have them."""
+    """Return the environment variables in a part's system_envs, as text."""
     written = part.of(RoleSettings).system_envs if part.name else part.of(RLRunSettings).system_envs
-    said = {str(key): str(value) for key, value in written.items() if value is not None}
-    for name in said:
+    variables = {str(key): str(value) for key, value in written.items() if value is not None}
+    for name in variables:
         if not is_variable(name):
             what, fix = f"{part.key('system_envs')}: {name!r} is not a valid name of a variable", "write NAME: value"
-            part.find(what, "system_envs", fix=fix)
-    return said
+            part.report(what, "system_envs", fix=fix)
+    return variables
 
 
 def rollout_settings(top: Part) -> RolloutSettings:
-    """Return the keys of rollouts, with lengths that leave tokens for a response."""
+    """Return the keys of rollouts, with sequence lengths that leave room for a response."""
     asked = top.of(RolloutSettings)
     prompt, longest = asked.prompt_length, asked.max_sequence_length
     val_prompt, val_whole = asked.val_prompt_length, asked.val_sequence_length
@@ -50,10 +50,10 @@ def rollout_settings(top: Part) -> RolloutSettings:
 
 
 def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
-    """Return the keys of the algorithm, as they count.
+    """Return the keys of the algorithm with effective values.
 
     Args:
-        updates: of the policy in one step.
+        updates: policy updates per step.
     """
     asked = top.of(AlgorithmSettings)
     changes: dict[str, Any] = {}
@@ -74,8 +74,8 @@ def algorithm_settings(top: Part, updates: int) -> AlgorithmSettings:
 
 
 def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
-    """Tell whether the trainer computes log-probabilities before its updates."""
-    corrects = settings.train_infer_correction.corrects  # otherwise in the loss, where filters change no divisors
+    """Return whether the trainer computes log-probabilities before its updates."""
+    corrects = settings.train_infer_correction.corrects  # in the loss, filters could not change divisors
     needs = {
         "add_token_level_kl": settings.rewards_kl,
         "use_opd": settings.use_opd,
@@ -89,7 +89,7 @@ def _recomputes(settings: AlgorithmSettings, top: Part, updates: int) -> bool:
 
 
 def reported(run: RLRunSettings) -> dict[str, Any]:
-    """Return the settings of the log, by "group.name", that `track_with` and `tracker_kwargs` say."""
+    """Return the logging settings, by "group.name", from `track_with` and `tracker_kwargs`."""
     keys, names = run.tracker_kwargs, [name for name in run.track_with if name != "stdout"]
     return {
         "logging.logging_steps": run.logging_steps,
@@ -104,7 +104,7 @@ def reported(run: RLRunSettings) -> dict[str, Any]:
 
 
 def profiled(run: RLRunSettings) -> dict[str, Any]:
-    """Return the settings, by "group.name", that let the trainer profile one step: the second, if there is one."""
+    """Return the settings, by "group.name", to profile one step: the second, if there is one."""
     if not run.profiler_timeline:
         return {}
     first = min(1, run.max_steps - 1)
@@ -116,14 +116,14 @@ def profiled(run: RLRunSettings) -> dict[str, Any]:
 
 
 def tracker_variables(top: Part) -> dict[str, str]:
-    """Return variables of the environment that say the rest of it, the account's key among them."""
+    """Return environment variables for the other keys of trackers, including the API key."""
     run = top.of(RLRunSettings)
     keys, names = run.tracker_kwargs, run.track_with
     found = {}
     for tracker, modes in read_part("roll", "modes").items():
         if tracker in names and keys.mode and keys.mode not in modes:
             what, fix = f"tracker_kwargs.mode {keys.mode} with {tracker}", f"write mode: {' or '.join(modes)}"
-            top.find(what, "tracker_kwargs.mode", fix=fix)
+            top.report(what, "tracker_kwargs.mode", fix=fix)
         if tracker in names and keys.api_key:
             found[f"{tracker.upper()}_API_KEY"] = keys.api_key
     if "wandb" in names:

@@ -1,4 +1,4 @@
-"""Roles that sample responses: the policy's engines, and models that judge."""
+"""Builds roles that sample responses: the policy's engines, and judge models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatune.config.values import counted, is_number
 def infer_role(
     roles: Roles, part: Part, name: str, default_model: str | None, generating: Generating
 ) -> InferRole | None:
-    """Make a role that samples; None where its strategy is none that does."""
+    """Build a role that samples; None if its strategy is invalid."""
     strategy = roles.begin(part, name, ("vllm", "sglang", "hf_infer", "builtin"))
     if strategy is None:
         return None
@@ -37,11 +37,11 @@ def infer_role(
         unused = dict.fromkeys((*read_part("roll", "engines"), *SAMPLER.names), f"strategy_name is {strategy}")
         part_of(part.reader, tree, Section((), others=unused), part.key(STRATEGY))
         config = {}
-    each, lengths = 1 if engine == "builtin" else _per_engine(engine, config, part), roles.lengths
+    each, lengths = 1 if engine == "builtin" else _devices_per_engine(engine, config, part), roles.lengths
     most_key = {"vllm": "max_model_len", "sglang": "context_length"}.get(engine, "")
     most = config.get(most_key)
     architecture = None
-    if engine == "builtin" and model and roles.model_of is not None:  # what others sample from is theirs to read
+    if engine == "builtin" and model and roles.model_of is not None:  # other engines check their models themselves
         architecture = roles.model_of(with_settings(settings, {"model.model_name_or_path": model}), settings.run.stage)
     part.check(
         "engines",
@@ -73,7 +73,7 @@ def infer_role(
 
 
 def sampling_of(generating: Generating, max_new_tokens: int, responses: int | None = None) -> Generating:
-    """Return how responses are sampled, with what counts in place of its keys."""
+    """Return sampling arguments with effective values."""
     return generating.model_copy(
         update={
             "top_k": max(0, generating.top_k),
@@ -84,21 +84,20 @@ def sampling_of(generating: Generating, max_new_tokens: int, responses: int | No
     )
 
 
-def _per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
-    """Return the devices of one engine."""
+def _devices_per_engine(engine: str, config: dict[str, Any], part: Part) -> int:
     tensor = part.of(RoleSettings).num_gpus_per_worker if engine == "sglang" else 1
     devices = 1
     for key, default in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1)):
         size = config.get(key, default)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             what, why = f"{part.name}: {key} is {size}", "expected a whole number"
-            part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
+            part.report(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: 1")
             size = 1
         devices *= size
     key = SHARE_KEYS[engine]
     share = config.get(key)
     if share is not None and not (is_number(share) and 0 < share <= 1):
-        what, why = f"{part.name}: {key} is {share}", "expected a part of a device's memory, above 0 and at most 1"
-        part.find(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: {USUAL_SHARE}")
+        what, why = f"{part.name}: {key} is {share}", "expected a fraction of a device's memory, above 0 and at most 1"
+        part.report(what, f"{STRATEGY}.{key}", why=why, fix=f"write {key}: {USUAL_SHARE}")
         del config[key]
     return devices

@@ -28,12 +28,12 @@ Key: TypeAlias = "tuple[str, ...]"
 
 _REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
 _MOST_NODES, _MOST_NESTED = 100_000, 64  # an alias inside its own anchor, or references in a circle, have no end
-_OWN = "_self_"
-# What OmegaConf says -> what is wrong with a text, and what helps.
-_FAULTS = (
+_SELF = "_self_"
+# Pattern of OmegaConf's message -> our message and fix.
+_OMEGACONF_ERRORS = (
     (r"Interpolation key '(.*)' not found", "there is no key {0}", "write {0}, or the value here"),
     (r"Environment variable '(.*)' not found", "the variable {0} is not set", "set it"),
-    (r"Unsupported interpolation type", "it is computed by a resolver that is not known", "write the value"),
+    (r"Unsupported interpolation type", "it needs a resolver that is not known", "write the value"),
     (r"Recursive interpolation|Interpolation to parent", "it refers to itself", "write the value in one of the places"),
     (r"Missing mandatory value", "the value is missing", "write it"),
     (r"([^\n]*)", "{0}", "write ${{KEY}}, ${{oc.env:NAME}}, or the value"),
@@ -42,12 +42,13 @@ _FAULTS = (
 
 @dataclass(slots=True)
 class Reading(Builder):
-    """What was read, what was wrong with it, and what its user is told.
+    """The keys that were read, with findings and notes for the user.
 
     Attributes:
-        data: mappings, lists and values, references resolved.
-        entries: by dotted key, each value and list: what YAML makes of its text, and where it was written.
-        dialect: in whose words messages name settings of training; None: ROLL's.
+        data: mappings, lists and values, with resolved references.
+        entries: by dotted key, the parsed value and the place of every value and list.
+        lines: notes for the user.
+        dialect: whose names of settings messages use; None for ROLL's.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -55,11 +56,11 @@ class Reading(Builder):
     lines: list[str] = field(default_factory=list)
     dialect: Dialect | None = None
 
-    def find(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
+    def report(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
         self.add(Finding(what, where, why, fix))
 
     def put(self, key: Sequence[str], value: Any, where: str, origin: str) -> None:
-        """Write a value, or a mapping of values, as if it had stood at a place of a file."""
+        """Write a value, or a mapping of values, as if it were in the file at `where`."""
         if isinstance(value, dict) and value:
             for name, each in value.items():
                 self.put((*key, name), each, where, origin)
@@ -71,7 +72,7 @@ class Reading(Builder):
         self.entries[dotted] = SettingEntry(dotted, to_value(value), where, origin)
 
     def entry(self, dotted: str, data: Any) -> SettingEntry:
-        """Return the value at a key, with its own place, or that of the first value in it, or of what it is in."""
+        """Return the value of a key, with its place, or that of its first child, or that of its nearest parent."""
         own, at = self.entries.get(dotted), dotted
         near = own or next((each for key, each in self.entries.items() if key.startswith(f"{dotted}.")), None)
         while near is None and "." in at:
@@ -81,7 +82,7 @@ class Reading(Builder):
 
 
 def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
-    """Read a file, those that its `defaults` name, and `key=value` words; then resolve references.
+    """Read a file, the files in its `defaults`, and `key=value` overrides; then resolve references.
 
     Raises:
         MegatuneError: the file is missing or unreadable (exit 66).
@@ -89,19 +90,19 @@ def read_tree(source: str | Path, overrides: Sequence[str] = ()) -> Reading:
     from omegaconf import OmegaConf
 
     reading = Reading()
-    data, written = _composed(Path(source), str(source), reading, ())
+    data, written = _compose(Path(source), str(source), reading, ())
     for word in overrides:
-        data = _overridden(data, written, word, reading)
+        data = _apply_override(data, written, word, reading)
     if _size(data, data, {}) > _MOST_NODES:
-        what = f"more than {_MOST_NODES:,} values, its references written out"
-        reading.find(what, str(source), fix="write fewer references to what has references")
+        what = f"more than {_MOST_NODES:,} values after resolving references"
+        reading.report(what, str(source), fix="write fewer nested references")
         data = {}
     reading.data = _Resolver(reading, written).mapping(OmegaConf.create(data), ())
     return reading
 
 
-def _merged(below: dict[str, Any], over: dict[str, Any], where: str, reading: Reading) -> dict[str, Any]:
-    """Merge mappings, references unresolved: what is `over` wins, lists are replaced."""
+def _merge(below: dict[str, Any], over: dict[str, Any], where: str, reading: Reading) -> dict[str, Any]:
+    """Merge mappings with unresolved references: `over` wins, and lists are replaced."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -109,15 +110,15 @@ def _merged(below: dict[str, Any], over: dict[str, Any], where: str, reading: Re
         found: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(over)))
     except (TypeError, OmegaConfBaseException) as error:  # a mapping over a list, or a list over a mapping
         what = str(error).partition("\n")[0]
-        reading.find(what, where, fix="write a mapping where a mapping is, and a list where a list is")
+        reading.report(what, where, fix="replace a mapping only by a mapping, and a list only by a list")
         return below
     return dict(found)
 
 
-def _composed(
+def _compose(
     path: Path, name: str, reading: Reading, above: tuple[Path, ...]
 ) -> tuple[dict[str, Any], dict[Key, SettingEntry]]:
-    """Return a file's data over those of its defaults, and where each was written."""
+    """Return a file's data merged over those of its defaults, and the place of each value."""
     node, findings = read_mapping(path, name)
     reading.findings += findings
     document = _Document(name, reading)
@@ -129,55 +130,54 @@ def _composed(
     data: dict[str, Any] = {}
     places: dict[Key, SettingEntry] = {}
     names = listed.value.data
-    for item in [*names, *([] if _OWN in names else [_OWN])]:
-        if item == _OWN:
+    for item in [*names, *([] if _SELF in names else [_SELF])]:
+        if item == _SELF:
             both = [key for key in entries if key in places and entries[key].value.data != places[key].value.data]
-            if both and _OWN not in names:
-                said = f"{', '.join('.'.join(key) for key in both[:3])}{', ...' if both[3:] else ''}"
-                said += f": in {name} and in its defaults; the file's own counts, unless _self_ in defaults says"
-                reading.lines.append(f"{said} otherwise")
+            if both and _SELF not in names:
+                keys = f"{', '.join('.'.join(key) for key in both[:3])}{', ...' if both[3:] else ''}"
+                reading.lines.append(f"{keys}: {name} overrides its defaults; _self_ in defaults can change the order")
             layer, over = own, entries
         elif (other := _default(item, path, listed, reading)) is None:
             continue
         elif other in above or len(above) > 8:
-            reading.find(f"defaults: {item} leads back to itself", listed.where, fix="remove it")
+            reading.report(f"defaults: {item} includes itself", listed.where, fix="remove it")
             continue
         else:
-            layer, over = _composed(other, str(other), reading, (*above, path))
-        data = _merged(data, layer, listed.where, reading)
+            layer, over = _compose(other, str(other), reading, (*above, path))
+        data = _merge(data, layer, listed.where, reading)
         places |= over
     return data, places
 
 
 def _default(item: Any, path: Path, listed: SettingEntry, reading: Reading) -> Path | None:
-    """Return the file that an item of `defaults` names; None, and a finding or a line, where there is none."""
+    """Return the file that an item of `defaults` names; None, with a finding or a note, if there is none."""
     if not isinstance(item, str):
-        why = "a file's keys are taken as they are, and not below another one"
-        fix = "write - PATH@_here_, with the path from this file's folder"
-        reading.find(f"defaults: {item} is not a path", listed.where, why, fix)
+        why = "the keys of a file are merged at the top level, not below another key"
+        fix = "write - PATH@_here_, with the path relative to this file's folder"
+        reading.report(f"defaults: {item} is not a path", listed.where, why, fix)
         return None
     name, _, package = item.removeprefix("optional ").partition("@")
     other = path.parent / f"{name.lstrip('/')}.yaml"
     if package not in ("_here_", "_global_") and ("/" in name or package):
         fix = f"write - {name}@_here_"
         why = "Hydra puts the keys of such a file below the names of its folders"
-        reading.find(f"defaults: {item} without @_here_", listed.where, why, fix)
+        reading.report(f"defaults: {item} without @_here_", listed.where, why, fix)
         return None
     if os.path.isfile(other):
         return other
     if Path(name).name.startswith("deepspeed_zero"):
-        reading.lines.append(f"{item} of defaults is not read: DeepSpeed takes no part")
+        reading.lines.append(f"{item} of defaults is not read: DeepSpeed is not used")
     elif not item.startswith("optional "):
-        fix = "check the path; it is taken from the folder of the file that names it"
-        reading.find(f"defaults: there is no file {other}", listed.where, fix=fix)
+        fix = "check the path; it is relative to the folder of the file that names it"
+        reading.report(f"defaults: there is no file {other}", listed.where, fix=fix)
     return None
 
 
 @dataclass(slots=True)
 class _Document:
-    """Makes data of YAML's nodes, and notes where each was written; the number of nodes is bounded."""
+    """Converts YAML nodes to data and records their places; the number of nodes is bounded."""
 
-    name: str  # of the file; "" where `where` says it
+    name: str  # of the file; "" if `where` is given
     reading: Reading
     where: str = ""
     entries: dict[Key, SettingEntry] = field(default_factory=dict)
@@ -189,13 +189,13 @@ class _Document:
             where = self.where or f"{self.name}:{key_node.start_mark.line + 1}"
             self.left -= 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self.reading.find("a key must be text", where, fix="write `key: value`")
+                self.reading.report("a key must be text", where, fix="write `key: value`")
             elif key_node.value in found:
-                self.reading.find(
+                self.reading.report(
                     f"{'.'.join((*above, key_node.value))} is written twice", where, fix="keep one of the two"
                 )
             elif len(above) >= _MOST_NESTED:
-                self.reading.find("values are nested too deeply", where, fix="remove the alias inside its own anchor")
+                self.reading.report("values are nested too deeply", where, fix="remove the alias inside its own anchor")
             elif self.left > 0:
                 found[key_node.value] = self.data(value_node, (*above, key_node.value), where)
         return found
@@ -208,32 +208,34 @@ class _Document:
         except yaml.YAMLError as error:
             self.reading.add(yaml_finding(error, self.name or where))
             value = Value(None)
-        if "$" in str(value.data) and (fault := _fault(value.data)) is not None:
-            self.reading.find(f"{short(str(value.data))}: {fault[0]}", where, fix=fault[1])
+        if "$" in str(value.data) and (wrong := _reference_error(value.data)) is not None:
+            self.reading.report(f"{short(str(value.data))}: {wrong[0]}", where, fix=wrong[1])
             value = Value(None)
         self.entries[key] = SettingEntry(".".join(key), value, where, "override" if self.where else where)
         return value.data
 
 
-def _fault(data: Any) -> tuple[str, str] | None:
-    """Return what is wrong with references that OmegaConf cannot parse, and what helps."""
+def _reference_error(data: Any) -> tuple[str, str] | None:
+    """Return the message and fix for references that OmegaConf cannot parse; None if it can."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         OmegaConf.create([data])
     except OmegaConfBaseException as error:
-        return _said(error)
+        return _explain(error)
     return None
 
 
-def _overridden(data: dict[str, Any], entries: dict[Key, SettingEntry], word: str, reading: Reading) -> dict[str, Any]:
-    """Put `a.b=value` into the data; `+a.b=value` does the same, and `~a.b` takes a key out."""
+def _apply_override(
+    data: dict[str, Any], entries: dict[Key, SettingEntry], word: str, reading: Reading
+) -> dict[str, Any]:
+    """Apply `a.b=value` or `+a.b=value`, which set a key, or `~a.b`, which removes it."""
     dotted, equals, text = word.partition("=")
     key = tuple(dotted.strip().lstrip("+~").split("."))
     if not all(key) or not (equals or word.startswith("~")):
         fix = "write key=value, or role.key=value, without spaces around ="
-        reading.find(f"{word!r} is not an override", fix=fix)
+        reading.report(f"{word!r} is not an override", fix=fix)
         return data
     if word.startswith("~"):
         below: Any = data
@@ -251,11 +253,11 @@ def _overridden(data: dict[str, Any], entries: dict[Key, SettingEntry], word: st
     entries |= document.entries
     for part in reversed(key):
         value = {part: value}
-    return _merged(data, value, document.where, reading)
+    return _merge(data, value, document.where, reading)
 
 
 def _size(data: Any, top: dict[str, Any], known: dict[int | str, int]) -> int:
-    """Count the values of data with those that references in it lead to, as often as they do."""
+    """Count the values of data, including those of every reference in it."""
     if not isinstance(data, dict | list | str) or (isinstance(data, str) and "${" not in data):
         return 1
     name = data if isinstance(data, str) else id(data)
@@ -277,7 +279,7 @@ def _at(data: Any, dotted: str) -> Any:
 
 @dataclass(slots=True)
 class _Resolver:
-    """Makes plain data of what OmegaConf resolves, and notes where each value was written."""
+    """Converts resolved OmegaConf data to plain data, and records the place of each value."""
 
     reading: Reading
     written: Mapping[Key, SettingEntry]
@@ -287,7 +289,7 @@ class _Resolver:
         """Resolve a mapping.
 
         Args:
-            at: the entry that refers to it, or to a mapping that it is in: what is in it was written elsewhere.
+            at: the entry that refers to it, or to a mapping around it, if its values were written elsewhere.
         """
         from omegaconf import DictConfig, ListConfig, OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -310,22 +312,22 @@ class _Resolver:
                 if isinstance(value, ListConfig):
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError) as error:
-                self._find(entry, error)
+                self._report(entry, error)
                 value = None
             is_own = own is not None and "${" not in str(own.value.data)
             entry = entry if is_own else replace(entry, value=to_value(value))
             found[name], self.reading.entries[dotted] = entry.value.data, entry
         return found
 
-    def _find(self, entry: SettingEntry, error: Exception) -> None:
-        what, fix = _said(error)
+    def _report(self, entry: SettingEntry, error: Exception) -> None:
+        what, fix = _explain(error)
         if not any(each.what.endswith(f": {what}") and "there is no key" in what for each in self.reading.findings):
-            self.reading.find(f"{short(shown(entry.value.data))[1:-1]}: {what}", entry.where, fix=fix)
+            self.reading.report(f"{short(shown(entry.value.data))[1:-1]}: {what}", entry.where, fix=fix)
 
 
-def _said(error: Exception) -> tuple[str, str]:
-    """Return what OmegaConf found, and what helps."""
-    for pattern, what, fix in _FAULTS:
+def _explain(error: Exception) -> tuple[str, str]:
+    """Return the message and fix for an error of OmegaConf."""
+    for pattern, what, fix in _OMEGACONF_ERRORS:
         if match := re.search(pattern, str(error)):
             return what.format(*match.groups()), fix.format(*match.groups())
     return "", ""

@@ -1,4 +1,4 @@
-"""Megatron-SWIFT's command lines, of versions 3 and 4, as settings: `megatron sft | pt | rlhf` there."""
+"""Translates command lines of Megatron-SWIFT 3 and 4 (`megatron sft | pt | rlhf`) to settings."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from megatune.config.dialects.swift_meaning import MEANINGS, SAMPLED
 from megatune.config.entry import Builder, Written
 from megatune.config.load import Loaded, load_entries
 from megatune.config.rules.rule import has_effect
-from megatune.config.settings import Settings, is_default, setting_paths, setting_value
+from megatune.config.settings import is_default, setting_paths, setting_value
 from megatune.config.values import is_number, shown
 from megatune.errors import Finding
 
 _COUNT = re.compile("[0-9]{1,9}")
-_WIDEST = 44  # of the first column of lines
+_MAX_WIDTH = 44  # of the first column of lines
 _SECRET = ("hub_token",)
 
 
 @cache
 def dialect_of(version: float) -> Dialect:
-    """Return the dialect; its messages name flags and defaults as version 3, 3.12 or 4 does."""
+    """Return the dialect with the flags and defaults of version 3, 3.12 or 4."""
     rows = table("swift")
     names = sorted(rows, key=lambda name: (rows[name].version == 3) is (version == 4))
-    # What a command line may name as a file does has values that are refused, too: do_train.
+    # Our names of settings keep the values that LLaMA-Factory's table refuses, for example of do_train.
     own = {name: row for name, row in table("llamafactory").items() if row.refuses and name in setting_paths()}
-    known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` says what is
+    known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` reports ignored flags
     known["loss_type"] = Row(target=["preference.pref_loss", "preference.kto_loss"])  # by the stage, for messages
     name = f"Megatron-SWIFT {int(version)}"
     return Dialect(name=name, rows={**known, **own}, prefix="--", separator=" ", version=version)
 
 
 class SwiftRun(NamedTuple):
-    """What a command line asks for, and what was made of its flags."""
+    """The settings of a command line, and its flags."""
 
     loaded: Loaded
     command: Command
@@ -57,12 +57,12 @@ def read_swift(
 
     Args:
         verb: sft, pt or rlhf.
-        words: behind the verb.
-        config: the model's config.json, which decides what no flag says.
-        env: NPROC_PER_NODE and its like, and bounds of pictures. It wins over ENV of the file of flags.
+        words: the arguments after the verb.
+        config: the model's config.json, for what no flag sets.
+        env: NPROC_PER_NODE and similar variables, and limits of image sizes. It wins over ENV in the file of flags.
 
     Raises:
-        MegatuneError: the file of flags is missing or unreadable (exit 66). Everything else is a finding of `loaded`.
+        MegatuneError: the file of flags is missing or unreadable (exit 66). All else is a finding in `loaded`.
     """
     rows, command = table("swift"), Command(verb, config or {}, env, on_cpu)
     command.read(words)
@@ -81,36 +81,36 @@ def read_swift(
             continue
         if known.ignored:
             command.ignore(name, known.ignored)
-        elif not known.paths:  # the functions above have read it
+        elif not known.paths:  # MEANINGS have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
     return SwiftRun(load_entries(places, dialect_of(command.version), command.findings), command)
 
 
 def _set_processes(command: Command) -> None:
-    """One process on each machine, or NPROC_PER_NODE; a launcher that started this process knows better."""
+    """Default to one process per machine, or NPROC_PER_NODE, unless a launcher started this process."""
     env = command.env
     machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
     # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
     is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if is_launched or not (_COUNT.fullmatch(machines) and _COUNT.fullmatch(each)):
-        return  # what is no number is found where the processes are decided
+        return  # invalid numbers are reported when the world size is resolved
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)
     if not env.get("NPROC_PER_NODE") and int(machines) % copy:
-        what = f"NPROC_PER_NODE is not set, and one process cannot hold what is spread over {copy}"
+        what = f"NPROC_PER_NODE is not set, and the layout needs {copy} processes"
         why = "without it each machine has one process"
         fix = f"write NPROC_PER_NODE={max(copy // int(machines), 1)} before the command"
         command.findings.append(Finding(what, "environment", why, fix))
         return
     command.default("num_processes", int(machines) * int(each))
     if env.get("NPROC_PER_NODE"):
-        said = f"NPROC_PER_NODE={each}"
-        command.defaults["num_processes"] = replace(command.defaults["num_processes"], where=said, origin=said)
+        origin = f"NPROC_PER_NODE={each}"
+        command.defaults["num_processes"] = replace(command.defaults["num_processes"], where=origin, origin=origin)
 
 
 def _check_kinds(command: Command) -> None:
-    """Find flags without a setting of their own whose value is of another type, or out of range."""
+    """Report flags without a setting whose value has the wrong type or is out of range."""
     found = Builder()
     for name, entry in list(command.flags.items()):
         row, value = table("swift").get(entry.key), entry.value.data
@@ -123,22 +123,22 @@ def _check_kinds(command: Command) -> None:
         else:
             fits = isinstance(value, kind)
         if not fits:
-            found.wrong(Written(entry, value, row.described_alone(entry.key), name))
+            found.wrong(Written(entry, value, row.describe_unmapped(entry.key), name))
             del command.flags[name]
     command.findings += found.findings
 
 
 def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
-    """Say for each flag that has another name, value or no effect here what it is, and for each default.
+    """Return a line for each flag with another name or value or no effect here, and for each default that differs.
 
     Args:
-        loaded: the settings, in their world.
+        loaded: the settings, for their world size.
     """
     rows = [_version(run), *_flags(run, loaded), *_defaults(run, loaded)]
     rows += [
         (f"({name})", run.command.whys[name]) for name in ("finetune", "add_version", "hub") if name in run.command.whys
     ]
-    width = min(_WIDEST, max(len(left) for left, _ in rows))
+    width = min(_MAX_WIDTH, max(len(left) for left, _ in rows))
     return [f"swift      {left:<{width}}  {right}" for left, right in rows]
 
 
@@ -146,52 +146,48 @@ def _version(run: SwiftRun) -> tuple[str, str]:
     rows = table("swift")
     old = [f"--{key}" for key in run.command.typed if key in rows and rows[key].version == 3]
     if not old:
-        return "version 4", "its defaults: no flag is of version 3 alone"
+        return "version 4", "its defaults are used: no flag belongs to version 3 only"
     few = ", ".join(old[:3]) + (", ..." if len(old) > 3 else "")
-    said = f"its defaults, those of {'3.4' if run.command.version == 3 else run.command.version}"
-    return "version 3", f"{said}: {few} {'are' if len(old) > 1 else 'is'} not of version 4"
+    version = "3.4" if run.command.version == 3 else run.command.version
+    return "version 3", f"defaults of {version} are used: version 4 does not have {few}"
 
 
 def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
     for entry in run.command.typed.values():
-        left = f"--{entry.key} {'***' if entry.key in _SECRET else entry.value.text or _words(entry.value.data)}"
+        left = f"--{entry.key} {'***' if entry.key in _SECRET else entry.value.text or _text(entry.value.data)}"
         why = run.command.whys.get(entry.where, "")
         if entry.where in run.command.ignored:
             yield left, f"ignored: {run.command.ignored[entry.where]}"
             continue
-        said = _said(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
-        if said == [f"{entry.key}: {_words(entry.value.data)}"] and not why:
+        named = _settings_text(loaded, [path for path, each in loaded.entries.items() if each.where == entry.where])
+        if named == [f"{entry.key}: {_text(entry.value.data)}"] and not why:
             continue
-        if not said and not why and (row := table("swift").get(entry.key)) is not None and row.unsupported:
-            yield left, "ignored: that is how it is"
-        elif said or why:
-            yield left, ", ".join(said) + (f" ({why})" if said and why else why)
+        if not named and not why and (row := table("swift").get(entry.key)) is not None and row.unsupported:
+            yield left, "ignored: it is always so"
+        elif named or why:
+            yield left, ", ".join(named) + (f" ({why})" if named and why else why)
         else:
-            yield left, "ignored: another flag says it"
+            yield left, "ignored: another flag sets it"
 
 
 def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
     for key, entry in run.command.defaults.items():
         paths = [path for path, each in loaded.entries.items() if each is entry]
-        others = [path for path in paths if _is_other(path, loaded.settings)]
-        said, why = _said(loaded, others), run.command.whys.get(entry.where, "")
-        if said and key != "stage":
+        settings = loaded.settings
+        changed = [path for path in paths if has_effect(settings, path) and not is_default(settings, path)]
+        named, why = _settings_text(loaded, changed), run.command.whys.get(entry.where, "")
+        if named and key != "stage":
             is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
-            left = entry.origin if is_variable else f"({key} {_words(entry.value.data)})"
-            yield left, ", ".join(said) + (f" ({why})" if why else "")
+            left = entry.origin if is_variable else f"({key} {_text(entry.value.data)})"
+            yield left, ", ".join(named) + (f" ({why})" if why else "")
 
 
-def _is_other(path: str, settings: Settings) -> bool:
-    """Tell whether a setting has another value than by itself, and takes effect."""
-    return has_effect(settings, path) and not is_default(settings, path)
-
-
-def _said(loaded: Loaded, paths: list[str]) -> list[str]:
+def _settings_text(loaded: Loaded, paths: list[str]) -> list[str]:
     named = {path.partition(".")[2]: setting_value(loaded.settings, path) for path in paths}
-    return [f"{name}: {'***' if name in _SECRET else _words(value)}" for name, value in named.items()]
+    return [f"{name}: {'***' if name in _SECRET else _text(value)}" for name, value in named.items()]
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(shown, value))
     return shown(value)

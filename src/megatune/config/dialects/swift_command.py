@@ -1,8 +1,8 @@
-"""A Megatron-SWIFT command line on its way to settings: its flags, its defaults, and what was made of them.
+"""A Megatron-SWIFT command line while it is translated to settings: its flags, its defaults, and their meaning.
 
-It is written as for argparse of typed fields, after a file of flags if there is one: bare booleans, lists until the
-next flag, dashes as underscores, `--key=value`, prefixes that mean one flag alone, `--no_X` of booleans that are true
-by themselves, and a YAML or JSON file whose ENV holds environment variables.
+The syntax is that of argparse with typed fields, after an optional file of flags: bare booleans, lists until the next
+flag, dashes as underscores, `--key=value`, unique prefixes of flags, `--no_X` for booleans that default to true, and a
+YAML or JSON file whose ENV holds environment variables.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatune.config.settings import setting_paths
 from megatune.config.values import Value, is_number, is_variable, shown, to_value
 from megatune.errors import Finding, did_you_mean
 
-# Attributes that conditions of checks name.
-_FACTS = ("version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs")
-# Keys of config.json that count them, or say how wide they are.
+# Attributes of Command that conditions of checks may use.
+_ATTRIBUTES = ("version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs")
+# Keys of config.json with the number or width of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_EXPERTS = (
     "shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts",
@@ -33,14 +33,14 @@ _SHARED_EXPERTS = (
 
 @cache
 def kinds() -> dict[str, type]:
-    """Return every flag that is known, and our own names, with the type of its value."""
+    """Return the types of all known flags and of our names of settings."""
     own = {name: Row(target=path) for name, path in setting_paths().items()}
     return {name: row.type for name, row in {**own, **table("swift")}.items()}
 
 
 @cache
 def _flags_by_setting() -> dict[str, str]:
-    """Return the flag of version 4 that means the same as one of our names, where there is one such flag."""
+    """Map our names of settings to version 4's flag with the same meaning, if there is exactly one."""
     rows = {key: row for key, row in table("swift").items() if row.version != 3 and row.of != "stage"}
     setters = Counter(path for row in rows.values() for path in row.paths)
     alike = {
@@ -53,22 +53,22 @@ def _flags_by_setting() -> dict[str, str]:
 
 @dataclass(slots=True)
 class Command:
-    """The flags of one command line, as far as they are read.
+    """The flags of one command line.
 
     Attributes:
         verb: sft, pt or rlhf.
-        config: the model's config.json; {} where it is not known.
+        config: the model's config.json; {} if it is unknown.
         env: environment variables.
         on_cpu: whether this machine has no GPU.
-        typed: the last of each flag, by its name as it was typed, in the order of writing.
-        version: whose defaults: 3 (those of 3.4), 3.12 or 4.
-        flags: what was typed, by version 4's name of it, and what follows from it, by our name.
-        defaults: what is said by nobody.
-        whys: by the place of a flag: why it became what it became.
-        variables: environment variables that the command line asks for.
-        ignored: by the place of a flag: why it changes nothing.
+        typed: flags by their names as typed, in their order; the last of each flag counts.
+        version: the version whose defaults are used: 3 (those of 3.4), 3.12 or 4.
+        flags: typed flags by version 4's names, and settings derived from them, by our names.
+        defaults: flags and settings that were not typed.
+        whys: by the place of a flag: why it has another value or name.
+        variables: environment variables that the command line sets.
+        ignored: by the place of a flag: why it has no effect.
         rollouts: flags of grpo and gkd, which `swift_rl` reads.
-        facts: what checks name beside flags.
+        extra: further values for checks.
     """
 
     verb: str
@@ -84,10 +84,10 @@ class Command:
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     rollouts: dict[str, SettingEntry] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def read(self, words: Sequence[str]) -> None:
-        """Read the words behind the verb.
+        """Read the arguments after the verb.
 
         Raises:
             MegatuneError: the file is missing or unreadable (exit 66). Everything else is a finding.
@@ -107,18 +107,18 @@ class Command:
                 if values:
                     self.findings.append(Finding(f"{key} takes no value", f"--{key}", fix=f"write --{key[3:]} VALUE"))
             elif (value := parse_words(values, kinds()[key])) is None:
-                self.findings.append(Finding(f"{key} is given no value", f"--{key}", fix=f"write --{key} VALUE"))
+                self.findings.append(Finding(f"{key} has no value", f"--{key}", fix=f"write --{key} VALUE"))
             else:
                 self._type(SettingEntry(key, value, f"--{key}", "flag"))
         typed = [rows[key] for key in self.typed if key in rows]
         if any(row.version == 3 for row in typed):
             self.version = max(row.since or 3 for row in typed)
-        names = {**_flags_by_setting(), **{key: row.now for key, row in rows.items() if row.now}}
+        names = {**_flags_by_setting(), **{key: row.renamed_to for key, row in rows.items() if row.renamed_to}}
         self.flags = {names.get(key, key): entry for key, entry in self.typed.items()}
         self.env = {**self.variables, **self.env}
 
     def _type(self, entry: SettingEntry) -> None:
-        self.typed.pop(entry.key, None)  # the last one wins, and is the last in order
+        self.typed.pop(entry.key, None)  # the last one wins, and moves to the end
         self.typed[entry.key] = entry
 
     def _read_file(self, source: str) -> None:
@@ -136,12 +136,12 @@ class Command:
 
     @property
     def generation(self) -> int:
-        """Whose names of flags: 3 or 4."""
+        """The major version, which decides the names of flags: 3 or 4."""
         return int(self.version)
 
     @property
     def epochs(self) -> str:
-        """The flag that says how many epochs are trained."""
+        """The flag with the number of epochs."""
         return "max_epochs" if self.generation == 3 else "num_train_epochs"
 
     @property
@@ -150,14 +150,14 @@ class Command:
 
     @property
     def stage(self) -> str:
-        """Our stage, or grpo or gkd, as far as the verb and rlhf_type say it."""
+        """Our stage, or grpo or gkd, from the verb and rlhf_type."""
         if "rlhf_type" in self.rollouts:
             return str(self.rollouts["rlhf_type"].value.data)
         return str(self.value("rlhf_type", "dpo")) if self.verb == "rlhf" else self.verb
 
     @property
     def model_config(self) -> Mapping[str, Any]:
-        """config.json's part of the language model."""
+        """The config of the language model in config.json."""
         text = self.config.get("text_config")
         return {**self.config, **text} if isinstance(text, dict) else self.config
 
@@ -174,12 +174,12 @@ class Command:
         return name in self.flags
 
     def value(self, name: str, otherwise: Any = None) -> Any:
-        """Return a flag's value as it was read, or its default."""
+        """Return the value of a flag, or its default."""
         entry = self.flags.get(name) or self.defaults.get(name)
         return otherwise if entry is None or entry.value.data is None else entry.value.data
 
     def number(self, name: str) -> float:
-        """Return a flag's number, 0 where there is none: one that is wrong is found elsewhere."""
+        """Return the number of a flag; 0 if it has none or is invalid, which is reported elsewhere."""
         value = self.value(name, 0)
         return value if is_number(value) and math.isfinite(value) else 0
 
@@ -194,7 +194,7 @@ class Command:
                 return
 
     def sets(self, name: str, key: str, data: Any, why: str = "") -> None:
-        """Let a flag, or its default, set one of our settings, beside what it sets itself."""
+        """Let a flag, or its default, also set one of our settings."""
         entries = self.flags if name in self.flags else self.defaults
         where = entries[name].where if name in entries else self.default_origin
         origin = entries[name].origin if name in entries else self.default_origin
@@ -203,44 +203,44 @@ class Command:
             self.whys[where] = why
 
     def default(self, key: str, data: Any, why: str = "") -> None:
-        """Say what a flag, or one of our settings, is where nobody says it."""
+        """Set the default of a flag or of one of our settings."""
         where = f"{self.default_origin} of {key}"
         self.defaults[key] = SettingEntry(key, to_value(data), where, self.default_origin)
         if why:
             self.whys[where] = why
 
     def ignore(self, name: str, why: str) -> None:
-        """Leave out a flag, or its default, that changes nothing."""
+        """Drop a flag, or its default, that has no effect."""
         if (entry := self.flags.pop(name, None)) is not None:
             self.ignored[entry.where] = why
         self.defaults.pop(name, None)
 
-    def check(self, kind: str, **facts: Any) -> None:
-        """Answer what the table says of flags together.
+    def check(self, kind: str, **extra: Any) -> None:
+        """Apply a part of the table's checks of several flags.
 
         Args:
-            kind: the part of it.
-            facts: what conditions and texts name beside flags.
+            kind: name of the part.
+            extra: further values for conditions and texts.
         """
-        self.facts |= facts
+        self.extra |= extra
         for row in checks("swift", kind, self):
             if "what" in row:
                 self.findings.append(Finding(row["what"], why=row["why"], fix=row["fix"]))
             named = row.get("flag", [])
             of_parts = [name for name, each in table("swift").items() if each.of in row.get("of", ())]
             for flag in [*([named] if isinstance(named, str) else named), *of_parts]:
-                self._answer(flag, row)
+                self._apply(flag, row)
 
     def __getitem__(self, key: str) -> Any:
-        """Return what a check asks about: a fact, a flag, or with "given " before it whether it was written."""
+        """Return a value for checks: an attribute, a flag, or with "given FLAG" whether it was written."""
         if key.startswith("given "):
             return self.given(key.removeprefix("given "))
-        if key in _FACTS:
+        if key in _ATTRIBUTES:
             return getattr(self, key)
-        return self.facts[key] if key in self.facts else self.value(key)
+        return self.extra[key] if key in self.extra else self.value(key)
 
-    def _answer(self, flag: str, row: Mapping[str, Any]) -> None:
-        """Do to a flag what a row of the table says."""
+    def _apply(self, flag: str, row: Mapping[str, Any]) -> None:
+        """Apply a check's action to a flag."""
         why = row.get("why", "")
         if "ignored" in row:
             self.ignore(flag, row["ignored"])
@@ -256,14 +256,14 @@ class Command:
             self.default(flag, row["default"], why)
 
     def refuse(self, name: str, why: str, fix: str) -> None:
-        """Refuse what a flag asks for."""
+        """Report a flag's value as unsupported, and drop the flag."""
         if (entry := self.flags.pop(name, None)) is not None:
             what = f"{entry.key}: {shown(entry.value.data)} is not supported"
             self.findings.append(Finding(what, entry.where, why, fix))
 
 
 def _known(name: str, *, negates: bool = True) -> str | Finding:
-    """Return the flag that a name means, or what is wrong with it."""
+    """Return the flag that a name or prefix means, or a finding."""
     known = kinds()
     negated = [f"no_{each}" for each, row in table("swift").items() if row.negatable] if negates else []
     meant = match_flags(name, (*known, *negated))
@@ -272,25 +272,25 @@ def _known(name: str, *, negates: bool = True) -> str | Finding:
     if meant:
         few = ", ".join(f"--{each}" for each in sorted(meant)[:4])
         return Finding(f"--{name} could be {few}" + (" or others" if len(meant) > 4 else ""), fix="write it out")
-    otherwise = "remove it; docs/migrate-from-megatron-swift.md says what is read"
+    otherwise = "remove it; docs/migrate-from-megatron-swift.md lists the supported flags"
     fix = did_you_mean(f"--{name.lower()}", (f"--{kind}" for kind in known), otherwise)
     return Finding(f"unknown flag --{name}", fix=fix)
 
 
 def read_variables(entry: SettingEntry, findings: list[Finding]) -> dict[str, str]:
-    """Return the environment variables that a file's ENV says."""
-    said, fix = entry.value.data, "write a line for each variable below ENV:, `  NAME: value`"
-    if not isinstance(said, dict):
+    """Return the environment variables in a file's ENV."""
+    variables, fix = entry.value.data, "write a line for each variable below ENV:, `  NAME: value`"
+    if not isinstance(variables, dict):
         findings.append(Finding("ENV is not a mapping", entry.where, fix=fix))
         return {}
-    if wrong := [name for name in said if not is_variable(name)]:
+    if wrong := [name for name in variables if not is_variable(name)]:
         findings.append(Finding(f"ENV: {wrong[0]!r} is not a valid name of a variable", entry.where, fix=fix))
         return {}
-    return {name: shown(value).strip('"') for name, value in said.items() if value is not None}
+    return {name: shown(value).strip('"') for name, value in variables.items() if value is not None}
 
 
 def _of_file(value: Value, kind: type) -> Value:
-    """Make of a file's value what the same words on a command line are."""
+    """Convert a file's value to what the same text on a command line gives."""
     texts = [shown(item.data) if item.text is None else item.text for item in value.items]
     if kind is list:
         return parse_words(texts or [value.text or shown(value.data)], list) or value

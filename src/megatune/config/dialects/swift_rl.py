@@ -1,7 +1,7 @@
-"""`megatron rlhf --rlhf_type grpo` and `gkd` as the keys of a file that `megatune rl` runs, which has ROLL's.
+"""Translates `megatron rlhf --rlhf_type grpo` and `gkd` to the keys of a file for `megatune rl`, which are ROLL's.
 
-Settings of training, layout and adapters are read as for every other verb, and written into the roles; the flags that
-only they have are translated here. By ms-swift 4.6 (`megatron/trainers/grpo_trainer.py`, `gkd_trainer.py`,
+Settings of training, layout and adapters are read as for other verbs and written into the roles; the flags of grpo and
+gkd are translated here. After ms-swift 4.6 (`megatron/trainers/grpo_trainer.py`, `gkd_trainer.py`,
 `rl_core/advantage.py`).
 """
 
@@ -22,30 +22,30 @@ from megatune.errors import MegatuneError
 
 
 class PromptSet(NamedTuple):
-    """A data set: its name, its files, and how many rows were asked for."""
+    """A data set: its name, its files, and the requested number of rows."""
 
     name: str
     files: Sequence[str]
-    asked: int | None
+    limit: int | None
 
 
-FindPrompts = Callable[[Settings, bool], Sequence[PromptSet]]  # of settings; True: of those to evaluate on
+FindPrompts = Callable[[Settings, bool], Sequence[PromptSet]]  # settings, whether to find the evaluation sets
 CountRows = Callable[[Sequence[str]], int]
 
 
 def rollout_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Reading:
-    """Write the keys of a command line, each with the flag that it comes from, and note what cannot be.
+    """Translate a command line to keys, each with the flag that it comes from, and findings.
 
     Args:
-        find: finds the files of data sets, which may lie on a hub; it is called where nothing else is wrong.
-        count_rows: counts the rows of files, for a run that is as long as epochs.
+        find: finds the files of data sets, which may be on a hub; it is called only if nothing else is wrong.
+        count_rows: counts the rows of files, for runs whose length is in epochs.
 
     Raises:
-        MegatuneError: what `find` and `count_rows` raise.
+        MegatuneError: from `find` and `count_rows`.
     """
     asked = run.loaded.settings.run.num_processes
     wrong = run.loaded.check_rules(world_size=asked, rules=[layout.world]) if asked else []
-    processes = run.loaded.settings.parallel.smallest_world if wrong else asked or 1  # refused once
+    processes = run.loaded.settings.parallel.smallest_world if wrong else asked or 1  # report it only once
     keys = Keys(run, run.loaded.for_world(processes), processes)
     keys.reading.dialect = run.loaded.dialect
     keys.reading.findings += [*keys.loaded.findings, *wrong]
@@ -59,39 +59,35 @@ def rollout_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Rea
     keys.refuse_others()
     _lengths_of_run(keys, count_rows, _files(keys, find, count_rows))
     keys.note_others()
-    # The top level comes first, then roles, as people write such a file.
-    reading = keys.reading
+    reading = keys.reading  # the top level comes first, then the roles
     reading.data = dict(sorted(reading.data.items(), key=lambda item: isinstance(item[1], dict)))
     return reading
 
 
 def _data(keys: Keys) -> None:
-    """Files of prompts: rows, templates and systems are ms-swift's."""
+    """Write data_args: files of prompts, with templates and system messages as in ms-swift."""
     evaluates = keys.setting("evaluation.eval_strategy") != "no" and keys.setting("data.eval_dataset")
     if evaluates and keys.stage == "gkd":
         where = keys.loaded.entries["data.eval_dataset"].where
-        why = "nothing scores its responses, and the divergence is computed in updates alone"
-        keys.reading.find("gkd is not evaluated", where, why, f"remove {where}")
+        why = "no reward scores its responses, and the divergence is computed only in updates"
+        keys.reading.report("gkd does not support evaluation", where, why, f"remove {where}")
         evaluates = False
     for role, path in (("actor_train", "data.dataset"), *([("validation", "data.eval_dataset")] if evaluates else [])):
         keys.put(f"{role}.data_args.file_name", keys.setting(path) or ["missing"], path)
         keys.put(f"{role}.data_args.conversation_rules", keys.setting("data.conversation_rules"))
-        pictures = ("image_max_pixels", "image_min_pixels", "media_dir")
-        for name in ("template", "default_system", "enable_thinking", *pictures):
+        vision = ("image_max_pixels", "image_min_pixels", "media_dir")
+        for name in ("template", "default_system", "enable_thinking", *vision):
             value = keys.setting(f"data.{name}")
-            if value is not None and (keys.sees or name not in pictures):
+            if value is not None and (keys.has_vision or name not in vision):
                 keys.put(f"{role}.data_args.{name}", value, f"data.{name}")
     if not keys.setting("data.dataset"):
         fix = "write --dataset FILE.jsonl, with messages"
-        fix += " and what rewards compare with, such as solution" * (keys.stage == "grpo")
-        keys.reading.find("dataset is missing", why="it has the prompts", fix=fix)
+        fix += " and the columns that rewards read, such as solution" * (keys.stage == "grpo")
+        keys.reading.report("dataset is missing", why="prompts are read from it", fix=fix)
 
 
 def _files(keys: Keys, find: FindPrompts, count_rows: CountRows) -> list[str]:
-    """Write the files of the data sets in place of their names, and return those that are trained on.
-
-    `NAME#N` are the first N rows of a data set.
-    """
+    """Replace the names of data sets by their files, and return the training files; `NAME#N` are the first N rows."""
     trained: list[str] = []
     if keys.reading.findings:
         return trained
@@ -104,50 +100,50 @@ def _files(keys: Keys, find: FindPrompts, count_rows: CountRows) -> list[str]:
         except MegatuneError as error:
             raise MegatuneError([keys.loaded.placed(each) for each in error.findings], error.exit_code) from error
         for each in found:
-            left = each.asked
+            remaining = each.limit
             for file in each.files:
-                counted = file if left is None else f"{file}#{left}"
-                files += [counted] if left != 0 else []
-                left = None if left is None else left - count_rows([counted])
-            if each.asked is not None:
-                keys.reading.lines.append(f"{each.name}: the first {each.asked} rows, where ms-swift draws some")
+                limited = file if remaining is None else f"{file}#{remaining}"
+                files += [limited] if remaining != 0 else []
+                remaining = None if remaining is None else remaining - count_rows([limited])
+            if each.limit is not None:
+                keys.reading.lines.append(f"{each.name}: the first {each.limit} rows; ms-swift samples them at random")
         trained = trained or files
         keys.put(f"{role}.data_args.file_name", files, path)
     return trained
 
 
 def _rollouts(keys: Keys) -> None:
-    """How many prompts and responses a step has, and how long they are.
+    """Write the number and the lengths of prompts and responses of a step.
 
-    A step is one generation there: its responses are trained in steps_per_generation updates.
+    A step is one generation of ms-swift: its responses are trained in steps_per_generation updates.
     """
     group, batch = int(keys.value("num_generations")) if keys.stage == "grpo" else 1, batch_of(keys)
     if keys.stage == "grpo" and group == 1:
-        keys.refuse("num_generations", "responses to the same prompt are compared", "write --num_generations 8")
+        keys.refuse("num_generations", "a group of one response has no baseline", "write --num_generations 8")
         group = 2
     updates = _updates(keys)
     if (samples := batch * updates) % group:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
         fix = f"write --global_batch_size {max(1, samples // group) * group}"
-        keys.reading.find(what, "--num_generations", "each prompt has a whole group", fix)
-    prompts = samples if samples % group else samples // group  # what is refused is refused once
+        keys.reading.report(what, "--num_generations", "each prompt has a complete group", fix)
+    prompts = samples if samples % group else samples // group  # report it only once
     keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
     keys.put("num_return_sequences_in_group", group, *["num_generations"] * (keys.stage == "grpo"))
     response = int(keys.value("max_completion_length"))
     longest = keys.value("vllm_max_model_len") or keys.run.command.model_config.get("max_position_embeddings")
     length = keys.setting("data.cutoff_len")
-    # Without max_length it is the whole context, of which a prompt has what the response leaves.
+    # Without max_length, cutoff_len is the whole context; a prompt has what the response leaves of it.
     if isinstance(longest, int) and response >= longest:
-        why = f"the model has {longest} positions for prompt and response"
+        why = f"prompt and response share the model's {longest} positions"
         keys.refuse("max_completion_length", why, f"write --max_completion_length {longest // 2}")
         response = longest // 2
     if isinstance(longest, int):
         length = min(length, longest - response)
     keys.put("prompt_length", max(1, length), "data.cutoff_len")
     keys.put("response_length", response, "max_completion_length")
-    keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are left out")
+    keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are dropped")
     if (penalty := keys.value("repetition_penalty")) != 1:
-        why = f"the trainer's log-probabilities know of no penalty, {penalty:g}"
+        why = f"the trainer's log-probabilities do not include the penalty {penalty:g}"
         keys.refuse("repetition_penalty", why, "write --repetition_penalty 1.0")
     for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.data else [])):
         for flag in ("temperature", "top_p", "top_k"):
@@ -158,28 +154,28 @@ def _rollouts(keys: Keys) -> None:
 
 
 def batch_of(keys: Keys) -> int:
-    """Return the responses of one update."""
+    """Return the number of responses per update."""
     replicas = max(1, keys.devices // keys.loaded.settings.parallel.model_parallel_size)
     rows = int(keys.setting("batch.per_device_train_batch_size"))
     return rows * int(keys.setting("batch.gradient_accumulation_steps")) * replicas
 
 
 def _updates(keys: Keys) -> int:
-    """Return the updates of one generation."""
+    """Return the number of updates per generation."""
     whole, updates, batch = keys.value("generation_batch_size"), keys.value("steps_per_generation"), batch_of(keys)
     if whole is not None and (whole < batch or whole % batch or updates not in (None, whole // batch)):
-        why = f"a generation is trained in updates of {batch} responses"
-        keys.refuse("generation_batch_size", why, "write --steps_per_generation, and no generation_batch_size")
+        why = f"a generation is split into updates of {batch} responses"
+        keys.refuse("generation_batch_size", why, "write --steps_per_generation instead")
     elif whole is not None:
         return int(whole // batch)
     return max(1, int(updates or 1))
 
 
 def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> None:
-    """Steps, which are counted in updates there.
+    """Write the number of steps and their intervals, which ms-swift counts in updates.
 
     Args:
-        files: that are trained on; [] where something is wrong.
+        files: training files; [] if something is wrong.
     """
     updates, asked = _updates(keys), keys.setting("optimizer.max_steps")
     is_epoch, epoch = keys.setting("checkpoint.save_strategy") == "epoch", 1
@@ -205,17 +201,17 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
     if (resume := keys.setting("run.resume_from_checkpoint")) is not None:
         keys.put("resume_from_checkpoint", resume, "run.resume_from_checkpoint")
     if updates > 1:
-        keys.reading.lines.append(f"a step is a generation, of {updates} updates: {steps} steps")
+        keys.reading.lines.append(f"a step is one generation of {updates} updates: {steps} steps")
 
 
 def _algorithm(keys: Keys) -> None:
-    """Advantages and the loss."""
+    """Write the keys of advantages and the loss."""
     estimator, scale = keys.value("advantage_estimator"), keys.value("scale_rewards")
     given = keys.run.command.rollouts
     if estimator == "rloo":
         scale = keys.value("scale_rewards") if "scale_rewards" in given else "none"
     if estimator not in ("grpo", "rloo"):
-        why = "its rewards are normalised otherwise than here"
+        why = "its reward normalization is not supported"
         keys.refuse("advantage_estimator", why, "write --advantage_estimator grpo or rloo")
     if scale not in ("group", "none", "batch") or (estimator == "rloo" and scale != "none"):
         keys.refuse("scale_rewards", "", "write --scale_rewards none" + ", group or batch" * (estimator == "grpo"))
@@ -230,8 +226,8 @@ def _algorithm(keys: Keys) -> None:
         beta = 0.04
     in_reward = keys.value("kl_in_reward") if "kl_in_reward" in given else estimator == "rloo"
     if beta and in_reward:
-        why = "the divergence is in the loss" + "; rloo has it in rewards by itself" * (estimator == "rloo")
-        keys.refuse("kl_in_reward", why, "write --kl_in_reward false, or --beta 0", said=True)
+        why = "the KL divergence is part of the loss" + "; rloo adds it to rewards by default" * (estimator == "rloo")
+        keys.refuse("kl_in_reward", why, "write --kl_in_reward false, or --beta 0", value=True)
     keys.put("use_kl_loss", bool(beta), "beta")
     keys.put("kl_loss_coef", float(beta), "beta")
     keys.put("init_kl_coef", 0.0)
@@ -240,23 +236,23 @@ def _algorithm(keys: Keys) -> None:
     keys.put("max_grad_norm", keys.setting("optimizer.max_grad_norm"), "optimizer.max_grad_norm")
     if keys.value("overlong_filter"):
         keys.put("max_len_mask", True, "overlong_filter")
-        keys.reading.lines.append("overlong_filter: responses that are left out leave the mean's divisor, too")
+        keys.reading.lines.append("overlong_filter: dropped responses are not counted in the mean either")
     if keys.value("num_iterations") != 1:
         keys.refuse("num_iterations", "ms-swift refuses it, too", "write --num_iterations 1")
 
 
 def _distillation(keys: Keys) -> None:
-    """The divergence from a teacher, of responses that the student samples, or of the data set's own answers."""
+    """Write the keys of distillation, on responses that the student samples or on the data set's answers."""
     share = keys.value("lmbda")
     if not keys.value("use_vllm"):
         share = 0.0
-        keys.reading.lines.append("use_vllm false: every step trains on the data set's own answers, as in ms-swift")
+        keys.reading.lines.append("use_vllm false: every step trains on the data set's answers, as in ms-swift")
     keys.put("opd_lmbda", share, "lmbda", "use_vllm")
     if share < 1:
         keys.put("opd_sft_alpha", keys.value("sft_alpha"), "sft_alpha")
     if (teacher := keys.value("teacher_model")) is None:
-        why = "without one the student would be its own teacher, which is not supported"
-        keys.reading.find("teacher_model is missing", "--teacher_model", why, "write --teacher_model MODEL")
+        why = "self-distillation is not supported"
+        keys.reading.report("teacher_model is missing", "--teacher_model", why, "write --teacher_model MODEL")
     keys.put("is_pure_opd", True, "rlhf_type")
     keys.put("opd_loss", "jsd", "rlhf_type")
     keys.put("teacher.model_args.model_name_or_path", teacher or "missing", "teacher_model")
@@ -273,7 +269,7 @@ def _clipping(keys: Keys) -> None:
     if (delta := keys.value("delta")) is not None:
         if delta <= (least := 1 + (low if high is None else high)):
             fix = f"write --delta {least + 1:g}"
-            keys.refuse("delta", "it bounds what epsilon_high leaves, and is above 1 + epsilon_high", fix)
+            keys.refuse("delta", "it must be above 1 + epsilon_high", fix)
             delta = least + 1
         keys.put("dual_clip_bound", float(delta), "delta")
         keys.put("dual_clip_loss", True, "delta")
@@ -285,7 +281,7 @@ def _clipping(keys: Keys) -> None:
         return
     weights = read_part("swift", "grpo")["weights"]
     if mode not in weights:
-        why, fix = "tokens are weighed, not left out", f"write one of: {', '.join(weights)}"
+        why, fix = "tokens are weighted, not masked", f"write one of: {', '.join(weights)}"
         keys.refuse("rollout_importance_sampling_mode", why, fix)
     above = "train_infer_correction.is_weight"
     keys.put(f"{above}.enabled", True, "rollout_importance_sampling_mode")
@@ -307,9 +303,9 @@ def _loss(keys: Keys) -> None:
         bound = keys.value("epsilon") if high is None else high
         keys.put("actor_train.pg_ratio_high", float(bound), "epsilon_high", "epsilon")
         if keys.value("importance_sampling_level") != "token":
-            keys.refuse("importance_sampling_level", "cispo has the ratios of tokens", "remove it")
+            keys.refuse("importance_sampling_level", "cispo uses token-level ratios", "remove it")
     if kind == "dr_grpo":
-        # There the sum over tokens is divided by responses × max_completion_length, here by sequence_length - 1.
+        # ms-swift divides the sum over tokens by responses × max_completion_length, ROLL by sequence_length - 1.
         prompt, response = keys.written("prompt_length"), keys.written("response_length")
         keys.put("rl_loss_coef", (prompt + response - 1) / (batch_of(keys) * response), "loss_type")
 

@@ -1,5 +1,4 @@
-"""The keys of a file of reinforcement learning while a command line of Megatron-SWIFT is written as one, and its roles:
-devices, engines and the reward."""
+"""Builds the keys of an RL file from a command line of Megatron-SWIFT: the roles, with devices, engines and rewards."""
 
 from __future__ import annotations
 
@@ -20,25 +19,25 @@ from megatune.config.settings import is_default, setting_value
 from megatune.config.values import shown
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
-# What is written otherwise, or for a whole run.
+# Settings that have other keys, or belong to the whole run.
 _NOT_OF_ROLES = ("precision.bf16", "precision.fp16", "optimizer.max_steps", "optimizer.num_train_epochs")
-_PARTS = ("vision_tower", "multi_modal_projector", "deepstack_mergers")  # of the encoder of pictures
 _OF_REWARDS = ("cosine", "repetition_n", "repetition_max", "soft")
 
 
 @dataclass(slots=True)
 class Keys:
-    """The keys on their way.
+    """The keys of the RL file under construction.
 
     Attributes:
-        devices: processes that train, and devices that sample by turns with them.
+        devices: number of training processes; the engines time-share the same devices.
+        used: "group.name" of settings, and flags, that were translated.
     """
 
     run: SwiftRun
     loaded: Loaded
     devices: int
     reading: Reading = field(default_factory=Reading)
-    used: set[str] = field(default_factory=set)  # "group.name" of settings that were looked at: they say something
+    used: set[str] = field(default_factory=set)
 
     @property
     def stage(self) -> str:
@@ -46,8 +45,8 @@ class Keys:
         return self.run.command.stage
 
     @property
-    def sees(self) -> bool:
-        """Whether the model reads pictures."""
+    def has_vision(self) -> bool:
+        """Whether the model has a vision encoder."""
         return "vision_config" in self.run.command.config
 
     def value(self, flag: str) -> Any:
@@ -59,7 +58,7 @@ class Keys:
         return row.passes[0] if row.passes else None
 
     def written(self, key: str) -> Any:
-        """Return the value of a key of the top level that was put; None of one that was not."""
+        """Return the value of a top-level key that was put; None if it was not."""
         return self.reading.data.get(key)
 
     def setting(self, path: str) -> Any:
@@ -70,7 +69,7 @@ class Keys:
         """Write a key.
 
         Args:
-            flags: that say it: of grpo or gkd, or "group.name" of settings. The first that was typed is its place.
+            flags: sources: flags of grpo or gkd, or "group.name" of settings. The first that was typed is its place.
         """
         command = self.run.command
         self.used.update(flags)
@@ -83,54 +82,54 @@ class Keys:
         self.reading.put(dotted.split("."), value, where, origin)
 
     def role(self, name: str) -> None:
-        """Write the devices of a role, which has all of them, and the dtype of its model."""
+        """Write the devices of a role, which are all devices, and the dtype of its model."""
         precision = self.loaded.settings.precision
         dtype = "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
         self.put(f"{name}.device_mapping", [*range(self.devices)], "run.num_processes")
         self.put(f"{name}.model_args.dtype", dtype, "precision.bf16", "precision.fp16")
 
-    def refuse(self, flag: str, why: str, fix: str, said: Any = None) -> None:
-        """Refuse what a flag asks for, or `said`, which another flag lets it ask for."""
+    def refuse(self, flag: str, why: str, fix: str, value: Any = None) -> None:
+        """Report that a flag's value, or `value` which follows from other flags, is not supported."""
         entry = self.run.command.rollouts.get(flag)
         where = f"--{flag}" if entry is None else entry.where
-        self.reading.find(f"{flag}: {shown(said or self.value(flag))} is not supported", where, why, fix)
+        self.reading.report(f"{flag}: {shown(value or self.value(flag))} is not supported", where, why, fix)
 
     def refuse_others(self) -> None:
-        """Refuse settings whose effect would be missed."""
+        """Refuse settings that were not translated and whose effect users would miss."""
         for entry, is_missed in self._others():
             if is_missed:
                 what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove {entry.where}"
-                self.reading.find(what, entry.where, f"{self.stage} trains without it here", fix)
+                self.reading.report(what, entry.where, f"{self.stage} does not support it here", fix)
 
     def note_others(self) -> None:
-        """Say which flags change nothing."""
+        """Note which flags have no effect."""
         whys = self.run.command.whys
         for flag, entry in self.run.command.rollouts.items():
-            whys.setdefault(entry.where, f"ignored: {table('swift')[flag].idle or 'it says nothing to this run'}")
+            whys.setdefault(entry.where, f"ignored: {table('swift')[flag].idle or 'it has no effect in this run'}")
         for entry, is_missed in self._others():
             if not is_missed:
-                whys[entry.where] = f"it says nothing to {self.stage}"
+                whys[entry.where] = f"it has no effect with {self.stage}"
 
     def _others(self) -> Iterator[tuple[SettingEntry, bool]]:
-        """Yield what was written of settings that nothing looked at, and whether a run would miss it."""
+        """Yield typed settings that were not translated, and whether users would miss their effect."""
         entries, settings, of_roles = self.loaded.entries, self.loaded.settings, (*_OF_ROLES, "optimizer", "recompute")
         harmless, missed = (read_part("swift", "grpo")[part] for part in ("harmless", "missed"))
         places = {entries[path].where for path in self.used if path in entries}
         for path, entry in entries.items():
             group = path.partition(".")[0]
-            is_said = not (entry.where.startswith(self.run.command.default_origin) or is_default(settings, path))
-            if is_said and group not in of_roles and entry.where not in places:
+            is_changed = not (entry.where.startswith(self.run.command.default_origin) or is_default(settings, path))
+            if is_changed and group not in of_roles and entry.where not in places:
                 is_of_model = group in ("finetuning", "model", "data") and path not in harmless
                 yield entry, is_of_model or path in missed
 
 
 def write_roles(keys: Keys) -> None:
-    """Every role has all devices, by turns."""
+    """Write the roles, which time-share all devices."""
     command = keys.run.command
     if command.env.get("NNODES", "1") not in ("", "1") or command.env.get("LOCAL_RANK"):
-        what, why = f"{keys.stage} is started once, on one machine", "Ray starts the processes of all machines"
-        fix = "join the machines to a Ray cluster, and write a file with the devices of all: docs/rl.md"
-        keys.reading.find(what, "environment", why, fix)
+        what, why = f"{keys.stage} must be started once, on one machine", "Ray starts the processes on all machines"
+        fix = "join the machines to a Ray cluster, and write a file with all their devices: docs/rl.md"
+        keys.reading.report(what, "environment", why, fix)
     keys.put("num_gpus_per_node", keys.devices, "run.num_processes")
     keys.put("pretrain", keys.setting("model.model_name_or_path"), "model.model_name_or_path")
     keys.put("output_dir", keys.setting("run.output_dir"), "run.output_dir")
@@ -140,7 +139,7 @@ def write_roles(keys: Keys) -> None:
     reference = ["reference"] if keys.written("use_kl_loss") else []
     is_lora = keys.setting("finetuning.finetuning_type") == "lora"
     if is_lora:
-        reference = []  # the model without its adapters is one
+        reference = []  # the reference is the model without its adapters
     for role in ("actor_train", "actor_infer", *reference):
         keys.role(role)
     for role in ("actor_train", *reference):
@@ -157,30 +156,30 @@ def write_roles(keys: Keys) -> None:
         if reference:
             keys.put("reference.model_args.model_name_or_path", model, "ref_model")
         else:
-            keys.refuse("ref_model", "nothing is compared with it", "remove --ref_model")
+            keys.refuse("ref_model", "no reference model is used", "remove --ref_model")
     _replay(keys)
     _sampler(keys)
 
 
 def _encoder(keys: Keys, *, is_lora: bool) -> None:
-    """Say whether the encoder of pictures is trained, its projector with it; adapters are on the language model."""
-    tower, projector, _ = (keys.setting(f"finetuning.freeze_{part}") for part in _PARTS)
-    if not keys.sees:
+    """Write whether the vision encoder and its projector are trained."""
+    paths = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
+    tower, projector, _ = (keys.setting(path) for path in (*paths, "finetuning.freeze_deepstack_mergers"))
+    if not keys.has_vision:
         return
     if tower != projector or (is_lora and not tower):
-        paths = ("finetuning.freeze_vision_tower", "finetuning.freeze_multi_modal_projector")
         where = next((keys.loaded.entries[path].where for path in paths if path in keys.loaded.entries), "")
         what = f"freeze_vit {shown(tower)} with freeze_aligner {shown(projector)} is not supported"
-        why = "adapters are on the language model alone" if is_lora else "they are trained together, or not at all"
+        why = "adapters are on the language model only" if is_lora else "they are trained together, or not at all"
         fix = "write --freeze_vit true --freeze_aligner true" + ", or both false" * (not is_lora)
-        keys.reading.find(what, where, why, fix)
+        keys.reading.report(what, where, why, fix)
     elif not is_lora:
         value = "vision_model" if tower else "none"
         keys.put("actor_train.model_args.freeze_module_prefix", value, "finetuning.freeze_vision_tower")
 
 
 def _engine(keys: Keys, role: str) -> None:
-    """Write the settings of our engine into a role: of the reference those of the layout and its kernels."""
+    """Write the trainer settings of a role; the reference and reward model only get layout, precision and kernels."""
     trains, above = role == "actor_train", f"{role}.strategy_args"
     keys.put(f"{above}.strategy_name", "megatron_train" if trains else "megatron_infer")
     for path in keys.loaded.entries:
@@ -204,14 +203,14 @@ def _engine(keys: Keys, role: str) -> None:
 
 
 def _sampler(keys: Keys) -> None:
-    """vLLM samples, and on a machine without GPUs the built-in engine."""
+    """Write actor_infer, which samples with vLLM, or without GPUs with the built-in engine."""
     is_builtin = not keys.value("use_vllm") or keys.run.command.on_cpu
     if keys.value("vllm_mode") not in (None, "colocate"):
-        keys.refuse("vllm_mode", "engines run on the devices of the trainer, by turns", "write --vllm_mode colocate")
+        keys.refuse("vllm_mode", "engines time-share the trainer's devices", "write --vllm_mode colocate")
     above = "actor_infer.strategy_args"
     keys.put(f"{above}.strategy_name", "builtin" if is_builtin else "vllm", "use_vllm")
     if is_builtin:
-        keys.reading.lines.append("the built-in engine samples" + ": there is no GPU" * keys.run.command.on_cpu)
+        keys.reading.lines.append("the built-in engine is used" + ": there is no GPU" * keys.run.command.on_cpu)
         return
     for flag, row in table("swift").items():
         if row.engine and (value := keys.value(flag)) is not None:
@@ -223,32 +222,32 @@ def _sampler(keys: Keys) -> None:
     each = keys.value("vllm_tensor_parallel_size")
     if keys.devices % each:
         size = max(size for size in divisors(keys.devices) if size < each)
-        why = f"engines are on all {keys.devices} devices"
+        why = f"the engines use all {keys.devices} devices"
         keys.refuse("vllm_tensor_parallel_size", why, f"write --vllm_tensor_parallel_size {size}")
         keys.put(f"{above}.strategy_config.tensor_parallel_size", each := 1)
     keys.put("actor_infer.num_gpus_per_worker", each, "vllm_tensor_parallel_size")
 
 
 def _replay(keys: Keys) -> None:
-    """Let the trainer take the experts that the engine took."""
+    """Write router_replay, with which the trainer routes tokens to the same experts as the engine."""
     command, mode, share = keys.run.command, keys.value("router_replay_mode"), keys.written("opd_lmbda")
     if mode not in ("R3", "disabled"):
         keys.refuse("router_replay_mode", "", "write --router_replay_mode R3, or disabled")
     elif mode == "R3" and command.config and not command.has_experts:
         keys.refuse("router_replay_mode", "the model has no experts", "write --router_replay_mode disabled")
     elif mode == "R3" and share is not None and share < 1:
-        why = "in steps that train on the data set's own answers no engine has taken any"
+        why = "no engine has routed the data set's answers, so there is nothing to replay"
         keys.refuse("router_replay_mode", why, "write --lmbda 1, or --router_replay_mode disabled")
     elif mode == "R3":
         keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
 
 
 def write_rewards(keys: Keys) -> None:
-    """One domain, whose reward is the weighted sum of all."""
+    """Write one domain, whose reward is the weighted sum of all rewards."""
     names, models = keys.value("reward_funcs") or [], keys.value("reward_model") or []
     if not names and not models:
-        fix = "write --reward_funcs accuracy format, or names of a file of --external_plugins"
-        keys.reading.find("reward_funcs is missing", why="nothing would be rewarded", fix=fix)
+        fix = "write --reward_funcs accuracy format, or names from a file of --external_plugins"
+        keys.reading.report("reward_funcs is missing", why="there is no reward", fix=fix)
     weights = keys.value("reward_weights") or []
     numbers = [number for each in weights if (number := _as_number(each)) is not None]
     if weights and (len(numbers) != len(names) + len(models) or len(numbers) != len(weights)):
@@ -271,11 +270,11 @@ def write_rewards(keys: Keys) -> None:
         cache, longest = keys.value("soft_cache_length"), arguments.setdefault("soft_max_length", length)
         if cache is None or not 0 < cache < longest:
             fix = f"write --soft_cache_length {max(1, longest // 4)}"
-            keys.refuse("soft_cache_length", f"soft_overlong takes a number below soft_max_length {longest}", fix)
-    said = f"arguments of rewards.grpo, whose scores are summed: {', '.join(names)}"
+            keys.refuse("soft_cache_length", f"soft_overlong needs a number below soft_max_length {longest}", fix)
+    why = f"arguments of rewards.grpo, whose scores are summed: {', '.join(names)}"
     for flag in ("reward_funcs", "reward_weights", "external_plugins", *arguments) if names else ():
         if flag in typed:
-            keys.run.command.whys[typed[flag].where] = said if flag == "reward_funcs" else "in rewards.grpo"
+            keys.run.command.whys[typed[flag].where] = why if flag == "reward_funcs" else "in rewards.grpo"
     above = "rewards.grpo"
     keys.put(f"{above}.tag_included", [""])
     if names or not models:
@@ -293,13 +292,13 @@ def write_rewards(keys: Keys) -> None:
 
 
 def _reward_model(keys: Keys, above: str, weights: Sequence[float]) -> None:
-    """A reward model on all devices, by turns: its score is the last of those that are summed, as in ms-swift where it
-    trains without Megatron; with Megatron it never asks the model."""
+    """Write a reward model, whose score is the last one in the sum, as in ms-swift's training without Megatron; with
+    Megatron ms-swift never calls the model."""
     first, *more = keys.value("reward_model")
     if more:
-        keys.refuse("reward_model", "one reward model scores", f"write --reward_model {first}")
+        keys.refuse("reward_model", "only one reward model is supported", f"write --reward_model {first}")
     if keys.value("reward_model_plugin") not in (None, ["default"]):
-        why, fix = "its score is the reward, as of the plugin default", "score by a function of --external_plugins"
+        why, fix = "its score is used directly, as with the plugin default", "use a function of --external_plugins"
         keys.refuse("reward_model_plugin", why, fix)
     keys.put(f"{above}.model_args.model_name_or_path", first, "reward_model")
     keys.role(above)

@@ -1,4 +1,4 @@
-"""What roles say together: batches and devices that they share, domains of their prompts."""
+"""Checks of several roles together: batches, shared devices, and domains of prompts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def check_roles(settings: RLSettings, trained: Part, sampled: Part, roles: Roles) -> None:
-    """Report everything that is wrong between roles, and say how responses are sampled."""
+    """Report everything that is wrong between roles."""
     rollout, algorithm = settings.rollout, settings.algorithm
     spare = rollout.is_use_additional_prompts and rollout.max_additional_running_prompts > 0
     more = {"has_spare_prompts": spare, "domains": settings.rewards, "policy_variant": settings.actor_train.pg_variant}
     more |= {"distils": algorithm.distils, "conversation_rules": settings.data.conversation_rules}
     more["replays"] = settings.actor_train.replays_routing
     roles.top.check("steps", **{**dict(algorithm), **more})
-    playing = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
-    trained.check("trained", data_args=settings.data, playing=playing)
+    with_environment = [name for name, role in settings.rewards.items() if "environment" in role.arguments]
+    trained.check("trained", data_args=settings.data, with_environment=with_environment)
     actor, infer = settings.actor_train, settings.actor_infer
     sampled.check(
         "sampled",
@@ -46,12 +46,12 @@ def check_roles(settings: RLSettings, trained: Part, sampled: Part, roles: Roles
 
 
 def _batches(settings: RLSettings, top: Part) -> None:
-    """Updates are of whole mini-batches, and every replica has as many samples."""
+    """Check that the samples of a step are divisible into mini-batches and among replicas."""
     refused = top.reader.refused
     if not refused.isdisjoint(_BATCH):
         return
     samples = settings.samples_per_step
-    said = (
+    product = (
         f"rollout_batch_size {settings.rollout.rollout_batch_size} × num_return_sequences_in_group "
         f"{settings.rollout.num_return_sequences_in_group} is {samples} samples"
     )
@@ -60,34 +60,34 @@ def _batches(settings: RLSettings, top: Part) -> None:
             continue
         if role.training and not refused.isdisjoint(f"{role.name}.training_args.{key}" for key in _UPDATE):
             continue
-        size, parts = _whole(role)
+        size, why = _batch_multiple(role)
         group = settings.rollout.num_return_sequences_in_group
         if samples % size:
             fix = f"write rollout_batch_size: {either(_prompts(samples, size, group))}"
             if role.training:
                 fix += ", or another gradient_accumulation_steps"
-            top.find(f"{said}, not a multiple of {size}", *_BATCH, why=f"{role.name} takes {parts}", fix=fix)
+            top.report(f"{product}, not a multiple of {size}", *_BATCH, why=f"{role.name} has {why}", fix=fix)
 
 
-def _whole(role: ModelRole) -> tuple[int, str]:
-    """Return the number that samples of a step must be a multiple of, and why."""
+def _batch_multiple(role: ModelRole) -> tuple[int, str]:
+    """Return the number that must divide the samples of a step, and why."""
     batch, parallel = role.settings.batch, role.settings.parallel
     replicas = max(1, len(role.devices) // parallel.model_parallel_size)
     if not role.training:
-        return replicas, f"{replicas} replicas, with as many samples each"
+        return replicas, f"{replicas} replicas, with the same number of samples each"
     micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-    why = f"per_device_train_batch_size {micro} × gradient_accumulation_steps {steps} × {replicas} replicas an update"
+    why = f"per_device_train_batch_size {micro} × gradient_accumulation_steps {steps} × {replicas} replicas per update"
     return micro * steps * replicas, why
 
 
 def _prompts(samples: int, size: int, group: int) -> list[int]:
-    """Return the numbers of prompts next to those asked for whose samples are a multiple."""
+    """Return the nearest numbers of prompts whose samples are a multiple of `size`."""
     step = next(count for count in range(1, size + 1) if count * group % size == 0)
     return list(multiples_around(samples // group, step))
 
 
 def _devices(settings: RLSettings, roles: Roles) -> None:
-    """Roles that work at the same time have devices of their own."""
+    """Check that roles which run at the same time have different devices."""
     infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
     ahead = settings.rollout.async_generation_ratio > 0
     models = [settings.actor_train, settings.reference, settings.critic]
@@ -95,26 +95,26 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
     others = {role.name: role.devices for role in models if role}
     for name, devices in others.items():
         if ahead and (shared := infer & set(devices)):
-            why = f"{_numbers(shared)}: what runs at the same time cannot take turns on a device"
-            fix = f"write {ratio}: 0, or a device_mapping of actor_infer of its own"
-            roles.top.find(f"{ratio} above 0, and actor_infer shares devices with {name}", ratio, why=why, fix=fix)
+            why = f"{_numbers(shared)}: roles that run at the same time cannot time-share a device"
+            fix = f"write {ratio}: 0, or another device_mapping for actor_infer"
+            roles.top.report(f"{ratio} above 0, and actor_infer shares devices with {name}", ratio, why=why, fix=fix)
     judges = [role.judge for role in settings.rewards.values()]
     for judge in filter(None, (*judges, settings.reward_model)):
-        own, part = f"a device_mapping of {judge.name} of its own", roles.parts[judge.name]
+        own, part = f"another device_mapping for {judge.name}", roles.parts[judge.name]
         if shared := infer & set(judge.devices):
             what = f"{judge.name} shares devices with actor_infer"
-            why = f"{_numbers(shared)}: responses are judged while others are still sampled"
-            part.find(what, "device_mapping", why=why, fix=f"write {own}")
+            why = f"{_numbers(shared)}: responses are scored while others are still sampled"
+            part.report(what, "device_mapping", why=why, fix=f"write {own}")
         for name, devices in others.items():
             if ahead and (shared := {*judge.devices} & {*devices}):
                 what = f"{ratio} above 0, and {judge.name} shares devices with {name}"
-                why = f"{_numbers(shared)}: responses are judged beside training, and could not take turns with it"
-                part.find(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
+                why = f"{_numbers(shared)}: responses are scored during training, so they cannot time-share a device"
+                part.report(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
     _memory_shares([judge for judge in (*judges, settings.reward_model) if judge is not None], roles)
 
 
 def _memory_shares(judges: Sequence[InferRole], roles: Roles) -> None:
-    """Judges answer at the same time: those on one device may not take more than its memory together."""
+    """Check that judges on one device, which run at the same time, do not use more than its memory."""
     found = set()
     for device in sorted({device for judge in judges for device in judge.devices}):
         here = [judge for judge in judges if device in judge.devices and judge.memory_share]
@@ -124,33 +124,33 @@ def _memory_shares(judges: Sequence[InferRole], roles: Roles) -> None:
         found.add(names)
         part, key = roles.parts[names[-1]], SHARE_KEYS[here[-1].engine]
         each = " + ".join(f"{judge.memory_share:g}" for judge in here)
-        what = f"{' and '.join(names)} share device {device}, and take {each} of its memory"
-        why = f"judges answer at the same time; {key} is of the whole device, {USUAL_SHARE} where it is not written"
+        what = f"{' and '.join(names)} share device {device}, and use {each} of its memory"
+        why = f"judges run at the same time; {key} is a fraction of the whole device, {USUAL_SHARE} by default"
         equal = math.floor(100 * USUAL_SHARE / len(here)) / 100
-        fix = f"write {key}: {equal:g} for each of them, or device_mappings of their own"
-        part.find(what, f"{STRATEGY}.{key}", "device_mapping", why=why, fix=fix)
+        fix = f"write {key}: {equal:g} for each of them, or different device_mappings"
+        part.report(what, f"{STRATEGY}.{key}", "device_mapping", why=why, fix=fix)
 
 
 def _domains(settings: RLSettings, top: Part, trained: Part) -> None:
-    """Every domain that is trained has a reward, files and a share."""
+    """Check that every domain has a reward and prompts in every step."""
     key = "data_args.domain_interleave_probs"
     shares = settings.data.domain_interleave_probs
     equal = ", ".join(f"{name}: {1 / len(settings.rewards):.2g}" for name in settings.rewards)
     trained.check("shares", data_args=settings.data, rewards=len(settings.rewards), equal=equal)
     for domain, share in shares.items():
         if domain not in settings.rewards and settings.rewards:
-            fix = f"add rewards.{domain}, or take one of: {', '.join(settings.rewards)}"
-            trained.find(f"domain_interleave_probs has {domain}, and rewards has not", key, "data_args", fix=fix)
+            fix = f"add rewards.{domain}, or use one of: {', '.join(settings.rewards)}"
+            trained.report(f"domain_interleave_probs has {domain}, but rewards does not", key, "data_args", fix=fix)
         if share < 0:
             what = f"the share of {domain} is {share:g}"
-            trained.find(what, key, "data_args", why="expected a number from 0 to 1")
+            trained.report(what, key, "data_args", why="expected a number from 0 to 1")
     prompts = settings.rollout.rollout_batch_size
     counts = settings.data.prompts_of_domains(prompts) if shares and min(shares.values()) >= 0 else {}
     if empty := [domain for domain, count in counts.items() if count < 1]:
         what = f"domain_interleave_probs: {', '.join(empty)} would get no prompt of rollout_batch_size"
-        why = f"of {prompts} prompts a step each share is rounded down, and {[*shares][-1]} takes the rest"
-        fix = "raise its share or rollout_batch_size, or leave the domain out"
-        trained.find(what, key, "data_args", why=why, fix=fix)
+        why = f"each share of the {prompts} prompts per step is rounded down, and {[*shares][-1]} gets the rest"
+        fix = "increase its share or rollout_batch_size, or remove the domain"
+        trained.report(what, key, "data_args", why=why, fix=fix)
 
 
 def _numbers(devices: set[int]) -> str:
