@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from pool_launch import CommandLine, Ended
+from pool_launch import CommandLine, RunResult
 from script_kit import run_script
 
 from megatune.errors import ExitCode
@@ -123,7 +123,7 @@ class Shell:
     """Runs the command lines of a page in the working folder.
 
     Every command of megatune runs in this process with all of its start-up checks. What comes after them is left out
-    where it needs minutes or other machines: the ranks of a training run, the actors of Ray, the later acts of a
+    where it needs minutes or other machines: the ranks of a training run, the actors of Ray, the later stages of a
     rehearsal, long answers, and listening for requests, which come from `curl` instead.
 
     Args:
@@ -146,7 +146,7 @@ class Shell:
         monkeypatch.setattr("megatune.rl.pipeline.run.start", self._count_launch)
         monkeypatch.setattr("megatune.training.sweep.Sweep._train", lambda sweep, *trial: self._trial(sweep, *trial))
         run = importlib.import_module("megatune.rehearse.run").Rehearsal.run
-        monkeypatch.setattr("megatune.rehearse.run.Rehearsal.run", lambda rehearsal: run(rehearsal, played={}))
+        monkeypatch.setattr("megatune.rehearse.run.Rehearsal.run", lambda rehearsal: run(rehearsal, later={}))
         monkeypatch.setattr("megatune.generation.endpoint.server.Server", self._keep_app)
         listen = importlib.import_module("megatune.generation.endpoint.server").listening_socket
         monkeypatch.setattr(  # the port of a document may be taken here
@@ -172,7 +172,7 @@ class Shell:
         if self._trains and printed:
             assert printed[1] in ended.stdout + ended.stderr, f"{text}\n{ended.stdout}\n{ended.stderr}"
 
-    def _run_megatune(self, words: list[str]) -> Ended:
+    def _run_megatune(self, words: list[str]) -> RunResult:
         before = self._launched
         if words[0] in ("infer", "serve", "evaluate") and "--max_new_tokens" not in words:
             words = [*words, "--max_new_tokens", "64" if self._trains else "4"]  # random models do not stop
@@ -189,7 +189,7 @@ class Shell:
             starts = words[0] in ("train", "sft", "pt", "dpo", "kto", "rm", "cls", "rl") and not self._trains
             assert not starts or ended.returncode or self._launched > before, f"{words}: nothing was started"
             return ended
-        return Ended(0, "", "")
+        return RunResult(0, "", "")
 
     def _count_launch(self, *args: Any, **kwargs: Any) -> int:
         self._launched += 1
@@ -204,7 +204,7 @@ class Shell:
         self._app = app
         return SimpleNamespace(serve_on=lambda taken: None)
 
-    def _python(self, words: list[str]) -> Ended:
+    def _python(self, words: list[str]) -> RunResult:
         """Run a script of the repository; a benchmark ends where its words are read."""
         script, *rest = words
         assert (ROOT / script).is_file(), f"{script} is not in the repository"
@@ -222,7 +222,7 @@ class Shell:
             patch.syspath_prepend(ROOT / "benchmarks")
             return _parsing(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
 
-    def _torchrun(self, words: list[str]) -> Ended:
+    def _torchrun(self, words: list[str]) -> RunResult:
         """Read torchrun's own words, and run in one process what it would start in each."""
         from torch.distributed.run import get_args_parser
 
@@ -234,7 +234,7 @@ class Shell:
         assert asked["training_script"] == "megatune"
         return self._run_megatune(asked["training_script_args"])
 
-    def _curl(self, words: list[str]) -> Ended:
+    def _curl(self, words: list[str]) -> RunResult:
         """Send a request to what `megatune serve` would answer with."""
         from starlette.testclient import TestClient
 
@@ -247,15 +247,15 @@ class Shell:
         headers = dict(header.split(": ", 1) for header in asked.header)
         with TestClient(self._app, base_url="http://localhost:8000") as client:
             answer = client.request("POST" if asked.data else "GET", asked.url, content=asked.data, headers=headers)
-        return Ended(answer.status_code != 200, answer.text, "")
+        return RunResult(answer.status_code != 200, answer.text, "")
 
 
-def _make(words: list[str]) -> Ended:
+def _make(words: list[str]) -> RunResult:
     ended = subprocess.run(["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
+    return RunResult(ended.returncode, ended.stdout, ended.stderr)
 
 
-def _pip(words: list[str]) -> Ended:
+def _pip(words: list[str]) -> RunResult:
     """Compare pip's words with what its help lists, and look for the files and the extras that they name."""
     text = _help_of_pip(words[0])
     known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
@@ -267,7 +267,7 @@ def _pip(words: list[str]) -> Ended:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r"(?:megatune|\.)\[([\w-]+)\]", " ".join(words))
     assert extras.keys() >= set(named), f"there is no extra among {named}"
-    return Ended(0, text, "")
+    return RunResult(0, text, "")
 
 
 @functools.cache
@@ -276,13 +276,13 @@ def _help_of_pip(verb: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
-def _ray(words: list[str]) -> Ended:
+def _ray(words: list[str]) -> RunResult:
     from ray.scripts.scripts import cli
 
     return _parsing(lambda: cli.commands[words[0]].make_context(words[0], words[1:]))
 
 
-def _parsing(read: Callable[[], Any]) -> Ended:
+def _parsing(read: Callable[[], Any]) -> RunResult:
     """Call what reads words, and ends the process where it cannot."""
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -291,10 +291,10 @@ def _parsing(read: Callable[[], Any]) -> Ended:
     except _Parsed:
         pass
     except SystemExit as ended:
-        return Ended(int(ended.code or 0), out.getvalue(), err.getvalue())
+        return RunResult(int(ended.code or 0), out.getvalue(), err.getvalue())
     except Exception as error:  # click's
-        return Ended(2, out.getvalue(), f"{type(error).__name__}: {error}")
-    return Ended(0, out.getvalue(), err.getvalue())
+        return RunResult(2, out.getvalue(), f"{type(error).__name__}: {error}")
+    return RunResult(0, out.getvalue(), err.getvalue())
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatune.doctor.check import Verdict
-from megatune.doctor.ranks import Measured, judge
+from megatune.doctor.ranks import Measured, compare_ranks
 
 VERSIONS = {"torch": "2.13.0", "megatron-core": "0.16.1"}
 
@@ -32,7 +32,7 @@ def ranks() -> list[Measured]:
 
 
 def test_good_machines_pass():
-    assert {check.verdict for check in judge(ranks())} == {Verdict.PASS}
+    assert {check.verdict for check in compare_ranks(ranks())} == {Verdict.PASS}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_stands_out_is_named(rank, fault, verdict, said):
     measured[rank] = replace(measured[rank], **fault)
     if "collectives" in fault:
         measured = [replace(one, collectives={"all-reduce": one.collectives["all-reduce"]}) for one in measured]
-    found = [check for check in judge(measured) if check.verdict is not Verdict.PASS]
+    found = [check for check in compare_ranks(measured) if check.verdict is not Verdict.PASS]
     assert {check.verdict for check in found} == {verdict}
     assert any(said in f"{check.name}: {check.found}" for check in found)
     assert all(check.why and check.fix for check in found)
@@ -71,5 +71,5 @@ def test_what_stands_out_is_named(rank, fault, verdict, said):
 def test_machines_of_one_name_are_told_apart():
     measured = [replace(one, host="localhost") for one in ranks()]
     measured[2] = replace(measured[2], shared=math.inf)
-    (found,) = (check for check in judge(measured) if check.verdict is Verdict.FAIL)
+    (found,) = (check for check in compare_ranks(measured) if check.verdict is Verdict.FAIL)
     assert "localhost (NODE_RANK 1) does not see what localhost (NODE_RANK 0) writes" in found.found

@@ -1,4 +1,4 @@
-"""The acts that start ranks, and what they compare: a small file from its first look to its table."""
+"""The stages that start ranks, and what they compare: a small file from its first check to its table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.doctor.check import Verdict
 from megatune.errors import ExitCode
-from megatune.rehearse import acts
-from megatune.rehearse.acts import (
+from megatune.rehearse import stages
+from megatune.rehearse.file_checks import DISK, TEMPLATE
+from megatune.rehearse.ranks import run_local
+from megatune.rehearse.run import Rehearsal
+from megatune.rehearse.stages import (
     different_rows,
     different_steps,
     different_tensors,
@@ -28,9 +31,6 @@ from megatune.rehearse.acts import (
     not_finite,
     trained_steps,
 )
-from megatune.rehearse.before import DISK, TEMPLATE
-from megatune.rehearse.ranks import run_alone
-from megatune.rehearse.run import Rehearsal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "demo"
@@ -51,16 +51,16 @@ def words(model: object, folder: Path, **changes: Any) -> list[str]:
 
 
 def test_a_file_is_trained_and_its_model_loads(model: Path, command_line: CommandLine, tmp_path: Path) -> None:
-    """One start, of ranks of the pool; processes of their own, and the other acts, are in the test of all acts."""
+    """One start, of ranks of the pool; processes of their own, and the other stages, are in the test of all stages."""
     loaded = load(None, words(model, tmp_path, tensor_model_parallel_size=2, sequence_parallel=True))
     (tmp_path / "rehearsal").mkdir()
     rehearsal = Rehearsal(loaded.for_world(8), 8, None, tmp_path / "rehearsal", lambda line: None)
-    rehearsal.run({acts.TRAIN: acts.train, acts.FINAL: acts.load_final})
-    found = {one.act: one for one in rehearsal.outcomes}
+    rehearsal.run({stages.TRAIN: stages.train, stages.FINAL: stages.load_final})
+    found = {one.stage: one for one in rehearsal.outcomes}
     assert [one.verdict for one in found.values()] == [Verdict.PASS] * 6, rehearsal.outcomes
-    assert "6 steps" in found[acts.TRAIN].found
-    assert "2 evaluations" in found[acts.TRAIN].found
-    assert "Qwen3ForCausalLM" in found[acts.FINAL].found
+    assert "6 steps" in found[stages.TRAIN].found
+    assert "2 evaluations" in found[stages.TRAIN].found
+    assert "Qwen3ForCausalLM" in found[stages.FINAL].found
     changed = {change.key: change for change in rehearsal.changes}
     assert changed["layout"].was == "tp2 dp4 sp"
     assert changed["layout"].now == "tp2 dp2 sp"
@@ -69,7 +69,7 @@ def test_a_file_is_trained_and_its_model_loads(model: Path, command_line: Comman
 
 
 @pytest.mark.extended
-def test_all_acts_of_a_file(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_stages_of_a_file(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "kept"
     settings = words(
         model, tmp_path, finetuning_type="lora", lora_rank=4, merge_lora=True, tensor_model_parallel_size=2
@@ -77,7 +77,7 @@ def test_all_acts_of_a_file(model: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["rehearse", "--gpus", "2", "--keep", str(folder), *settings]) == 0
     printed = capfd.readouterr().out
     assert "9 passed" in printed
-    assert "are equal bit for bit to those of a run that nobody killed" in " ".join(printed.split())
+    assert "are bitwise equal to those of an uninterrupted run" in " ".join(printed.split())
     assert "merged, its logits are within" in printed
     assert (folder / "whole" / "merged" / "config.json").is_file()
 
@@ -163,16 +163,16 @@ def test_a_tensor_that_differs_is_found(tmp_path: Path) -> None:
     assert different_tensors(tmp_path / "one", tmp_path / "other") == (2, ["model.safetensors: a"])
 
 
-def test_ranks_end_when_they_are_struck_and_at_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_end_when_they_are_killed_and_at_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     target, begun = "rehearse_targets:sleep", tmp_path / "begun"
     payload = {"folder": str(tmp_path)}
-    struck = run_alone(target, payload, 1, tmp_path / "struck", limit=300, strike=begun.exists)
-    assert struck.struck
-    assert struck.code == ExitCode.PROCESS_DIED
-    assert "SIGKILL" in str(struck.findings[0])
+    killed = run_local(target, payload, 1, tmp_path / "killed", limit=300, kill_when=begun.exists)
+    assert killed.killed
+    assert killed.code == ExitCode.PROCESS_DIED
+    assert "SIGKILL" in str(killed.findings[0])
     began = time.monotonic()
-    late = run_alone(target, payload, 1, tmp_path / "late", limit=1)
+    late = run_local(target, payload, 1, tmp_path / "late", limit=1)
     assert late.code == ExitCode.PROCESS_DIED
     assert late.findings[0].what == "not done within 1 s"
     assert time.monotonic() - began < 200

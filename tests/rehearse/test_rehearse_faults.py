@@ -14,8 +14,8 @@ from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.doctor.check import Verdict
-from megatune.rehearse import acts
-from megatune.rehearse.before import DATA, DISK, SETTINGS, TEMPLATE
+from megatune.rehearse import stages
+from megatune.rehearse.file_checks import DATA, DISK, SETTINGS, TEMPLATE
 from megatune.rehearse.outcome import Outcome, exit_code, table
 from megatune.rehearse.run import Rehearsal
 
@@ -40,10 +40,10 @@ def look(
     folder: Path,
     rows: list[Any] = ROWS,
     gpus: int = 1,
-    played: Mapping[str, acts.Act] | None = None,
+    later: Mapping[str, stages.Stage] | None = None,
     **changes: Any,
 ) -> dict[str, Outcome]:
-    """The first act of a file that names a model and rows, by name; `played` has others."""
+    """The first stage of a file that names a model and rows, by name; `later` has others."""
     data = folder / "rows.jsonl"
     data.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     values: dict[str, Any] = {
@@ -53,9 +53,9 @@ def look(
     loaded = load(None, [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()])
     (folder / "rehearsal").mkdir()
     rehearsal = Rehearsal(loaded.for_world(gpus), gpus, None, folder / "rehearsal", lambda line: None)
-    rehearsal.run(played or {})
+    rehearsal.run(later or {})
     assert "\n".join(table(rehearsal.outcomes)).endswith(f"exit code {int(exit_code(rehearsal.outcomes))}")
-    return {one.act: one for one in rehearsal.outcomes}
+    return {one.stage: one for one in rehearsal.outcomes}
 
 
 def told(outcome: Outcome) -> str:
@@ -91,7 +91,7 @@ def test_a_row_that_cannot_be_trained_on(model: Path, tmp_path: Path, row: Any, 
 def test_rows_that_the_user_leaves_out_pass(model: Path, tmp_path: Path) -> None:
     found = look(model, tmp_path, [*ROWS, "{"], on_bad_row="skip")
     assert found[DATA].verdict is Verdict.PASS
-    assert "1 row left out, as on_bad_row: skip says" in found[DATA].found
+    assert "1 row dropped by on_bad_row: skip" in found[DATA].found
 
 
 def test_an_image_that_is_missing(seeing: Path, tmp_path: Path) -> None:
@@ -180,18 +180,18 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path) -> None:
 
 def test_a_machine_that_is_too_small(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatune.rehearse.run.free_memory", lambda: 10**9)
-    found = look(model, tmp_path, gpus=4, tensor_model_parallel_size=2, played=acts.ACTS)
+    found = look(model, tmp_path, gpus=4, tensor_model_parallel_size=2, later=stages.STAGES)
     assert found[DATA].verdict is Verdict.PASS
-    assert {found[name].verdict for name in acts.ACTS} == {Verdict.SKIP}
-    assert found[acts.TRAIN].found == "4 processes need about 1.9 GB of memory, and 0.8 GB are free"
+    assert {found[name].verdict for name in stages.STAGES} == {Verdict.SKIP}
+    assert found[stages.TRAIN].found == "4 processes need about 1.9 GB of memory, and 0.8 GB are free"
     assert exit_code(list(found.values())) == 0
 
 
 def test_a_layout_of_too_many_processes(tmp_path: Path) -> None:
     sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8}
-    found = look("meta-llama/Llama-3.1-70B", tmp_path, gpus=64, template="llama3", played=acts.ACTS, **sizes)
+    found = look("meta-llama/Llama-3.1-70B", tmp_path, gpus=64, template="llama3", later=stages.STAGES, **sizes)
     assert found[SETTINGS].verdict is Verdict.PASS
-    assert found[acts.TRAIN].found == "one copy takes 64 processes, and a rehearsal starts 32 at most"
+    assert found[stages.TRAIN].found == "one replica needs 64 processes, and a rehearsal starts 32 at most"
 
 
 def test_the_command_ends_with_the_first_failure(

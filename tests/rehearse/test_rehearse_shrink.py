@@ -21,7 +21,7 @@ from megatune.families import FAMILIES, read_architecture
 from megatune.plan.catalogue.models import model_config
 from megatune.rehearse.model import RealModel, shrink
 from megatune.rehearse.run import _surroundings
-from megatune.rehearse.settings import MOST_PROCESSES, other_layout, rehearsed_world, smaller
+from megatune.rehearse.settings import MOST_PROCESSES, other_layout, rehearsal_world_size, shrink_settings
 
 REAL = {
     "llama": "Llama-3.1-8B",
@@ -131,8 +131,8 @@ def hold_small_model(family: str, values: dict[str, Any]) -> None:
     world = 2 * parallel.smallest_world
     assume(valid(parallel, real, world))
     small = shrink(real, parallel)
-    changed, _ = smaller(settings_of(parallel), small.architecture, small.layout, "model", "out")
-    rehearsed = rehearsed_world(parallel, world)
+    changed, _ = shrink_settings(settings_of(parallel), small.architecture, small.layout, "model", "out")
+    rehearsed = rehearsal_world_size(parallel, world)
     assert not check_rules(changed, small.architecture, rehearsed, rules=RULES)
     assert rehearsed > parallel.model_parallel_size or 2 * parallel.smallest_world > MOST_PROCESSES
     before, now = real.architecture, small.architecture
@@ -209,7 +209,7 @@ def test_dense_layers_stay_among_sparse_ones() -> None:
     ],
 )
 def test_copies_are_two_where_there_are_some(sizes: dict[str, int], world: int, rehearsed: int) -> None:
-    assert rehearsed_world(ParallelSettings(**sizes), world) == rehearsed
+    assert rehearsal_world_size(ParallelSettings(**sizes), world) == rehearsed
 
 
 @pytest.mark.parametrize("family", REAL)

@@ -31,8 +31,8 @@ COMMAND = Command(
     "versions, memory and limits, GPUs, disks, host names and ports, environment variables; then starts the ranks, "
     "which measure clocks, a shared output_dir, and the speed of each rank and link. Exits with 0, or with 69 if a "
     "check fails.",
-    epilog="""With a settings file it checks the ranks, checkpoints, data workers and hub of the run. On several machines,
-start it on each of them like the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
+    epilog="""With a settings file it checks the ranks, checkpoints, data workers and hub of the run. On several
+machines, start it on each of them like the run: with NNODES, NODE_RANK and MASTER_ADDR, or with
 torchrun --no-python ... megatune doctor FILE.yaml. num_processes=N starts N ranks.""",
     options=DoctorOptions,
     takes_settings=True,

@@ -27,8 +27,8 @@ COMMAND = Command(
     name="shims",
     usage="[DIR] [--remove]",
     about="Writes two programs, megatron and swift, that call `megatune megatron` and `megatune swift`, so that "
-    "scripts for Megatron-SWIFT run unchanged. DIR is the folder to write to, by default that of this Python. Other programs "
-    "with these names are never replaced.",
+    "scripts for Megatron-SWIFT run unchanged. DIR is the folder to write to, by default that of this Python. Other "
+    "programs with these names are never replaced.",
     options=ShimOptions,
     most_words=1,
 )

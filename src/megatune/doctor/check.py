@@ -1,4 +1,4 @@
-"""One check of a machine or of a run, and its verdict; and the table of several, with fixes below what is wrong."""
+"""Checks of machines and runs with their verdicts, and their table and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatune.errors import Finding
 
 
 class Verdict(StrEnum):
-    """WARN: a run works, slower or less safely. FAIL: it would end, or do harm. SKIP: it could not be checked."""
+    """WARN: a run works, but slower or less safely. FAIL: it would fail or do harm. SKIP: it could not be checked."""
 
     PASS = "PASS"
     WARN = "WARN"
@@ -24,14 +24,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was checked, and the verdict.
+    """A check and its verdict.
 
     Attributes:
         group: "software", "machine", "gpu", "disk", "network", "environment", "settings" or "ranks".
         name: what was checked, as "free memory".
-        found: what was measured, with its unit.
-        why, fix: of a warning or a failure: its consequence, and what to change.
-        host: the machine; "" for all of them together.
+        found: the result, with its unit.
+        why, fix: for WARN and FAIL: the consequence, and what to change.
+        host: the machine; "" for all machines together.
     """
 
     group: str
@@ -43,14 +43,14 @@ class Check:
     host: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields by name, the verdict as its word."""
+        """Return the fields by name, with the verdict as text."""
         return {**asdict(self), "verdict": str(self.verdict)}
 
 
 def check(
     group: str, name: str, found: str, passes: bool = True, why: str = "", fix: str = "", or_: Verdict = Verdict.FAIL
 ) -> Check:
-    """Return a check that passes under a condition; else its verdict is `or_`, with consequence and fix."""
+    """Return a check with verdict PASS, or if `passes` is false `or_`, with consequence and fix."""
     return Check(group, name, Verdict.PASS, found) if passes else Check(group, name, or_, found, why, fix)
 
 
@@ -80,7 +80,7 @@ def summary(verdicts: Iterable[Verdict]) -> str:
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """Return a line a check, with reason and fix below those that need attention, and a summary."""
+    """Return a line for each check, with reason and fix of warnings and failures, and a summary."""
     several = len({check.host for check in checks} - {""}) > 1
     shown, group = [], ""
     for check in checks:
@@ -94,7 +94,7 @@ def lines(checks: Sequence[Check]) -> list[str]:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """Return an object: "verdict", the worst of all, and "checks"."""
+    """Return a JSON object with "verdict", the worst of all, and "checks"."""
     found = {check.verdict for check in checks}
     worst = next((one for one in (Verdict.FAIL, Verdict.WARN) if one in found), Verdict.PASS)
     return json.dumps({"verdict": str(worst), "checks": [check.as_json() for check in checks]}, indent=2)
@@ -107,5 +107,5 @@ def from_json(text: str) -> list[Check]:
 
 
 def has_failed(checks: Sequence[Check]) -> bool:
-    """Return whether a run could not work, or would do harm."""
+    """Return whether any check failed."""
     return any(check.verdict is Verdict.FAIL for check in checks)

@@ -1,4 +1,4 @@
-"""Disks: the folders that a run writes to, compared with what it will write."""
+"""Checks of disks: the folders that a run writes to, and the space that it needs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def folders(output_dir: Path, room: DiskSpace) -> Iterator[Check]:
     """Check the folder of a run and the one for temporary files.
 
     Args:
-        room: that the checkpoints of a run need.
+        room: space for the checkpoints of a run.
     """
     folder = nearest_folder(output_dir)
     try:
-        # In the nearest folder that is there: a check leaves nothing behind.
+        # In the nearest existing folder, so that a check creates no folders.
         with tempfile.TemporaryDirectory(prefix=".megatune-doctor-", dir=folder) as name:
             yield _room(folder, room)
             yield _inodes(folder)
@@ -39,19 +39,19 @@ def folders(output_dir: Path, room: DiskSpace) -> Iterator[Check]:
             yield _rename(Path(name))
     except OSError as error:
         fix = "make it writable, or choose another output_dir"
-        yield _check(str(folder), "cannot be written", False, f"{error.strerror or error}", fix)
+        yield _check(str(folder), "not writable", False, f"{error.strerror or error}", fix)
     temporary, free = Path(tempfile.gettempdir()), 0
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(temporary).free
     name, passes = f"temporary files ({temporary})", free >= _LEAST_TEMPORARY
-    why = "processes meet in files there, and data is prepared there"
-    yield _check(name, f"{amount(free)} free", passes, why, "TMPDIR on another disk", Verdict.WARN)
+    why = "rendezvous files and prepared data are written there"
+    yield _check(name, f"{amount(free)} free", passes, why, "set TMPDIR to another disk", Verdict.WARN)
 
 
 def _room(folder: Path, room: DiskSpace) -> Check:
     free, name = f"{amount(shutil.disk_usage(folder).free)} free", f"room of {folder}"
     if not room.checkpoint:
-        return _check(name, f"{free}; what a run writes is known with a settings file")
+        return _check(name, f"{free}; add a settings file to check the space for checkpoints")
     problem = room.problem(folder)
     why, fix = (problem.why, problem.fix) if problem else ("", "")
     return _check(name, f"{free}, {room.words}", not problem, why, fix)
@@ -59,15 +59,15 @@ def _room(folder: Path, room: DiskSpace) -> Check:
 
 def _inodes(folder: Path) -> Check:
     state = os.statvfs(folder)
-    found = f"{state.f_favail} more" if state.f_files else "not counted"  # some file systems count none
-    why = "a file system without free inodes is full, whatever room it has"
+    found = f"{state.f_favail} more" if state.f_files else "not counted"  # by some file systems
+    why = "without free inodes a file system is full, even with free space"
     passes = not state.f_files or state.f_favail >= _LEAST_INODES
-    return _check("files", found, passes, why, "remove small files there")
+    return _check("files", found, passes, why, "remove small files")
 
 
 def _speed(folder: Path) -> Check:
-    """Write and sync as a checkpoint is written."""
-    block = os.urandom(2**20)  # file systems may compress
+    """Measure writing and syncing, like a checkpoint."""
+    block = os.urandom(2**20)  # random, because file systems may compress
     began = time.perf_counter()
     with (folder / "speed").open("wb") as file:
         for _ in range(_PROBE_BYTES // len(block)):
@@ -75,19 +75,17 @@ def _speed(folder: Path) -> Check:
         file.flush()
         os.fsync(file.fileno())
     rate = _PROBE_BYTES / (time.perf_counter() - began)
-    found, why = (
-        f"{rate / 1e6:,.0f} MB/s, written and synced",
-        f"a checkpoint of 100 GB takes {100e9 / rate / 60:.0f} min",
-    )
-    return _check("writing", found, rate >= _SLOW, why, "another disk, async_save: true, or fewer saves", Verdict.WARN)
+    found, why = f"{rate / 1e6:,.0f} MB/s, synced", f"a checkpoint of 100 GB takes {100e9 / rate / 60:.0f} min"
+    fix = "use another disk, async_save: true, or fewer saves"
+    return _check("writing", found, rate >= _SLOW, why, fix, Verdict.WARN)
 
 
 def _rename(folder: Path) -> Check:
-    """Rename a folder onto a name, as a checkpoint becomes visible; and a file over another."""
+    """Check that a folder can be renamed, like a finished checkpoint, and that a file can replace another."""
     (folder / "new").mkdir()
     for name in ("new/file", "one", "two"):
         (folder / name).write_text(name)
-    found = "a folder and a file take their final name at once"
+    found = "folders and files are renamed atomically"
     try:
         os.rename(folder / "new", folder / "final")
         os.replace(folder / "two", folder / "one")
@@ -95,4 +93,5 @@ def _rename(folder: Path) -> Check:
         found = found if whole else "a renamed file has other content"
     except OSError as error:
         whole, found = False, f"{error.strerror}"
-    return _check("renaming", found, whole, "a checkpoint would be visible before it is whole", "another file system")
+    why, fix = "a checkpoint would be visible before it is complete", "use another file system"
+    return _check("renaming", found, whole, why, fix)

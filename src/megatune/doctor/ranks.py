@@ -1,5 +1,5 @@
-"""What only all ranks together can measure: clocks, a shared folder, each rank's speed, and every link's; and which
-rank, link or machine is slower than or different from the others."""
+"""Checks of all ranks together: clocks, a shared folder, and the speed of every rank and link, to find ranks, links and
+machines that are slower than or different from the others."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from megatune.launch.context import RankContext
 from megatune.training.storage.files import nearest_folder
 
 _REPEATS = 10
-_SHARED_SECONDS = 10.0  # NFS keeps what it knows of a folder for a few seconds
-_MESSAGE = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}  # float32 numbers of a collective
+_SHARED_SECONDS = 10.0  # NFS caches folders for a few seconds
+_MESSAGE = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}  # float32 numbers per collective
 _LINK = {"cpu": 2**20, "cuda": 16 * 2**20}
 _MATRIX = {"cpu": (512, torch.float32), "cuda": (8192, torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One rank's view.
+    """Measurements of one rank.
 
     Attributes:
-        host, node, rank, versions: of its process; `node` is its machine's number.
-        clock: seconds since the epoch, just after all ranks had met.
-        shared: seconds until it saw a file that rank 0 made in the run's output_dir, infinity where it did not; None
-            without such a folder.
-        flops: floating-point operations/s of a matrix product, the best of several.
-        link: bytes/s from the rank before it, the best of several; None with one rank.
-        collectives: by name, bytes/s as NCCL's tests count them ("busbw"), and whether its values were right.
+        host, node, rank, versions: of its process; `node` is the number of its machine.
+        clock: seconds since the epoch, right after a barrier.
+        shared: seconds until it saw a file that rank 0 created in output_dir; infinity if it did not, None without an
+            output_dir.
+        flops: FLOP/s of a matrix product, the best of several.
+        link: bytes/s from the previous rank, the best of several; None with one rank.
+        collectives: by name, bus bandwidth in bytes/s as in NCCL's tests ("busbw"), and whether values were correct.
     """
 
     host: str
@@ -55,35 +55,35 @@ class Measured:
 
 
 def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
-    """Check with all other ranks, and leave rank 0's report in the file payload["report"], as JSON."""
+    """Check with all other ranks, and write the report to the file payload["report"] on rank 0, as JSON."""
     checks = check_together(context, payload)
     if context.rank == 0:
         Path(payload["report"]).write_text(as_json(checks))
 
 
 def check_together(context: RankContext, payload: dict[str, Any]) -> list[Check]:
-    """Return what the machines found and what all ranks measured together, the same on every rank.
+    """Return the checks of all machines and of all ranks together, the same on every rank.
 
     Args:
-        payload: "checks": of this process's machine; "output_dir": of the run, absolute, None without one; "timeout":
-            seconds to wait for the other ranks.
+        payload: "checks" of this machine, the absolute "output_dir" of the run or None, and "timeout", the seconds to
+            wait for the other ranks.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where ranks do not meet.
+        MegatuneError: UNAVAILABLE if the rendezvous fails.
     """
     seconds, where = payload["timeout"], (context.master_addr, context.master_port)
-    # Longer than the ranks wait for each other, so that their own message says who is missing.
+    # Longer than the rendezvous, so that its message, which names missing ranks, comes first.
     context.beat("meet", 0, limit=seconds + 60)
     groups.join(context.rank, context.world_size, context.local_rank, *where, timeout=seconds)
     with groups.leaving():
         context.beat("measure", 0)
         measured = groups.all_gather_object(measure(context.node_rank, payload["output_dir"]))
         of_machines = groups.all_gather_object(payload["checks"] if context.local_rank == 0 else [])
-    return [check for found in of_machines for check in found] + judge(measured)
+    return [check for found in of_machines for check in found] + compare_ranks(measured)
 
 
 def measure(node: int, output_dir: Path | None) -> Measured:
-    """Measure on every rank at once; each returns its own view."""
+    """Measure on all ranks at the same time, and return this rank's measurements."""
     groups.barrier()
     clock = time.time()
     shared = None if output_dir is None else _shared(output_dir)
@@ -101,8 +101,8 @@ def measure(node: int, output_dir: Path | None) -> Measured:
 
 
 def _shared(output_dir: Path) -> float:
-    """Return seconds until a file is seen here that rank 0 makes in the folder, infinity where it is not."""
-    # Where the folder is not there yet, the nearest above it: a check leaves nothing behind.
+    """Return the seconds until this rank sees a file that rank 0 creates in the folder; infinity if it does not."""
+    # In the nearest existing folder, so that a check creates no folders.
     path = nearest_folder(output_dir) / groups.broadcast(f".megatune-doctor-{secrets.token_hex(8)}")
     try:
         if groups.rank() == 0:
@@ -119,7 +119,7 @@ def _shared(output_dir: Path) -> float:
 
 
 def _flops() -> float:
-    """Time a square matrix product."""
+    """Return the FLOP/s of a square matrix product."""
     size, dtype = _MATRIX[device.current().type]
     left = torch.randn(size, size, dtype=dtype, device=device.current())
     groups.barrier()
@@ -127,7 +127,7 @@ def _flops() -> float:
 
 
 def _link() -> float | None:
-    """Time a message from the rank before this one; every link of the ring has its turn alone."""
+    """Return the bytes/s from the previous rank, with one link of the ring active at a time."""
     rank, size = groups.rank(), torch.distributed.get_world_size()
     if size == 1:
         return None
@@ -150,7 +150,7 @@ def _link() -> float | None:
 
 
 def _collectives() -> dict[str, tuple[float, bool]]:
-    """Time all-reduce and all-to-all over all ranks, and check what they return."""
+    """Measure all-reduce and all-to-all over all ranks, and check their results."""
     size = torch.distributed.get_world_size()
     if size == 1:
         return {}
@@ -184,14 +184,14 @@ def _timed(call: Callable[[], object]) -> float:
 
 _verdict = partial(check, "ranks")
 CLOCK_SECONDS = 1.0
-SLOWER = 0.5  # of the median: less stands out
+SLOWER = 0.5  # fraction of the median below which a rank or link is reported
 
 
-def judge(measured: Sequence[Measured]) -> list[Check]:
+def compare_ranks(measured: Sequence[Measured]) -> list[Check]:
     """Return the checks of all ranks together.
 
     Args:
-        measured: every rank's, by rank.
+        measured: measurements of every rank, by rank.
     """
     return [
         _versions(measured),
@@ -213,8 +213,8 @@ def _versions(measured: Sequence[Measured]) -> Check:
             if other != version
         ]
     found = "; ".join(differing) or f"the same on all {len(measured)} ranks"
-    why = "ranks with different versions compute different numbers, or wait for each other forever"
-    return _verdict("versions", found, not differing, why, "one environment on all machines")
+    why = "ranks with different versions compute different numbers, or hang"
+    return _verdict("versions", found, not differing, why, "install the same environment on all machines")
 
 
 def _hosts(measured: Sequence[Measured]) -> list[Measured]:
@@ -223,7 +223,7 @@ def _hosts(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def _name(one: Measured, measured: Sequence[Measured]) -> str:
-    """Name a rank's machine; containers may have the same host name."""
+    """Return the name of a rank's machine, with NODE_RANK if several have the same host name, as containers may."""
     same = any(other.host == one.host and other.node != one.node for other in measured)
     return f"{one.host} (NODE_RANK {one.node})" if same else one.host
 
@@ -234,8 +234,8 @@ def _clocks(measured: Sequence[Measured]) -> list[Check]:
         return []
     middle = statistics.median(one.clock for one in hosts)
     apart = {one.node: one.clock - middle for one in hosts}
-    why = "logs, heartbeats and files of the machines cannot be put in order"
-    fix, found = "synchronise it: chronyc makestep, or ntpd", "{:+.1f} s from the other machines'"
+    why = "logs, heartbeats and files of the machines cannot be ordered by time"
+    fix, found = "synchronize it: chronyc makestep, or ntpd", "{:+.1f} s from the other machines'"
     wrong = [
         Check("ranks", "clock", Verdict.WARN, found.format(apart[one.node]), why, fix, _name(one, measured))
         for one in hosts
@@ -250,8 +250,8 @@ def _compare_folders(measured: Sequence[Measured]) -> list[Check]:
     if len(hosts) < 2 or hosts[0].shared is None:
         return []
     blind = [_name(one, measured) for one in hosts if one.shared == math.inf]
-    why = "a checkpoint would be in parts on several machines, and none could be resumed"
-    fix = "an absolute output_dir on a file system that all machines share"
+    why = "parts of a checkpoint would be on several machines, and it could not be resumed"
+    fix = "use an absolute output_dir on a file system that all machines share"
     unseen, slowest = f"does not see what {_name(hosts[0], measured)} writes", max(one.shared or 0.0 for one in hosts)
     wrong = [Check("ranks", "output_dir", Verdict.FAIL, f"{host} {unseen}", why, fix, host) for host in blind]
     return wrong or [_verdict("output_dir", f"all {len(hosts)} machines see a new file after {slowest:.1f} s")]
@@ -261,22 +261,22 @@ def _speeds(measured: Sequence[Measured]) -> list[Check]:
     rates, name = [one.flops for one in measured], "matrix product"
     middle = statistics.median(rates)
     why = "every step waits for the slowest rank"
-    fix = "look for other processes, throttling, or a limit of its container"
-    usual = f"the median of the ranks has {_flops_words(middle)}"
+    fix = "check for other processes, throttling, or a container limit"
+    median = f"the median of the ranks is {_flops_text(middle)}"
     slow = [
-        Check("ranks", f"{name} of rank {one.rank}", Verdict.WARN, f"{_flops_words(one.flops)}, {usual}", why, fix,
+        Check("ranks", f"{name} of rank {one.rank}", Verdict.WARN, f"{_flops_text(one.flops)}, {median}", why, fix,
               _name(one, measured))
         for one in measured
         if one.flops < SLOWER * middle
     ]  # fmt: skip
-    several = f"{_flops_words(min(rates))} to {_flops_words(max(rates))} a rank"
-    return slow or [_verdict(name, several if len(rates) > 1 else _flops_words(rates[0]))]
+    several = f"{_flops_text(min(rates))} to {_flops_text(max(rates))} per rank"
+    return slow or [_verdict(name, several if len(rates) > 1 else _flops_text(rates[0]))]
 
 
 def _compare_links(measured: Sequence[Measured]) -> Iterator[Check]:
     """Compare links inside a machine and links between machines separately."""
-    why = "collectives of all ranks run at the rate of their slowest link"
-    fix = "its cable, port and interface; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME where a wrong one was chosen"
+    why = "collectives of all ranks run at the speed of their slowest link"
+    fix = "check its cable and port; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME selects another interface"
     for kind, inside in (("inside a machine", True), ("between machines", False)):
         links = {
             (measured[one.rank - 1].rank, one.rank): one.link
@@ -297,17 +297,17 @@ def _compare_links(measured: Sequence[Measured]) -> Iterator[Check]:
 
 
 def _compare_collectives(measured: Sequence[Measured]) -> Iterator[Check]:
-    why = "the numbers of a run would be wrong without any message"
-    fix = "another driver or network plugin; NCCL_P2P_DISABLE=1 shows which"
+    why = "a run would silently compute wrong numbers"
+    fix = "use another driver or network plugin; NCCL_P2P_DISABLE=1 shows which one is the cause"
     for name in measured[0].collectives:
         wrong = [one.rank for one in measured if not one.collectives[name][1]]
         slowest = min(one.collectives[name][0] for one in measured)
-        right = f"{_rate(slowest)} over {len(measured)} ranks, values right"
+        right = f"{_rate(slowest)} over {len(measured)} ranks, values correct"
         found = f"wrong values on ranks {', '.join(map(str, wrong))}" if wrong else right
         yield _verdict(name, found, not wrong, why, fix)
 
 
-def _flops_words(rate: float) -> str:
+def _flops_text(rate: float) -> str:
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.0f} GFLOP/s"
 
 

@@ -1,4 +1,4 @@
-"""Reads what a run needs of its machines, checks this machine, then has all ranks check together."""
+"""Derives the requirements of a run from its settings, checks this machine, and starts the checks of all ranks."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.hub.repository import Hub
 
-
-MEETING_SECONDS = 60.0
+RENDEZVOUS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of a run, or what any run needs.
+    """Requirements of a run; the defaults are those of any run.
 
     Attributes:
-        output_dir: None where no file names one.
-        timeout: seconds in which ranks must meet.
-        workers: processes that load data, of each rank.
-        room: that its checkpoints need.
-        hubs: ("hf" or "ms", what lies there).
-        checks: of the file itself.
+        output_dir: None if no file names one.
+        timeout: seconds for the rendezvous of the ranks.
+        workers: data-loading processes of each rank.
+        room: space for its checkpoints.
+        hubs: ("hf" or "ms", id of the model).
+        checks: checks of the settings file.
     """
 
     output_dir: Path | None = None
-    timeout: float = MEETING_SECONDS
+    timeout: float = RENDEZVOUS_SECONDS
     workers: int = 0
     bf16: bool = False
     tensor_parallel: bool = False
@@ -56,14 +55,14 @@ class Needs:
 
 
 def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
-    """Read what a run needs from its settings; what is wrong with them becomes checks.
+    """Return the requirements of a run; findings about its settings become checks.
 
     Args:
         world_size: processes of the whole run.
-        whole: whether the settings are those of a run, or a few that say which ranks to start.
+        whole: whether the settings are those of a run, or only define which ranks to start.
     """
     settings = loaded.settings
-    timeout = min(settings.run.ddp_timeout, MEETING_SECONDS)
+    timeout = min(settings.run.ddp_timeout, RENDEZVOUS_SECONDS)
     if not whole:
         return Needs(timeout=timeout)
     architecture, hubs, checks = None, tuple(_hubs(settings)), []
@@ -76,7 +75,7 @@ def needs_of(loaded: Loaded, world_size: int, *, whole: bool) -> Needs:
     for each in check_files(settings, loaded.invalid, world_size=world_size).errors:
         findings += each.findings
     checks = [replace(each, group="settings") for each in [*checks, *failures("settings", findings)]]
-    found = "valid for this layout and model; data, weights and folders are there"
+    found = "valid for this layout and model; data, weights and folders exist"
     return Needs(
         output_dir=Path(settings.run.output_dir) if settings.run.output_dir else None,
         timeout=timeout,
@@ -108,54 +107,54 @@ def _hubs(settings: Settings) -> Iterator[tuple[Hub, str]]:
         yield "ms" if use_modelscope() else "hf", name
 
 
-def machine_checks(needs: Needs, place: World | RankEnv) -> list[Check]:
-    """Check this machine, which the caller is a process of.
+def machine_checks(needs: Needs, world: World | RankEnv) -> list[Check]:
+    """Check this machine.
 
     Args:
-        place: the ranks to start here, or this process's among those that torchrun started.
+        world: the ranks to start, or this process's place among those that torchrun started.
     """
-    local = place.nproc_per_node if isinstance(place, World) else place.local_world_size
-    several, num_gpus = place.world_size > local, count_gpus()
-    checks = [*needs.checks] if place.node_rank == 0 else []
+    local = world.nproc_per_node if isinstance(world, World) else world.local_world_size
+    several, num_gpus = world.world_size > local, count_gpus()
+    checks = [*needs.checks] if world.node_rank == 0 else []
     checks += software()
     checks += machine(local, needs.workers)
     checks += gpus(local if num_gpus else 0, bf16=needs.bf16)
     checks += folders(needs.output_dir or Path(), needs.room)
-    # torchrun itself listens at its port.
-    first = place.node_rank == 0 and isinstance(place, World)
-    checks += network(place.master_addr, place.master_port, first=first, several=several)
+    # Under torchrun, torchrun listens on the port.
+    first = world.node_rank == 0 and isinstance(world, World)
+    checks += network(world.master_addr, world.master_port, first=first, several=several)
     checks += (hub(kind, what) for kind, what in needs.hubs)
     checks += variables(os.environ, tensor_parallel=needs.tensor_parallel, gpus=num_gpus > 0)
-    host = f"{socket.gethostname()} (NODE_RANK {place.node_rank})" if several else socket.gethostname()
+    host = f"{socket.gethostname()} (NODE_RANK {world.node_rank})" if several else socket.gethostname()
     return [replace(check, host=host) for check in checks]
 
 
 def check_started(needs: Needs, world: World) -> list[Check]:
-    """Check this machine, start its ranks, and return all checks on the first machine, this one's on others."""
+    """Check this machine, start its ranks, and return all checks on the first machine, or its own checks on others."""
     own = machine_checks(needs, world)
     if any(check.name == f"port {world.master_port}" and check.verdict is Verdict.FAIL for check in own):
-        return [*own, Check("ranks", "ranks", Verdict.SKIP, "not started: their port is taken")]
+        return [*own, Check("ranks", "ranks", Verdict.SKIP, "not started: their port is in use")]
     output_dir = needs.output_dir and needs.output_dir.absolute()
     with tempfile.TemporaryDirectory(prefix="megatune-doctor-") as name:
         report = Path(name, "report.json")
         payload = {"checks": own, "output_dir": output_dir, "timeout": needs.timeout, "report": str(report)}
         code = run_ranks("megatune.doctor.ranks:run_rank", payload, world, Path(name, "launch"))
         if code != ExitCode.DONE:
-            found, why = f"ended with exit code {code}", "the lines above say which rank failed, and why"
-            return [*own, Check("ranks", "ranks", Verdict.FAIL, found, why, "fix that first")]
+            found, why = f"ended with exit code {code}", "the lines above report which rank failed, and why"
+            return [*own, Check("ranks", "ranks", Verdict.FAIL, found, why, "fix that problem first")]
         return from_json(report.read_text()) if report.is_file() else own
 
 
-def check_joined(needs: Needs, place: RankEnv) -> list[Check]:
-    """Check as one of torchrun's processes; return the same checks in all of them.
+def check_joined(needs: Needs, env: RankEnv) -> list[Check]:
+    """Check in one of torchrun's processes; return the same checks in all of them.
 
     Raises:
-        MegatuneError: UNAVAILABLE, where ranks do not meet.
+        MegatuneError: UNAVAILABLE if the rendezvous fails.
     """
     from megatune.doctor.ranks import check_together
 
-    own = machine_checks(needs, place) if place.local_rank == 0 else []
+    own = machine_checks(needs, env) if env.local_rank == 0 else []
     output_dir = needs.output_dir and needs.output_dir.absolute()
     with tempfile.TemporaryDirectory(prefix="megatune-doctor-") as name:
         payload = {"checks": own, "output_dir": output_dir, "timeout": needs.timeout}
-        return check_together(RankContext(place, Path(name)), payload)
+        return check_together(RankContext(env, Path(name)), payload)

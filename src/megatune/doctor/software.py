@@ -1,4 +1,4 @@
-"""Versions: of Python, of what this project depends on, and of compiled packages that must fit torch's."""
+"""Checks of versions: Python, the dependencies, and compiled packages that must match torch's version."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from packaging.version import Version
 from megatune.doctor.check import Check, Verdict, check
 
 _IMPORT_SECONDS = 120.0
-# Compiled against one version of torch; nothing here needs them, but Transformers and vLLM import them where they are.
+# Compiled for one version of torch. megatune does not need them, but Transformers and vLLM import them if installed.
 _COMPILED = {"transformer_engine": "transformer-engine", "flash_attn": "flash-attn", "apex": "apex", "vllm": "vllm"}
 
 
 def software() -> Iterator[Check]:
-    """Check Python, the packages that are declared, and imports that end a process where versions do not fit."""
+    """Check Python, the declared packages, and compiled packages."""
     yield _python()
     yield from _declared()
     yield from _compiled()
@@ -39,9 +39,9 @@ def _python() -> Check:
 
 
 def _declared() -> Iterator[Check]:
-    """Check every package that megatune declares, extras that are installed included."""
+    """Check all packages that megatune declares, including installed extras."""
     if _version("megatune") is None:
-        yield Check("software", "packages", Verdict.SKIP, "megatune runs from its source, without an install")
+        yield Check("software", "packages", Verdict.SKIP, "megatune runs from source and is not installed")
         return
     wrong = False
     for text in metadata.requires("megatune") or ():
@@ -56,7 +56,7 @@ def _declared() -> Iterator[Check]:
         else:
             continue
         wrong = True
-        fix = f"pip install '{requirement.name}{requirement.specifier}', with the constraints file of the project"
+        fix = f"pip install '{requirement.name}{requirement.specifier}' -c constraints.txt"
         yield Check("software", requirement.name, Verdict.FAIL, found, why, fix)
     if not wrong:
         shown = ", ".join(f"{name} {version}" for name, version in list(versions().items())[1:5])
@@ -64,7 +64,7 @@ def _declared() -> Iterator[Check]:
 
 
 def _compiled() -> Iterator[Check]:
-    """Import what is compiled, each in a process of its own: one built for another torch may end the process."""
+    """Import each compiled package in a subprocess, since one built for another torch may crash."""
     for module, package in _COMPILED.items():
         if (version := _version(package)) is None:
             continue
@@ -72,14 +72,14 @@ def _compiled() -> Iterator[Check]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            why = f"its import takes more than {_IMPORT_SECONDS:.0f} s"
+            why = f"the import takes more than {_IMPORT_SECONDS:.0f} s"
         else:
             if done.returncode == 0:
                 yield check("software", package, version)
                 continue
-            why = (done.stderr.strip().splitlines() or [f"its import ended with {done.returncode}"])[-1]
+            why = (done.stderr.strip().splitlines() or [f"the import failed with exit code {done.returncode}"])[-1]
         if "undefined symbol" in why:
-            why = f"it was built for another torch than {_version('torch')}: {why}"
+            why = f"it was not built for torch {_version('torch')}: {why}"
         fix = f"reinstall {package} for torch {_version('torch')}, or remove it: megatune does not need it"
         yield Check("software", package, Verdict.WARN, version, why, fix)
 

@@ -1,5 +1,5 @@
-"""Acts 5 and 6: the final model as its users load it, and logits, loss and gradients of the small model in the layout,
-compared with those of Transformers."""
+"""Stages 5 and 6: load the final model in Transformers, and compare the small model's logits, loss and gradients in the
+layout with Transformers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.config.settings import BatchSettings, ExpertSettings, FinetuningSettings, PrecisionSettings, Settings
 from megatune.errors import ExitCode, Finding
-from megatune.rehearse.outcome import Outcome, failed, left, passed
-from megatune.rehearse.ranks import Watcher, local_world, output_into, too_late
+from megatune.rehearse.outcome import Outcome, failed, passed, skipped
+from megatune.rehearse.ranks import Watcher, local_world, redirect_output, timeout_finding
 
 if TYPE_CHECKING:
-    from megatune.rehearse.acts import Scene
+    from megatune.rehearse.stages import Context
 
 
 _MERGED = 1e-4  # of the largest logit: fp32 sums in another order
@@ -23,13 +23,13 @@ _TOKENS = 24
 
 
 def load_in_transformers(output: Path, base: Path | None) -> tuple[str, list[Finding]]:
-    """Load a final model and compute with it.
+    """Load a final model in Transformers and run a forward pass.
 
     Args:
-        base: of an adapter; None where the folder holds a whole model.
+        base: the base model of an adapter; None if the folder has a full model.
 
     Returns:
-        What was seen, and what is wrong.
+        A description, and findings.
     """
     import torch
 
@@ -46,15 +46,15 @@ def load_in_transformers(output: Path, base: Path | None) -> tuple[str, list[Fin
             kind = f"{type(model).__name__} with peft"
         logits = compute(model)
         if not torch.isfinite(logits).all():
-            problems.append(Finding(f"{output.name}: Transformers computes numbers that are not finite"))
+            problems.append(Finding(f"{output.name}: Transformers computes NaN or infinite logits"))
         tokenizer = load_tokenizer(base or output)
     number = sum(parameter.numel() for parameter in model.parameters())
-    found = f"{kind}, {number:,} parameters, every tensor accounted for; its tokenizer has {len(tokenizer):,} tokens"
+    found = f"{kind}, {number:,} parameters, all tensors match; its tokenizer has {len(tokenizer):,} tokens"
     return found, problems
 
 
 def _keys(output: Path) -> list[Finding]:
-    """Hold the tensors of the files against those of Transformers' model."""
+    """Compare the tensors in the files with those of Transformers' model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     from megatune.bridge.auto import register_types
@@ -76,7 +76,7 @@ def _keys(output: Path) -> list[Finding]:
 
 
 def with_adapter(base: Path, adapter: Path) -> Any:
-    """Return Transformers' model with the adapter that peft puts beside it."""
+    """Return Transformers' model with the adapter, applied by peft."""
     import torch
 
     from megatune.bridge.peft_model import apply_adapter
@@ -88,7 +88,7 @@ def with_adapter(base: Path, adapter: Path) -> Any:
 
 
 def compute(model: Any) -> Any:
-    """Return the logits of some tokens: fp32 [1, tokens, vocabulary], of a model with scores these."""
+    """Return the logits of some tokens, fp32 [1, tokens, vocabulary], or the scores of a classifier or reward model."""
     import torch
 
     size = min(model.get_input_embeddings().weight.shape[0], 200)
@@ -97,7 +97,7 @@ def compute(model: Any) -> Any:
 
 
 def merged_lines(settings: Settings, base: Path, output: Path) -> tuple[str, list[Finding]]:
-    """Merge the adapter as merge_lora does, and compare the merged model with base and adapter."""
+    """Merge the adapter like merge_lora, and compare the merged model with base model and adapter."""
     import torch
 
     from megatune.training.conversion import merge_run
@@ -107,15 +107,15 @@ def merged_lines(settings: Settings, base: Path, output: Path) -> tuple[str, lis
         target = output / "merged"
         if not target.is_dir():
             merge_run(settings, base, output)
-        beside = compute(with_adapter(base, output))
+        expected = compute(with_adapter(base, output))
         merged = compute(load_reference_model(target, torch.float32))
-    apart = ((merged - beside).abs().max() / beside.abs().max()).item()
+    error = ((merged - expected).abs().max() / expected.abs().max()).item()
     dtype = _dtype(target)
     tolerance = _MERGED if dtype == "float32" else 2e-2
-    if not apart <= tolerance:
-        what = f"the merged model computes other logits than base and adapter, by {apart:.1e} of the largest"
+    if not error <= tolerance:
+        what = f"logits of the merged model differ from base and adapter by {error:.1e} of the largest logit"
         return "", [Finding(what, why=f"more than {tolerance:.0e}")]
-    return f"; merged, its logits are within {apart:.1e} of those of base and adapter ({dtype}: {tolerance:.0e})", []
+    return f"; merged, its logits are within {error:.1e} of those of base and adapter ({dtype}: {tolerance:.0e})", []
 
 
 def _dtype(folder: Path) -> str:
@@ -126,65 +126,65 @@ def _dtype(folder: Path) -> str:
 
 
 _ROWS, _LENGTH = 8, 48
-_MOST_NAMED = 5
 
 
-def compare_with_transformers(scene: Scene, act: str, limit: float) -> Outcome:
-    """Compute both in fp32, where a difference is one of the layout and not of rounding.
+def compare_with_transformers(context: Context, name: str, limit: float) -> Outcome:
+    """Compare in fp32, so that differences come from the layout and not from rounding.
 
     Args:
-        limit: seconds of all of it.
+        name: of the stage.
+        limit: seconds for the whole comparison.
     """
-    settings = scene.settings
+    settings = context.settings
     from megatune.verify.checkpoints import with_adapters
     from megatune.verify.question import samples_of
     from megatune.verify.run import RanksFailed, verify_layout
 
-    model_dir = scene.output("whole") if scene.architecture.num_labels else scene.model_dir
+    model_dir = context.output("whole") if context.architecture.num_labels else context.model_dir
     if not (model_dir / "config.json").is_file():
-        return left(act, "its scores are those of stage 2, which left none")
-    samples = samples_of(scene.architecture, _ROWS, _LENGTH, scene.settings.run.seed)
-    proven = _settings(scene)
-    log = scene.folder / "launch" / "verify.log"
+        return skipped(name, "it needs the trained scores of stage 2, which did not write a model")
+    samples = samples_of(context.architecture, _ROWS, _LENGTH, context.settings.run.seed)
+    proven = _settings(context)
+    log = context.folder / "launch" / "verify.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     watcher = Watcher(limit)
     try:
-        with output_into(log), with_adapters(proven, model_dir, scene.architecture) as adapted:
-            verdict = verify_layout(model_dir, adapted, samples, local_world(scene.world_size), look=watcher)
+        with redirect_output(log), with_adapters(proven, model_dir, context.architecture) as adapted:
+            verdict = verify_layout(model_dir, adapted, samples, local_world(context.world_size), look=watcher)
     except RanksFailed as ended:
         why = (
-            too_late(limit)
-            if watcher.late
-            else Finding("the numbers could not be computed", fix=f"--keep DIR keeps {log.name}")
+            timeout_finding(limit)
+            if watcher.timed_out
+            else Finding("the comparison failed", fix=f"--keep DIR keeps {log.name}")
         )
-        return failed(act, [why], ExitCode(ended.args[0]))
+        return failed(name, [why], ExitCode(ended.args[0]))
     wrong = [one for one in verdict.differences if not one.passes]
     if wrong:
         findings = [
             Finding(f"{one.name} differs by {one.error:.1e}, more than {one.tolerance:.0e}") for one in wrong[:5]
         ]
-        return failed(act, findings, ExitCode.DIFFERENT)
+        return failed(name, findings, ExitCode.DIFFERENT)
     worst = max((one for one in verdict.differences if one.tolerance), key=lambda one: one.error / one.tolerance)
     gradients = len(verdict.differences) - 3
-    found = f"logits, loss and {gradients} gradients within their tolerance in fp32; nearest to it {worst.name}: "
+    found = f"logits, loss and {gradients} gradients within their tolerances in fp32; closest is {worst.name}: "
     found += f"{worst.error:.1e} of {worst.tolerance:.0e}"
     if bits := settings.finetuning.quantization_bit:
-        found += f"; the base is whole on both sides, not in {bits} bits"
+        found += f"; the base model is not quantized to {bits} bits on either side"
     stage = settings.run.stage
     if stage in (*PAIR_STAGES, "kto", "cls"):
-        found += f"; the loss of {stage} is not among them"
-    return passed(act, found)
+        found += f"; the loss of {stage} is not compared"
+    return passed(name, found)
 
 
-def _settings(scene: Scene) -> Settings:
-    """Return settings that compute what Transformers does: the whole model or its adapters, no loss of routing."""
-    settings, parallel = scene.settings, scene.settings.parallel
-    steps = -(-_ROWS * parallel.model_parallel_size // scene.world_size)
+def _settings(context: Context) -> Settings:
+    """Return settings that compute the same as Transformers: the full model or adapters, without routing losses."""
+    settings, parallel = context.settings, context.settings.parallel
+    steps = -(-_ROWS * parallel.model_parallel_size // context.world_size)
     if parallel.virtual_stages:
         steps = -(-steps // parallel.pipeline_model_parallel_size) * parallel.pipeline_model_parallel_size
     finetuning = settings.finetuning
     if finetuning.finetuning_type != "lora":
-        frozen = scene.architecture.vision is None  # what there is not may not be said to be trained
+        frozen = context.architecture.vision is None  # a missing vision encoder may not be trained
         finetuning = FinetuningSettings(freeze_vision_tower=frozen, freeze_multi_modal_projector=frozen)
     finetuning = finetuning.model_copy(update={"quantization_bit": None})
     plain = ExpertSettings()

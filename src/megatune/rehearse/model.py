@@ -1,4 +1,4 @@
-"""The model of a file, and one of the same family and pattern of layers that fits this machine."""
+"""The model of a file, and a small model of the same family and layer pattern that fits this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _TOKENIZERS = (TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json")
-_PICTURE_TOKENS = {
+_MEDIA_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "image_token_index": "[IMG]",
     "video_token_id": "<|video_pad|>",
@@ -42,8 +42,8 @@ class RealModel:
 
     Attributes:
         config: its config.json.
-        where: that was found.
-        folder: with its tokenizer; None where that is not on this machine, and `note` says so.
+        where: where config.json was found.
+        folder: folder of its tokenizer; None if that is not on this machine, with the reason in `note`.
     """
 
     name: str
@@ -55,11 +55,11 @@ class RealModel:
 
 
 def find_real_model(settings: Settings) -> RealModel:
-    """Find config.json and tokenizer of the file's model: its folder, a hub that answers, or else the numbers of a
-    published model that ship with megatune.
+    """Find config.json and tokenizer of the file's model: in its folder, on a hub, or else the configs of published
+    models that ship with megatune.
 
     Raises:
-        MegatuneError: nobody knows the model (exit code 66), or this engine cannot compute it.
+        MegatuneError: the model is not found (exit code 66) or not supported.
     """
     from megatune.plan.catalogue.models import model_config
 
@@ -88,7 +88,7 @@ def find_real_model(settings: Settings) -> RealModel:
 
 
 def template_tokens(name: str | None) -> tuple[str, ...]:
-    """Return the special tokens of a template in a file; those of ours are checked against a tokenizer instead."""
+    """Return the special tokens of a template file; built-in templates are checked against a tokenizer instead."""
     if name is None or not is_template_file(name):
         return ()
     return tuple(each for each in read_template(name).special_tokens if each not in ("{bos}", "{eos}"))
@@ -96,11 +96,11 @@ def template_tokens(name: str | None) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class SmallModel:
-    """The model that stands for the real one.
+    """The small model that replaces the real one.
 
     Attributes:
-        config: Transformers' keyword arguments, vocabulary aside.
-        layout: settings of the pipeline that say another number of layers, by name.
+        config: Transformers' keyword arguments, without the vocabulary.
+        layout: pipeline settings for its number of layers, by name.
     """
 
     real: RealModel
@@ -109,21 +109,21 @@ class SmallModel:
     layout: dict[str, Any] = field(default_factory=dict)
 
     def changes(self) -> Iterator[Change]:
-        """Yield what is smaller, in a line for each part."""
+        """Yield the differences from the real model, one for each part."""
         real, small = self.real.architecture, self.architecture
-        yield Change("layers", str(real.num_layers), str(small.num_layers), "as few as the layout and the pattern take")
-        why = "the layout splits them as before"
+        yield Change("layers", str(real.num_layers), str(small.num_layers), "the minimum for layout and layer pattern")
+        why = "the layout shards them as before"
         sizes = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
         yield Change("widths", _listed(real, sizes), _listed(small, sizes), why)
         if (epsilon := small.norm_epsilon) != real.norm_epsilon:
-            why_larger = "norms of random gated delta nets make much of rounding"
+            why_larger = "norms of random gated delta nets amplify rounding"
             yield Change("norm epsilon", f"{real.norm_epsilon:g}", f"{epsilon:g}", why_larger)
         if real.moe is not None and small.moe is not None:
             of = ("num_experts", "router_topk", "moe_ffn_hidden_size")
             yield Change("experts", _listed(real.moe, of), _listed(small.moe, of), why)
         if real.vision is not None and small.vision is not None:
             of = ("depth", "hidden_size", "num_deepstack_mergers")
-            yield Change("vision encoder", _listed(real.vision, of), _listed(small.vision, of), "it is copied whole")
+            yield Change("vision encoder", _listed(real.vision, of), _listed(small.vision, of), "it is replicated")
 
 
 def _listed(of: Any, names: tuple[str, ...]) -> str:
@@ -131,42 +131,42 @@ def _listed(of: Any, names: tuple[str, ...]) -> str:
 
 
 def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | None = None) -> SmallModel:
-    """Return the smallest model that the layout splits as it splits the real one.
+    """Return the smallest model that the layout shards like the real one.
 
-    Dense layers and sparse ones stay where there are both, fewer key/value heads than tensor-parallel processes stay
-    fewer, and unequal stages stay unequal.
+    Dense and sparse layers are both kept, key/value heads stay fewer than tensor-parallel processes, and unequal
+    pipeline stages stay unequal.
 
     Args:
-        parallel: a layout that the real model allows.
-        vocab_size: None keeps the model's own.
+        parallel: a valid layout for the real model.
+        vocab_size: None keeps the model's.
     """
     config = _completed(real.config)
     architecture = real.architecture
     for num_layers, layout in fewer_layers(parallel, architecture.num_layers):
         changed = parallel.model_copy(update=layout)
-        small = _smaller(config, architecture, changed, num_layers, vocab_size)
+        small = _shrink_config(config, architecture, changed, num_layers, vocab_size)
         found = read_architecture(small, real.where)
         kept = _pattern(found) >= _pattern(architecture) and num_layers >= min(2, architecture.num_layers)
         if kept and holds_deepstack(changed, found):
             return SmallModel(real, small, found, layout)
-    raise AssertionError("the layers of the model itself are the last ones that are tried")
+    raise AssertionError("the model's own number of layers is the last candidate")
 
 
 def _pattern(architecture: Architecture) -> set[tuple[LayerKind, bool]]:
-    """Return the kinds of layers that there are, each with rotary embedding or without."""
+    """Return the kinds of layers, each with or without rotary embedding."""
     layers, without = range(architecture.num_layers), architecture.no_rope_layers
     return {(architecture.layer_kind(each), each in without) for each in layers}
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with every key that Transformers gives a value."""
+    """Return config.json with all defaults of Transformers."""
     from transformers import AutoConfig
 
     register_types()
     left_out = ("model_type", "transformers_version", "quantization_config")
     rest = {key: value for key, value in config.items() if key not in left_out}
     found: PreTrainedConfig = AutoConfig.for_model(config["model_type"], **rest)
-    # Transformers fills in what has a word for each layer.
+    # Without layer_types, Transformers computes them for the new number of layers.
     return {key: _without_layers(value) for key, value in _without_layers(found.to_dict()).items()}
 
 
@@ -174,7 +174,7 @@ def _without_layers(value: Any) -> Any:
     return {key: each for key, each in value.items() if key != "layer_types"} if isinstance(value, dict) else value
 
 
-def _smaller(
+def _shrink_config(
     config: Mapping[str, Any],
     architecture: Architecture,
     parallel: ParallelSettings,
@@ -194,11 +194,11 @@ def _smaller(
 
 
 def write_model(small: SmallModel, folder: Path, template: str | None, seed: int, *, real_tokenizer: bool) -> Path:
-    """Write a random checkpoint with a tokenizer: the model's own, or a demo tokenizer that fits the template.
+    """Write a random checkpoint with a tokenizer: the model's, or a demo tokenizer that fits the template.
 
     Args:
-        template: of the file; a demo tokenizer has its special tokens.
-        real_tokenizer: take that of the real model's folder, and its vocabulary.
+        template: the template of the file; a demo tokenizer gets its special tokens.
+        real_tokenizer: whether to use the tokenizer and vocabulary of the real model.
 
     Raises:
         MegatuneError: the template fits no tokenizer of this family.
@@ -217,9 +217,9 @@ def write_model(small: SmallModel, folder: Path, template: str | None, seed: int
     else:
         tokenizer = _write_demo_tokenizer(small.real.architecture, folder, template)
         config = _with_tokens(config, tokenizer)
-    made = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
-    model = random_model(made, seed, has_vision=small.architecture.vision is not None)
-    text = made.get_text_config()
+    auto_config = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+    model = random_model(auto_config, seed, has_vision=small.architecture.vision is not None)
+    text = auto_config.get_text_config()
     model.generation_config = GenerationConfig(
         bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id
     )
@@ -229,21 +229,21 @@ def write_model(small: SmallModel, folder: Path, template: str | None, seed: int
 
 
 def _with_tokens(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a config of a tokenizer's own tokens."""
+    """Return a config with the tokenizer's vocabulary size and token ids."""
     own = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     own["vocab_size"] = len(tokenizer)
     text = config.get("text_config")
     if text is None:
         return {**config, **own}
-    pictures = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _PICTURE_TOKENS.items() if key in config}
-    return {**config, **pictures, "text_config": {**text, **own}}
+    media = {key: tokenizer.convert_tokens_to_ids(token) for key, token in _MEDIA_TOKENS.items() if key in config}
+    return {**config, **media, "text_config": {**text, **own}}
 
 
 def _write_demo_tokenizer(architecture: Architecture, folder: Path, template: str | None) -> PreTrainedTokenizerBase:
-    """Write the tokenizer of the demo family that the template fits, with the processors of its pictures.
+    """Write the tokenizer of a demo family that fits the template, with its image and video processors.
 
     Raises:
-        MegatuneError: none does.
+        MegatuneError: the template fits none.
     """
     from megatune.demo.checkpoint import publish_tokenizer_config
     from megatune.demo.tokenizer import make_tokenizer
@@ -252,7 +252,7 @@ def _write_demo_tokenizer(architecture: Architecture, folder: Path, template: st
     refusal = None
     for family in (each for each in DEMO_FAMILIES.values() if each.model_type == architecture.model_type):
         tokenizer = make_tokenizer(family)
-        # A template of the user's own may well be for tokens that only the real tokenizer has.
+        # The user's template may have tokens that only the real tokenizer has.
         tokenizer.add_special_tokens({"additional_special_tokens": list(template_tokens(template))})
         tokenizer.save_pretrained(folder)
         publish_tokenizer_config(folder, family.tokenizer_class)
@@ -269,6 +269,6 @@ def _write_demo_tokenizer(architecture: Architecture, folder: Path, template: st
 
 
 def _of_family(finding: Finding, architecture: Architecture) -> Finding:
-    """Say that a template does not fit a family, not a folder that is gone in the end."""
+    """Replace the temporary folder in a finding by the model family."""
     what = finding.what.replace("this model's tokenizer", f"the tokenizers of a {architecture.model_type}")
     return Finding(what, "", finding.why, finding.fix)

@@ -1,4 +1,4 @@
-"""What came of one part of a rehearsal, and how it is shown."""
+"""The outcomes of the stages of a rehearsal, and their table and JSON."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from megatune.config.values import counted
 from megatune.doctor.check import Verdict, row, summary
 from megatune.errors import ExitCode, Finding, MegatuneError
 
-# In JSON. What is skipped cannot be shown by this machine, this file or what is built.
+# Verdicts in JSON. Stages are skipped if this machine or file does not allow them, or they are not supported.
 _WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.SKIP: "not rehearsable"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One row of the table.
+    """The outcome of a stage.
 
     Attributes:
-        act: its number and name, as "3 kill and resume".
-        found: what was seen; of SKIP, why nothing was.
-        findings: of FAIL.
-        exit_code: of FAIL.
-        seconds: that it took.
+        stage: its number and name, as "3 kill, resume".
+        found: the results; for SKIP, the reason.
+        findings: problems, for FAIL.
+        exit_code: for FAIL.
+        seconds: duration.
     """
 
-    act: str
+    stage: str
     verdict: Verdict
     found: str
     findings: tuple[Finding, ...] = ()
@@ -35,35 +35,33 @@ class Outcome:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields by name, the verdict as its word."""
-        return {**asdict(self), "verdict": _WORDS[self.verdict], "exit_code": int(self.exit_code)}
+        """Return the fields by name, with the verdict as text."""
+        fields = asdict(self)
+        stage = {"act": fields.pop("stage")}
+        return {**stage, **fields, "verdict": _WORDS[self.verdict], "exit_code": int(self.exit_code)}
 
 
-def passed(act: str, found: str) -> Outcome:
-    """Return what went as it should."""
-    return Outcome(act=act, verdict=Verdict.PASS, found=found)
+def passed(stage: str, found: str) -> Outcome:
+    return Outcome(stage=stage, verdict=Verdict.PASS, found=found)
 
 
-def failed(act: str, findings: Iterable[Finding], exit_code: ExitCode) -> Outcome:
-    """Return what did not."""
+def failed(stage: str, findings: Iterable[Finding], exit_code: ExitCode) -> Outcome:
     findings = tuple(findings)
     found = f"{counted(len(findings), 'problem')}, exit code {int(exit_code)}"
-    return Outcome(act=act, verdict=Verdict.FAIL, found=found, findings=findings, exit_code=exit_code)
+    return Outcome(stage=stage, verdict=Verdict.FAIL, found=found, findings=findings, exit_code=exit_code)
 
 
-def refused(act: str, error: MegatuneError) -> Outcome:
-    """Return what an error ended."""
-    return failed(act, error.findings, error.exit_code)
+def from_error(stage: str, error: MegatuneError) -> Outcome:
+    return failed(stage, error.findings, error.exit_code)
 
 
-def left(act: str, why: str) -> Outcome:
-    """Return what could not be tried."""
-    return Outcome(act=act, verdict=Verdict.SKIP, found=why)
+def skipped(stage: str, why: str) -> Outcome:
+    return Outcome(stage=stage, verdict=Verdict.SKIP, found=why)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that is other than in the file; `key` is a setting, or a part of the model."""
+    """A difference from the file; `key` is a setting or a part of the model."""
 
     key: str
     was: str
@@ -71,21 +69,21 @@ class Change:
     why: str
 
     def line(self) -> str:
-        """Write it in words."""
+        """Return it as a line of text."""
         return f"{self.key}: {self.was} -> {self.now} ({self.why})"
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
-    """Return that of the first failure, DONE where there is none."""
+    """Return the exit code of the first failure; DONE if there is none."""
     return next((one.exit_code for one in outcomes if one.verdict is Verdict.FAIL), ExitCode.DONE)
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of each act, below those that failed what is wrong with its fix, and a summary."""
+    """Return the lines of each stage, with the findings of failed ones, and a summary."""
     shown: list[str] = []
     for one in outcomes:
         below = (line for finding in one.findings for line in str(finding).splitlines())
-        shown += row(one.verdict, f"{one.act} ({one.seconds:.1f} s): {one.found}", below)
+        shown += row(one.verdict, f"{one.stage} ({one.seconds:.1f} s): {one.found}", below)
     counts, seconds = summary(one.verdict for one in outcomes), sum(one.seconds for one in outcomes)
     return [*shown, "", f"{counts}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
 

@@ -1,4 +1,4 @@
-"""Starts ranks whose output goes into a file, ends them after a limit, and kills one where that is asked for."""
+"""Starts local ranks that write their output to a file, with a time limit, and can kill one of them."""
 
 from __future__ import annotations
 
@@ -20,72 +20,72 @@ from megatune.launch.world import LOOPBACK, World, find_free_port
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How ranks ended.
+class RunResult:
+    """How a run of ranks ended.
 
     Attributes:
-        findings: the first cause, as the run itself reports it.
-        struck: a rank was killed, as asked.
-        log: what they printed.
+        findings: the first cause, as reported by the run.
+        killed: whether a rank was killed by `kill_when`.
+        log: the output of the ranks.
     """
 
     code: ExitCode
     findings: tuple[Finding, ...]
-    struck: bool
+    killed: bool
     log: Path
 
 
-class Interrupted(Exception):  # noqa: N818  (it is what a user asked for)
-    """Somebody asked the rehearsal to end. Its argument is the exit code."""
+class Interrupted(Exception):  # noqa: N818  (not an error)
+    """The user ended the rehearsal. Its argument is the exit code."""
 
 
-def run_alone(
+def run_local(
     target: str,
     payload: dict[str, Any],
     processes: int,
     run_dir: Path,
     *,
     limit: float,
-    strike: Callable[[], bool] | None = None,
-) -> Ended:
-    """Run a function in so many processes of this machine, and wait.
+    kill_when: Callable[[], bool] | None = None,
+) -> RunResult:
+    """Run a function in processes of this machine, and wait for them.
 
     Args:
-        target, payload: as `launch.supervisor.run_ranks` takes them.
-        limit: seconds until all of them are killed.
-        strike: the last rank is killed once this returns True.
+        target, payload: as for `launch.supervisor.run_ranks`.
+        limit: seconds until all ranks are killed.
+        kill_when: the last rank is killed when this returns True.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM came.
+        Interrupted: on Ctrl-C or SIGTERM.
     """
     world = local_world(processes)
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "output.log"
-    watcher = Watcher(limit, strike, processes - 1)
-    with output_into(log):
+    watcher = Watcher(limit, kill_when, processes - 1)
+    with redirect_output(log):
         code = run_ranks(target, payload, world, run_dir, hang_timeout=limit, on_poll=watcher)
-    if not watcher.late and not watcher.struck and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
+    if not watcher.timed_out and not watcher.killed and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
         raise Interrupted(code)
     findings = _reported(run_dir)
-    if watcher.late:
-        findings = (too_late(limit), *findings)
+    if watcher.timed_out:
+        findings = (timeout_finding(limit), *findings)
         code = ExitCode.PROCESS_DIED
-    return Ended(ExitCode(code), findings, watcher.struck, log)
+    return RunResult(ExitCode(code), findings, watcher.killed, log)
 
 
-def too_late(limit: float) -> Finding:
-    """Say that ranks were ended at their limit."""
-    return Finding(f"not done within {limit:.0f} s", why="every wait of a rehearsal has a limit")
+def timeout_finding(limit: float) -> Finding:
+    """Return a finding for ranks that were killed at their time limit."""
+    return Finding(f"not done within {limit:.0f} s", why="every run in a rehearsal has a time limit")
 
 
 def local_world(processes: int) -> World:
-    """Return processes of this machine, on a port that is free now."""
+    """Return a world of local processes with a free port."""
     return World(nnodes=1, node_rank=0, nproc_per_node=processes, master_addr=LOOPBACK, master_port=find_free_port())
 
 
 @contextlib.contextmanager
-def output_into(log: Path) -> Iterator[None]:
-    """Write what this process and its children print into a file."""
+def redirect_output(log: Path) -> Iterator[None]:
+    """Redirect the output of this process and its children to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]
@@ -103,7 +103,7 @@ def output_into(log: Path) -> Iterator[None]:
 
 
 def _reported(run_dir: Path) -> tuple[Finding, ...]:
-    """Return the findings of a run's report; none where it has none."""
+    """Return the findings in the report of a run, if it wrote one."""
     with contextlib.suppress(OSError, ValueError):
         ended = json.loads((run_dir / "report.json").read_text())
         return tuple(Finding(**each) for each in ended["findings"])
@@ -111,26 +111,25 @@ def _reported(run_dir: Path) -> tuple[Finding, ...]:
 
 
 class Watcher:
-    """Looks at the ranks while their supervisor waits for them (`run_ranks`), and kills what is to be killed.
+    """Kills ranks at a time limit, or one of them on a condition; called while `run_ranks` waits for them.
 
     Args:
-        limit: seconds until all of them are killed.
-        strike: one is killed once this returns True; None kills none.
-        rank: which one.
+        limit: seconds until all ranks are killed.
+        kill_when: `rank` is killed when this returns True; None kills none.
 
     Attributes:
-        struck: the rank was killed.
-        late: all were, at the limit.
+        killed: whether `rank` was killed.
+        timed_out: whether all were killed at the limit.
     """
 
-    def __init__(self, limit: float, strike: Callable[[], bool] | None = None, rank: int = 0) -> None:
-        self._deadline, self._strike, self._rank = time.monotonic() + limit, strike, rank
-        self.struck = self.late = False
+    def __init__(self, limit: float, kill_when: Callable[[], bool] | None = None, rank: int = 0) -> None:
+        self._deadline, self._kill_when, self._rank = time.monotonic() + limit, kill_when, rank
+        self.killed = self.timed_out = False
 
     def __call__(self, processes: RankProcesses) -> None:
         if time.monotonic() > self._deadline:
-            self.late = True
+            self.timed_out = True
             processes.kill()
-        elif self._strike is not None and not self.struck and self._strike():
-            self.struck = any(state.rank == self._rank for state in processes.alive())
+        elif self._kill_when is not None and not self.killed and self._kill_when():
+            self.killed = any(state.rank == self._rank for state in processes.alive())
             processes.send(signal.SIGKILL, self._rank)

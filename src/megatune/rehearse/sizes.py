@@ -1,7 +1,7 @@
-"""Smaller numbers for a model: fewer layers, dealt to pipeline stages in the way of the file, and narrower ones: what
-the layout divides stays divisible, what differs stays different.
+"""Sizes of the small model: fewer and narrower layers, which stay divisible by the layout and are split into pipeline
+stages like those of the file.
 
-Keys are those of Transformers' configuration classes; which of them a model has says what it is.
+Keys are those of Transformers' configuration classes; each model has some of them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatune.families.rope import FULL_ATTENTION, SLIDING_ATTENTION
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _LAYOUT = "pipeline_model_parallel_layout"
-_MOST_SHARE = 16  # layers of a stage
+_MAX_LAYERS_PER_CHUNK = 16
 
 
 def fewer_layers(parallel: ParallelSettings, num_layers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield numbers of layers, the smallest first, that are cut as the model's are: stages with layers keep some,
-    equal ones stay equal, and unequal ones unequal.
+    """Yield numbers of layers, the smallest first, that are split like the model's: stages with layers keep some,
+    equal stages stay equal, and unequal ones unequal.
 
     Args:
-        num_layers: that the file's own layout can cut.
+        num_layers: the model's number of layers, which the file's layout can split.
 
     Yields:
-        Layers, and the settings of the layout that say another number with them.
+        A number of layers, and the layout settings for it.
     """
     real = [chunk.num_layers for chunk in pipeline_chunks(parallel, num_layers)]
-    for share in range(1, _MOST_SHARE + 1):
-        for count, changes in _candidates(parallel, real, share):
+    for per_chunk in range(1, _MAX_LAYERS_PER_CHUNK + 1):
+        for count, changes in _candidates(parallel, real, per_chunk):
             if count > num_layers:
                 continue
             try:
@@ -47,74 +47,72 @@ def fewer_layers(parallel: ParallelSettings, num_layers: int) -> Iterator[tuple[
     yield num_layers, {}
 
 
-def _candidates(parallel: ParallelSettings, real: list[int], share: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield layers with about so many in each chunk."""
+def _candidates(parallel: ParallelSettings, real: list[int], per_chunk: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield numbers of layers with about `per_chunk` layers in each chunk, and the layout settings."""
     if parallel.pipeline_model_parallel_layout:
         most = max(real)
         written = parse_layout(parallel.pipeline_model_parallel_layout)
-        counts = [min(chunk.num_layers, share + (chunk.num_layers == most > share)) for chunk in written]
+        counts = [min(chunk.num_layers, per_chunk + (chunk.num_layers == most > per_chunk)) for chunk in written]
         yield sum(counts), {_LAYOUT: write_layout(counts)}
         return
     chunks, virtual = len(real), parallel.virtual_stages or 1
-    asked = {name: getattr(parallel, name) for name in (_FIRST, _LAST)}
-    ends = {name: number for name, number in asked.items() if number is not None}
+    ends = {name: number for name in (_FIRST, _LAST) if (number := getattr(parallel, name)) is not None}
     if ends:
-        middle = real[len(real) // 2] if len(real) > 2 else share
-        changes = {name: virtual * _beside(number // virtual, middle, share) for name, number in ends.items()}
+        middle = real[len(real) // 2] if len(real) > 2 else per_chunk
+        # The first and last chunks stay smaller than, equal to, or larger than the others.
+        changes = {
+            name: virtual * max(1, per_chunk + (number // virtual > middle) - (number // virtual < middle))
+            for name, number in ends.items()
+        }
         free = chunks - virtual * len(ends)
-        yield sum(changes.values()) + share * free, changes
+        yield sum(changes.values()) + per_chunk * free, changes
         return
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     for more in (0, 1) if chunks > 1 else (0,):
-        if (count := chunks * share - counted + more) > 0:
+        if (count := chunks * per_chunk - counted + more) > 0:
             yield count, {}
 
 
-def _beside(asked: int, middle: int, share: int) -> int:
-    """Return a number that is to `share` as `asked` is to `middle`: less, as much, or more."""
-    return max(1, share + (asked > middle) - (asked < middle))
-
-
-HEAD_DIM = 16  # even halves for rotary embeddings of three positions
+HEAD_DIM = 16  # divisible for rotary embeddings of three positions
 _HIDDEN = 64
 _FFN, _EXPERT = 96, 48
 _VISION = {"hidden": 32, "heads": 2, "ffn": 64}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_BY_LAYER = ("mlp_layer_types", "no_rope_layers")  # a word or a number for each layer
-_MERGERS = 2  # of deepstack: with one, nobody would see that they are told apart
+_BY_LAYER = ("mlp_layer_types", "no_rope_layers")  # lists with an item for each layer
+_MERGERS = 2  # of deepstack; with one, mixed-up mergers would not be noticed
 
 Config = Mapping[str, Any]
 
 
 def heads(architecture: Architecture, parallel: ParallelSettings) -> tuple[int, int]:
-    """Return attention heads and key/value heads: as few as the layout can split, shared as the model's are."""
+    """Return the minimum numbers of attention heads and key/value heads for the layout, grouped like the model's."""
     tp, real, groups = (
         parallel.tensor_model_parallel_size,
         architecture.num_attention_heads,
         architecture.num_query_groups,
     )
     cp = parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else 1
-    own = real == groups
-    # Fewer key/value heads than processes stay fewer: several share one.
+    is_mha = real == groups
+    # Fewer key/value heads than processes stay fewer: several processes share one.
     kept = min(groups, 2 * tp) if groups >= tp else groups
     base = max(tp if groups >= tp else groups, min(2, kept))
     while groups >= tp and base % tp:
         base += 1
     for times in range(1, 4 * tp * cp + 2):
-        count = base * times * (1 if own else 2)
+        count = base * times * (1 if is_mha else 2)
         if count % tp == 0 and (count // tp) % cp == 0:
-            return (count, count) if own else (count, base)
+            return (count, count) if is_mha else (count, base)
     return real, groups
 
 
 def text_config(
     config: Config, architecture: Architecture, parallel: ParallelSettings, num_layers: int
 ) -> dict[str, Any]:
-    """Return the keys of the decoder that are smaller; what it does not name stays.
+    """Return the changed keys of the decoder's config.
 
     Args:
-        config: the decoder's part, with every key that Transformers knows.
-        num_layers: those to keep.
+        config: the decoder's config, with all keys of Transformers.
+        num_layers: number of layers to keep.
     """
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_size
     count, groups = heads(architecture, parallel)
@@ -148,15 +146,15 @@ def text_config(
 
 
 def _kinds(architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """Return the word for each layer where some have a window: every second one, the first among them."""
+    """Return layer_types if some layers have a sliding window: every second one, starting with the first."""
     if None not in architecture.windows:
         return {}
     return {"layer_types": [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(num_layers)]}
 
 
 def _rope(config: Config, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """Return rotary parameters: the frequencies of three positions dealt as before, a factor for each pair of channels
-    where there are factors."""
+    """Return rotary parameters: frequencies are split among three positions as before, and factors, if there are any,
+    are given for each pair of channels."""
     rope = dict(config.get("rope_parameters") or {})
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
     if section := rope.get("mrope_section") or (architecture.mrope and architecture.mrope.section):
@@ -169,7 +167,7 @@ def _rope(config: Config, architecture: Architecture, head_dim: int) -> dict[str
 def _experts(
     config: Config, architecture: Architecture, parallel: ParallelSettings, hidden: int, num_layers: int
 ) -> dict[str, Any]:
-    """Return the keys of a mixture of experts: two experts a process, in groups where there are some."""
+    """Return the keys of MoE layers: two experts per process, in groups if the model has groups."""
     moe = architecture.moe
     if moe is None:
         return {}
@@ -184,7 +182,7 @@ def _experts(
     if grouped:
         experts = multiple(max(2 * ep, 8), math.lcm(ep, 4))
     width = multiple(_EXPERT, math.lcm(tp, etp))
-    while hidden in (width, 2 * width):  # Transformers tells by shapes whether an expert's matrices are transposed
+    while hidden in (width, 2 * width):  # Transformers detects transposed expert matrices by their shapes
         width += math.lcm(tp, etp)
     small: dict[str, Any] = dict.fromkeys(_NUM_EXPERTS, experts)
     small |= {"num_experts_per_tok": topk, "moe_k": topk, "moe_intermediate_size": width}
@@ -197,16 +195,16 @@ def _experts(
 
 
 def _dense_layers(config: Config, num_layers: int) -> list[int]:
-    """Return the dense layers among those that are left; the first one stands for later ones."""
+    """Return the remaining dense layers; if all were removed, the first layer becomes dense."""
     named = config.get("mlp_only_layers") or []
     return [layer for layer in named if layer < num_layers] or ([0] if named else [])
 
 
 def vision_config(config: Config, architecture: Architecture, names: Mapping[str, str], decoder: int) -> dict[str, Any]:
-    """Return the keys of vision_config that are smaller.
+    """Return the changed keys of vision_config.
 
     Args:
-        names: the key of what Vision has by another name (families/vision.py).
+        names: Vision's names -> keys of the config (families/vision.py).
         decoder: hidden size of the decoder.
     """
     vision = architecture.vision
@@ -230,5 +228,5 @@ def vision_config(config: Config, architecture: Architecture, names: Mapping[str
 
 
 def multiple(least: int, of: int) -> int:
-    """Return the smallest multiple of a number that is no less than another."""
+    """Return the smallest multiple of `of` that is at least `least`."""
     return -(-least // of) * of

@@ -1,5 +1,5 @@
-"""Acts 2 to 6: the small model trained, killed and resumed, loaded by Transformers, and compared with it; and whether
-two runs are the same, in logged numbers and in every tensor that they wrote."""
+"""Stages 2 to 6: train the small model, kill and resume it, load it in Transformers, and compare it with Transformers;
+and comparisons of two runs by their logged numbers and tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatune.architecture import Architecture
 from megatune.config.load import Loaded, dump
 from megatune.config.settings import Settings, with_settings
 from megatune.errors import ExitCode, Finding
-from megatune.rehearse.outcome import Outcome, failed, left, passed
-from megatune.rehearse.ranks import Ended, run_alone
+from megatune.rehearse.outcome import Outcome, failed, passed, skipped
+from megatune.rehearse.ranks import RunResult, run_local
 from megatune.rehearse.settings import describe_layout, other_layout
 from megatune.training.callbacks.metrics import METRICS_NAME, read_json_lines
 
-# Of the losses of a step in two layouts: sums in another order, after steps of weights that they moved.
+# Relative tolerance of a step's loss in two layouts, which sum in another order and update weights with these sums.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 _COUNTED = ("num_tokens", "num_input_tokens", "epoch")
 
@@ -33,14 +33,14 @@ WHOLE, _KILLED, _OTHER = "whole", "killed", "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What the acts play with.
+class Context:
+    """Inputs of the stages.
 
     Attributes:
-        settings: of the small run; output_dir is that of the run that nobody kills.
-        world_size: processes.
-        architecture: of the small model, as the stage trains it.
-        folder: with a folder for each run.
+        settings: settings of the small run; output_dir is that of the uninterrupted run.
+        world_size: number of processes.
+        architecture: architecture of the small model, for the training stage.
+        folder: has a folder for each run.
     """
 
     settings: Settings
@@ -50,157 +50,155 @@ class Scene:
     folder: Path
 
     def output(self, name: str) -> Path:
-        """Return the output_dir of one of the runs."""
+        """Return the output_dir of a run."""
         return self.folder / name
 
     @property
     def steps(self) -> int:
-        """Of a whole run."""
+        """Number of steps of a run."""
         return self.settings.optimizer.max_steps
 
     @property
     def resumed(self) -> int:
-        """The step that runs are resumed from."""
+        """Step from which runs are resumed."""
         return int(self.settings.checkpoint.save_steps)
 
     @property
     def saved(self) -> Path:
-        """The checkpoint of that step."""
+        """Checkpoint of that step."""
         return self.output(WHOLE) / f"checkpoint-{self.resumed}"
 
 
-def train(scene: Scene) -> Outcome:
-    """Train all steps in one go: every number is finite, and everything is written."""
-    output = scene.output(WHOLE)
-    if wrong := _not_done(_start(scene, scene.settings, WHOLE)):
+def train(context: Context) -> Outcome:
+    """Train all steps without interruption, and check that all numbers are finite and all files written."""
+    output = context.output(WHOLE)
+    if wrong := _not_done(_start(context, context.settings, WHOLE)):
         return failed(TRAIN, *wrong)
     if numbers := not_finite(output):
-        what, why = f"not finite: {', '.join(numbers)}", "weights are random, so the settings or the data make it so"
-        return failed(TRAIN, [Finding(what, "", why, "lower learning_rate; look at the rows")], ExitCode.NOT_FINITE)
-    if not scene.saved.is_dir():
-        return failed(TRAIN, [Finding(f"there is no {scene.saved.name}")], ExitCode.CANNOT_WRITE)
+        what, why = f"not finite: {', '.join(numbers)}", "weights are random, so settings or data are the cause"
+        return failed(TRAIN, [Finding(what, "", why, "lower learning_rate; check the rows")], ExitCode.NOT_FINITE)
+    if not context.saved.is_dir():
+        return failed(TRAIN, [Finding(f"there is no {context.saved.name}")], ExitCode.CANNOT_WRITE)
     losses = [record["loss"] for record in trained_steps(output).values()]
     if not losses:
-        what, why = f"all {scene.steps} steps were skipped", "gradients overflowed in each"
+        what, why = f"all {context.steps} steps were skipped", "gradients overflowed in every step"
         return failed(TRAIN, [Finding(what, "", why, "write bf16: true, or lower learning_rate")], ExitCode.NOT_FINITE)
     found = f"{len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
-    if skipped := scene.steps - len(losses):
-        found += f", after {skipped} that were skipped while the loss scale fell"
+    if num_skipped := context.steps - len(losses):
+        found += f", after {num_skipped} skipped steps while the loss scale decreased"
     if evaluated := evaluations_of(output):
         last = evaluated[max(evaluated)]
         value = "" if last.get("eval_loss") is None else f", the last loss {last['eval_loss']:.4f}"
         found += f"; {len(evaluated)} evaluations{value}"
     else:
-        found += "; the file evaluates nothing"
-    return passed(TRAIN, f"{found}; checkpoints at steps {scene.resumed} and {scene.steps}")
+        found += "; the file has no evaluation"
+    return passed(TRAIN, f"{found}; checkpoints at steps {context.resumed} and {context.steps}")
 
 
-def resume(scene: Scene) -> Outcome:
-    """Kill a rank after a save, resume, and compare the end with that of the run that nobody killed."""
-    if (why := _cannot_resume(scene)) is not None:
-        return left(RESUME, why)
-    output, whole = scene.output(_KILLED), scene.output(WHOLE)
-    settings = with_settings(scene.settings, {"run.output_dir": str(output)})
-    newest = output / scene.saved.name
-    ended = _start(scene, settings, _KILLED, strike=newest.is_dir)
-    if not ended.struck:
+def resume(context: Context) -> Outcome:
+    """Kill a rank after a save, resume, and compare the result with the uninterrupted run."""
+    if (why := _cannot_resume(context)) is not None:
+        return skipped(RESUME, why)
+    output, whole = context.output(_KILLED), context.output(WHOLE)
+    settings = with_settings(context.settings, {"run.output_dir": str(output)})
+    newest = output / context.saved.name
+    ended = _start(context, settings, _KILLED, kill_when=newest.is_dir)
+    if not ended.killed:
         early = [Finding("the run ended before a rank could be killed")], ExitCode.INTERNAL
         return failed(RESUME, *(_not_done(ended) or early))
     if ended.code != ExitCode.PROCESS_DIED:
         what = f"a rank was killed, and the run ended with exit code {int(ended.code)}"
         return failed(RESUME, [Finding(what), *ended.findings], ended.code or ExitCode.INTERNAL)
-    if wrong := _not_done(_start(scene, settings, f"{_KILLED}-resumed")):
+    if wrong := _not_done(_start(context, settings, f"{_KILLED}-resumed")):
         return failed(RESUME, *wrong)
-    apart = different_steps(whole, output, ("loss", "grad_norm"))
+    differences = different_steps(whole, output, ("loss", "grad_norm"))
     number = 0
-    for place in (".", f"checkpoint-{scene.steps}", f"checkpoint-{scene.steps}/training"):
+    for place in (".", f"checkpoint-{context.steps}", f"checkpoint-{context.steps}/training"):
         count, different = different_tensors(whole / place, output / place)
         number += count
-        apart += [f"{name} in {place}" for name in different]
-    if apart:
-        what = f"the resumed run differs from the one that nobody killed: {apart[0]}"
-        why = f"{len(apart)} numbers differ, but in the same layout all must be equal bit for bit"
+        differences += [f"{name} in {place}" for name in different]
+    if differences:
+        what = f"the resumed run differs from the uninterrupted one: {differences[0]}"
+        why = f"{len(differences)} numbers differ, but in the same layout all must be bitwise equal"
         return failed(RESUME, [Finding(what, "", why, "report this with the folder of --keep")], ExitCode.INTERNAL)
-    found = (
-        f"rank {scene.world_size - 1} killed after step {scene.resumed}; resumed: losses, gradient norms and {number} "
-    )
-    found += "tensors of weights and training state are equal bit for bit to those of a run that nobody killed"
+    found = f"rank {context.world_size - 1} killed after step {context.resumed}; resumed: losses, gradient norms and "
+    found += f"{number} tensors of weights and training state are bitwise equal to those of an uninterrupted run"
     return passed(RESUME, found)
 
 
-def resume_elsewhere(scene: Scene) -> Outcome:
-    """Resume in another layout: the same rows, and losses within a tolerance."""
-    if (why := _cannot_resume(scene)) is not None:
-        return left(OTHER, why)
-    if (other := other_layout(scene.settings, scene.world_size, scene.architecture)) is None:
-        return left(OTHER, "no other layout of a few processes trains the same rows a step")
+def resume_elsewhere(context: Context) -> Outcome:
+    """Resume in another layout, and check that it trains the same rows, with losses within a tolerance."""
+    if (why := _cannot_resume(context)) is not None:
+        return skipped(OTHER, why)
+    if (other := other_layout(context.settings, context.world_size, context.architecture)) is None:
+        return skipped(OTHER, "no other layout of a few processes trains the same rows per step")
     settings, world = other
-    output, whole = scene.output(_OTHER), scene.output(WHOLE)
+    output, whole = context.output(_OTHER), context.output(WHOLE)
     shutil.rmtree(output, ignore_errors=True)
-    own = {"run.output_dir": str(output), "run.resume_from_checkpoint": str(scene.saved)}
+    own = {"run.output_dir": str(output), "run.resume_from_checkpoint": str(context.saved)}
     words = describe_layout(settings.parallel, world)
-    if wrong := _not_done(_start(scene, with_settings(settings, own), _OTHER, world)):
+    if wrong := _not_done(_start(context, with_settings(settings, own), _OTHER, world)):
         return failed(OTHER, *wrong)
     resumed = steps_of(output)
-    if rows := different_rows(whole, output, first=scene.resumed + 1):
-        return failed(OTHER, [Finding(f"in {words} other rows were trained: {rows[0]}")], ExitCode.INTERNAL)
+    if rows := different_rows(whole, output, first=context.resumed + 1):
+        return failed(OTHER, [Finding(f"in {words} different rows were trained: {rows[0]}")], ExitCode.INTERNAL)
     dtype = settings.precision.params_dtype
-    apart, tolerance = largest_difference(whole, output), TOLERANCES[dtype]
-    found = f"{words}: the same rows in {len(resumed)} steps, losses within {apart:.1e} ({dtype}: {tolerance:.0e})"
-    if not apart <= tolerance:
-        why = f"losses of a step differ by {apart:.1e}, more than {tolerance:.0e}"
-        return failed(OTHER, [Finding(f"in {words} other losses were computed", "", why)], ExitCode.DIFFERENT)
+    error, tolerance = largest_difference(whole, output), TOLERANCES[dtype]
+    found = f"{words}: the same rows in {len(resumed)} steps, losses within {error:.1e} ({dtype}: {tolerance:.0e})"
+    if not error <= tolerance:
+        why = f"losses of a step differ by {error:.1e}, more than {tolerance:.0e}"
+        return failed(OTHER, [Finding(f"in {words} the losses differ", "", why)], ExitCode.DIFFERENT)
     return passed(OTHER, found)
 
 
-def load_final(scene: Scene) -> Outcome:
-    """Load what the run leaves behind as its users will."""
-    output = scene.output(WHOLE)
+def load_final(context: Context) -> Outcome:
+    """Load the final model in Transformers, and with adapters also merge them."""
+    output = context.output(WHOLE)
     if not output.is_dir() or not any(output.glob("*.safetensors")):
-        return left(FINAL, "stage 2 left no final model")
+        return skipped(FINAL, "stage 2 wrote no final model")
     from megatune.rehearse.against_transformers import load_in_transformers, merged_lines
 
-    adapter = scene.settings.finetuning.finetuning_type == "lora"
-    found, problems = load_in_transformers(output, scene.model_dir if adapter else None)
+    adapter = context.settings.finetuning.finetuning_type == "lora"
+    found, problems = load_in_transformers(output, context.model_dir if adapter else None)
     if adapter and not problems:
-        more, problems = merged_lines(scene.settings, scene.model_dir, output)
+        more, problems = merged_lines(context.settings, context.model_dir, output)
         found += more
     return failed(FINAL, problems, ExitCode.DIFFERENT) if problems else passed(FINAL, found)
 
 
-def prove(scene: Scene) -> Outcome:
-    """Compare logits, loss and gradients with Transformers, in the layout."""
+def compare(context: Context) -> Outcome:
+    """Compare logits, loss and gradients in the layout with Transformers."""
     from megatune.rehearse.against_transformers import compare_with_transformers
 
-    return compare_with_transformers(scene, PROOF, LIMIT)
+    return compare_with_transformers(context, PROOF, LIMIT)
 
 
-Act = Callable[[Scene], Outcome]
-ACTS: dict[str, Act] = {
+Stage = Callable[[Context], Outcome]
+STAGES: dict[str, Stage] = {
     TRAIN: train,
     RESUME: resume,
     OTHER: resume_elsewhere,
     FINAL: load_final,
-    PROOF: prove,
+    PROOF: compare,
 }
 
 
-def _cannot_resume(scene: Scene) -> str | None:
-    if scene.settings.checkpoint.save_only_model:
-        return "save_only_model: true writes no training state, so a run that dies begins again"
-    if not scene.saved.is_dir():
-        return f"stage 2 left no checkpoint of step {scene.resumed}"
+def _cannot_resume(context: Context) -> str | None:
+    if context.settings.checkpoint.save_only_model:
+        return "save_only_model: true writes no training state, so a run cannot resume"
+    if not context.saved.is_dir():
+        return f"stage 2 wrote no checkpoint of step {context.resumed}"
     return None
 
 
 def _start(
-    scene: Scene,
+    context: Context,
     settings: Settings,
     name: str,
     world_size: int | None = None,
-    strike: Callable[[], bool] | None = None,
-) -> Ended:
-    """Train as `megatune train` does."""
+    kill_when: Callable[[], bool] | None = None,
+) -> RunResult:
+    """Train like `megatune train`."""
     payload = {
         "settings": settings,
         "run_yaml": dump(settings, {}),
@@ -209,15 +207,15 @@ def _start(
         "plan": [],
         "began": time.monotonic(),
     }
-    run_dir = scene.folder / "launch" / name
-    return run_alone(_TARGET, payload, world_size or scene.world_size, run_dir, limit=LIMIT, strike=strike)
+    run_dir = context.folder / "launch" / name
+    return run_local(_TARGET, payload, world_size or context.world_size, run_dir, limit=LIMIT, kill_when=kill_when)
 
 
-def _not_done(ended: Ended) -> tuple[list[Finding], ExitCode] | None:
-    """Return what is wrong with a run that did not end as it should; None where it did."""
+def _not_done(ended: RunResult) -> tuple[list[Finding], ExitCode] | None:
+    """Return the findings and exit code of a run that failed; None if it did not."""
     if ended.code == ExitCode.DONE:
         return None
-    # What a run advises names files that may go with the rehearsal.
+    # A fix may name files that are deleted with the rehearsal.
     folder, kept = str(ended.log.parents[2]), "; --keep DIR keeps these files"
     found = [
         replace(each, fix=each.fix.replace(folder, "DIR") + kept) if folder in each.fix else each
@@ -239,7 +237,7 @@ def evaluations_of(output_dir: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def different_steps(one: Path, other: Path, names: tuple[str, ...], *, first: int = 1) -> list[str]:
-    """Say where logged numbers of two runs are not equal bit for bit."""
+    """Return descriptions of logged numbers of two runs that are not bitwise equal."""
     sides = [{step: each for step, each in steps_of(run).items() if step >= first} for run in (one, other)]
     found = [] if sides[0].keys() == sides[1].keys() else [f"steps {sorted(sides[0])} and {sorted(sides[1])}"]
     for step in sorted(sides[0].keys() & sides[1].keys()):
@@ -251,29 +249,29 @@ def different_steps(one: Path, other: Path, names: tuple[str, ...], *, first: in
 
 
 def different_rows(one: Path, other: Path, *, first: int) -> list[str]:
-    """Say at which steps, from the first one on, two runs did not train as many tokens: their rows would be others."""
+    """Return differences in the numbers of trained tokens from step `first`: the runs trained different rows."""
     return different_steps(one, other, _COUNTED, first=first)
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Return by how much the losses of a step differ at most, relative to them; infinite where one is not a number."""
+    """Return the largest relative difference of losses of a step; infinite if one is not finite."""
     first, second = steps_of(one), steps_of(other)
-    apart = [0.0]
+    differences = [0.0]
     for step in first.keys() & second.keys():
         before, now = (side[step].get("loss") for side in (first, second))
-        if before is None or now is None:  # logged so where it is not a number
+        if before is None or now is None:  # not finite
             return math.inf
-        apart.append(abs(before - now) / max(abs(before), 1e-6))
-    return max(apart)
+        differences.append(abs(before - now) / max(abs(before), 1e-6))
+    return max(differences)
 
 
 def trained_steps(output_dir: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the steps of a run that were not skipped, as those of fp16 are until the loss scale fits."""
+    """Return the steps of a run that were not skipped; fp16 skips steps until the loss scale fits."""
     return {step: record for step, record in steps_of(output_dir).items() if not record.get("num_skipped")}
 
 
 def not_finite(output_dir: Path) -> list[str]:
-    """Name numbers of trained steps that are none: they are logged as null."""
+    """Return the names of numbers of trained steps that are not finite, which are logged as null."""
     return [
         f"{name} of step {step}"
         for step, record in trained_steps(output_dir).items()
@@ -286,7 +284,7 @@ def different_tensors(one: Path, other: Path) -> tuple[int, list[str]]:
     """Compare the safetensors files of two folders.
 
     Returns:
-        How many tensors there are, and the names of those that are not equal bit for bit.
+        The number of tensors, and the names of those that are not bitwise equal.
     """
     import torch
 
@@ -302,6 +300,6 @@ def _tensors(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            # One name may be in the files of several ranks, as states of random generators are.
+            # Files of several ranks may have the same names, such as states of random generators.
             found.update({f"{path.name}: {name}": file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return found
