@@ -205,6 +205,6 @@ def test_a_file_of_training_is_read(
     assert (out / "model.safetensors").is_file()
     assert capsys.readouterr().err.splitlines() == [
         "accepted   stage, do_train, lora_rank, dataset, cutoff_len, per_device_train_batch_size, learning_rate, bf16: "
-        "it is about training",
+        "it belongs to training",
         "accepted   quantization_bit, output_dir, overwrite_output_dir: set for the run that the file trains",
     ]

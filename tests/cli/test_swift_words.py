@@ -19,7 +19,7 @@ def test_export_takes_what_it_reads_and_names_what_changes_nothing() -> None:
     assert given.lines == [
         "accepted   tensor_model_parallel_size: the file is the same for every layout",
         "accepted   thread_count: tensors are written one by one, to bound memory",
-        "accepted   seed: it is about training",
+        "accepted   seed: it belongs to training",
     ]
     assert variables_of(given, {}) == {
         "USE_MODELSCOPE_HUB": "0", "HF_TOKEN": "secret", "MODELSCOPE_API_TOKEN": "secret"

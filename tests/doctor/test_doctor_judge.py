@@ -42,7 +42,7 @@ def test_good_machines_pass():
             3,
             {"flops": 2e14},
             Verdict.WARN,
-            "matrix product of rank 3: 200.0 TFLOP/s, the median of the ranks has 500.0",
+            "matrix product of rank 3: 200.0 TFLOP/s, the median of the ranks is 500.0",
         ),
         (2, {"link": 1e10}, Verdict.WARN, "link from rank 1 to rank 2: 10.0 GB/s, the median between machines is 25.0"),
         (

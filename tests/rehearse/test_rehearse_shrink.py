@@ -20,7 +20,7 @@ from megatune.config.settings import ParallelSettings, Settings
 from megatune.families import FAMILIES, read_architecture
 from megatune.plan.catalogue.models import model_config
 from megatune.rehearse.model import RealModel, shrink
-from megatune.rehearse.run import _surroundings
+from megatune.rehearse.run import _environment
 from megatune.rehearse.settings import MOST_PROCESSES, other_layout, rehearsal_world_size, shrink_settings
 
 REAL = {
@@ -238,6 +238,6 @@ def test_ranks_are_processes_of_the_cpu_also_where_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with _surroundings(tmp_path):
+    with _environment(tmp_path):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

@@ -200,7 +200,7 @@ def test_what_a_file_says_wrong_is_found_at_its_place():
     )
     said = [finding.what for finding in found.findings]
     assert "rewards.game.environment is 'Guess'" in said
-    assert "rewards.game has an environment, and the data conversation_rules" in said
+    assert "rewards.game has an environment, and data_args has conversation_rules" in said
     assert "rewards.asked has an environment and a judge" in said
     assert "rewards.asked.max_turns is 0" in said
     assert any("rewards.other.max_turns" in line for line in found.lines)

@@ -1,6 +1,6 @@
-"""Files of settings in a tree, as Hydra composes them: `defaults`, `${a.b}`, and `a.b=value` words, all with places.
+"""Reads files of nested settings as Hydra composes them: `defaults`, `${a.b}` and `a.b=value` overrides.
 
-OmegaConf merges and resolves; what YAML's scalars mean, and where each was written, is kept beside it.
+OmegaConf merges and resolves them; parsed values and their places are recorded separately.
 """
 
 from __future__ import annotations
