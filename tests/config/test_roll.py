@@ -233,7 +233,7 @@ def test_nothing_follows_from_the_default_of_a_key_that_was_misspelt(read, key):
         (("actor_infer.generating_args.temperature=0",), "asks for greedy decoding"),
         (("actor_infer.generating_args.repetition_penalty=1.1",), "do not include the penalty"),
         (("actor_infer.generating_args.num_beams=2",), "beam search"),
-        (("actor_train.data_args.domain_interleave_probs={mat: 1}",), "take one of: math"),
+        (("actor_train.data_args.domain_interleave_probs={mat: 1}",), "use one of: math"),
         (("actor_train.data_args.domain_interleave_probs={more: 0.1, math: 0.9}",), "more would get no prompt of"),
         (("actor_train.data_args.domain_interleave_probs={more: 2, math: 0.9}",), "math would get no prompt of"),
         (("actor_train.use_sequence_packing=true", f"{PACKED}=50"), "less than sequence_length 96"),
@@ -297,10 +297,10 @@ def test_judges_on_one_device_take_no_more_than_its_memory(read):
              "actor_infer.device_mapping=[1]",
              "actor_train.data_args.domain_interleave_probs={math: 0.5, more: 0.5}"]  # fmt: skip
     (found,) = read(SMALL, *words).findings
-    assert found.what == "rewards.math and rewards.more share device 0, and take 0.9 + 0.9 of its memory"
+    assert found.what == "rewards.math and rewards.more share device 0, and use 0.9 + 0.9 of its memory"
     assert "write gpu_memory_utilization: 0.45 for each of them" in found.fix
     one = read(SMALL, *words, share.format("math", 0.3))
-    assert "take 0.3 + 0.9 of" in one.findings[0].what
+    assert "use 0.3 + 0.9 of" in one.findings[0].what
     both = read(SMALL, *words, share.format("math", 0.3), share.format("more", 0.6))
     assert both.findings == ()
     assert [role.judge.memory_share for role in both.settings.rewards.values()] == [0.3, 0.6]
@@ -384,7 +384,7 @@ def test_defaults_of_hydra(read, tmp_path):
     assert found.settings.run.system_envs == {"A": "1", "B": "3"}
     assert found.places["seed"] == "base.yaml:1"
     assert "DeepSpeed" in "\n".join(found.lines)
-    assert any({"save_steps", "system_envs.B"} == {*line.split(": in ")[0].split(", ")} for line in found.lines)
+    assert any({"save_steps", "system_envs.B"} == {*line.split(": ")[0].split(", ")} for line in found.lines)
     missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)
     assert [finding.where for finding in missing.findings] == ["run.yaml:1"] * 2
 

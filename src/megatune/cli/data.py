@@ -125,7 +125,7 @@ def _preview(words: Sequence[str]) -> int:
     if options.json_:
         print("\n".join(json_lines(found, tokenizer)))
         if found.bad:
-            rest = "are invalid; without --json they are listed"
+            rest = "cannot be trained on; without --json they are listed"
             print(f"{len(found.bad):,} of the {found.read:,} rows read {rest}", file=sys.stderr)
     else:
         from rich.console import Console
