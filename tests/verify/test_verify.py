@@ -261,7 +261,7 @@ def test_one_wrong_gradient_is_enough(error, capsys):
         (["{model}", "--tensor_parallel", "2"], ExitCode.SETTINGS, "unknown setting 'tensor_parallel'"),
         (["{model}", "--learning_rate", "1"], ExitCode.SETTINGS, "learning_rate has no effect in verify"),
         (["{model}", "moe_aux_loss_coeff=0.01"], ExitCode.SETTINGS, "moe_aux_loss_coeff 0.01 changes the results"),
-        (["{model}", "moe_expert_capacity_factor=2"], ExitCode.SETTINGS, "another layout that has it, too: --against"),
+        (["{model}", "moe_expert_capacity_factor=2"], ExitCode.SETTINGS, "another layout that also has it: --against"),
         (["{model}", "--rope_scaling", "yarn"], ExitCode.SETTINGS, "rope_scaling yarn without a factor"),
         (["{model}", "--manual_gc"], ExitCode.SETTINGS, "manual_gc has no effect in verify"),
         (["{model}", "--bf16", "--against", "fp16=true"], ExitCode.SETTINGS, "fp16 is the same in both layouts"),
