@@ -193,7 +193,7 @@ def test_broken_updates_are_named(dense: Path) -> None:
             {key: value for key, value in weights.items() if key != name},
             f"1 of {len(weights)} tensors did not arrive: {name}",
         ),
-        (weights | {name: weights[name].T.contiguous()}, f"{name} is "),
+        (weights | {name: weights[name].T.contiguous()}, f"{name} has shape "),
         (weights | {"lm_head.bias": torch.zeros(1)}, "lm_head.bias is not a tensor of this model"),
     ]
     engine = load(dense)
