@@ -220,7 +220,7 @@ def test_another_models_adapter_is_refused(model_dir: MakeModel, tmp_path: Path)
     save_file(changed, path)
     text = refusal(open_adapter, tmp_path, load_architecture(model_dir("qwen3")))
     for said in (
-        "1 tensor has no place",
+        "1 tensor has no module",
         "is there without model.layers.0.self_attn.q_proj.lora_A.weight",
         "has a magnitude, adapter_config.json says use_dora False",
         "layers.9.mlp.down_proj.lora_A.weight is there without",
