@@ -67,7 +67,7 @@ def test_rows_become_problems_of_domains(tmp_path: Path, tokenizer: PreTrainedTo
     assert [each.id for each in problems.all()] == ["2", "4", "0", "1"]
     assert any(note.startswith("1 rows were left out: their prompts are longer") for note in problems.notes)
     notes = "\n".join(problems.notes)
-    for said in ("code 2, math_rule 2", "1 rows were left out: their prompts", "are of other", "strange (1)"):
+    for said in ("code 2, math_rule 2", "1 rows were left out: their prompts", "belong to other", "strange (1)"):
         assert said in notes
     first = problems.by_domain["math_rule"][0]
     assert first.messages[1] == {"role": "user", "content": "How much?"}
@@ -117,7 +117,7 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
         read(data, tokenizer)
     assert raised.value.exit_code == ExitCode.DATA
     assert [each.where.rpartition(":")[2] for each in raised.value.findings] == ["2", "3", "4", "5", "6", "7"]
-    for said in ("ground_truth", "test_cases", "a role or a content", "invalid JSON", "no prompt in messages"):
+    for said in ("ground_truth", "test_cases", "a role or a text as content", "invalid JSON", "no prompt in messages"):
         assert said in str(raised.value)
     assert "the row has 'tag', 'ground_truth'" in str(raised.value)
     assert "half of a surrogate pair" in str(raised.value)

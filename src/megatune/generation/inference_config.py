@@ -58,7 +58,8 @@ def resolve_config(
     for line in given.lines:
         print(line, file=sys.stderr)
     values = {name: getattr(options, name) for name in GenerationOptions.model_fields if hasattr(options, name)}
-    values |= {"system": _system_message(options.system), "media": [MediaFile(*each) for each in media]}  # type: ignore[arg-type]
+    files = tuple(MediaFile(*each) for each in media)  # type: ignore[arg-type]
+    values |= {"system": _system_message(options.system), "media": files}
     generation = GenerationOptions(**values)
     check_options(generation, accepts_media=accepts_media)
     name, adapted = _model_or_adapters(model, base, options.adapters)
