@@ -1,4 +1,4 @@
-"""Write the tables of the pages on migration: defaults that differ, and what becomes of LLaMA-Factory's examples."""
+"""Write the tables of the pages on migration: defaults that differ, and what happens to LLaMA-Factory's examples."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-MAX_TURNS = 4  # enough for whoever halves what is left
+MAX_TURNS = 4  # enough to find it by halving the range
 
 
 class Guess:
