@@ -108,7 +108,7 @@ class Loaded(NamedTuple):
 
     group: RoleGroup
     role: Any
-    ready: Any = None
+    info: Any = None
 
 
 @dataclass
@@ -123,8 +123,8 @@ class EngineWeights:
 
 def weights_of(groups: dict[str, RoleGroup], num_tensors: int, number: int = 2) -> Weights:
     run = SimpleNamespace(num_gpus_per_node=8, rpc_timeout=60.0)
-    ready = SimpleNamespace(num_tensors=num_tensors, on_gpu=False)
-    policy = Loaded(groups["actor_train"], SimpleNamespace(devices=(0, 1)), ready)
+    info = SimpleNamespace(num_tensors=num_tensors, on_gpu=False)
+    policy = Loaded(groups["actor_train"], SimpleNamespace(devices=(0, 1)), info)
     role = SimpleNamespace(devices=tuple(range(number)), devices_per_engine=1, engine="builtin")
     engines = EngineWeights(groups["actor_infer"], role, number)
     return Weights(SimpleNamespace(run=run), None, policy, engines)  # type: ignore[arg-type]

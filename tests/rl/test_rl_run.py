@@ -279,7 +279,7 @@ def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
     once = replace(_settings(model, tmp_path, 1, eval_steps=0), validation=Validation())
     pool.run(1, run, once, model, limit=LIMIT)
     assert not any("eval_reward" in record for record in _records(tmp_path))
-    with pytest.raises(MegatuneError, match="holds checkpoint-1 of an earlier run"):  # before anything is started
+    with pytest.raises(MegatuneError, match="has checkpoint-1 of an earlier run"):  # before anything is started
         check_resume(once)
     with pytest.raises(MegatuneError, match="no folder 'none'"):
         check_resume(_settings(model, tmp_path, 2, resume_from_checkpoint="none"))
