@@ -127,7 +127,7 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
     shares = data_of(tmp_path, [math_row(0), math_row(1)], domain_interleave_probs={"code": 1.0})
     with pytest.raises(MegatuneError, match="domain code has no problems") as raised:
         read(shares, tokenizer)
-    assert "2 rows are of math_rule" in str(raised.value)
+    assert "2 rows belong to math_rule" in str(raised.value)
 
 
 def test_a_difficulty_is_a_number_where_it_weighs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
