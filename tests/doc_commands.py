@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from pool_launch import CommandLine, RunResult
+from pool_launch import CommandLine, Ended
 from script_kit import run_script
 
 from megatune.errors import ExitCode
@@ -172,7 +172,7 @@ class Shell:
         if self._trains and printed:
             assert printed[1] in ended.stdout + ended.stderr, f"{text}\n{ended.stdout}\n{ended.stderr}"
 
-    def _run_megatune(self, words: list[str]) -> RunResult:
+    def _run_megatune(self, words: list[str]) -> Ended:
         before = self._launched
         if words[0] in ("infer", "serve", "evaluate") and "--max_new_tokens" not in words:
             words = [*words, "--max_new_tokens", "64" if self._trains else "4"]  # random models do not stop
@@ -189,7 +189,7 @@ class Shell:
             starts = words[0] in ("train", "sft", "pt", "dpo", "kto", "rm", "cls", "rl") and not self._trains
             assert not starts or ended.returncode or self._launched > before, f"{words}: nothing was started"
             return ended
-        return RunResult(0, "", "")
+        return Ended(0, "", "")
 
     def _count_launch(self, *args: Any, **kwargs: Any) -> int:
         self._launched += 1
@@ -204,7 +204,7 @@ class Shell:
         self._app = app
         return SimpleNamespace(serve_on=lambda taken: None)
 
-    def _python(self, words: list[str]) -> RunResult:
+    def _python(self, words: list[str]) -> Ended:
         """Run a script of the repository; a benchmark ends where its words are read."""
         script, *rest = words
         assert (ROOT / script).is_file(), f"{script} is not in the repository"
@@ -222,7 +222,7 @@ class Shell:
             patch.syspath_prepend(ROOT / "benchmarks")
             return _parsing(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
 
-    def _torchrun(self, words: list[str]) -> RunResult:
+    def _torchrun(self, words: list[str]) -> Ended:
         """Read torchrun's own words, and run in one process what it would start in each."""
         from torch.distributed.run import get_args_parser
 
@@ -234,7 +234,7 @@ class Shell:
         assert asked["training_script"] == "megatune"
         return self._run_megatune(asked["training_script_args"])
 
-    def _curl(self, words: list[str]) -> RunResult:
+    def _curl(self, words: list[str]) -> Ended:
         """Send a request to what `megatune serve` would answer with."""
         from starlette.testclient import TestClient
 
@@ -247,15 +247,15 @@ class Shell:
         headers = dict(header.split(": ", 1) for header in asked.header)
         with TestClient(self._app, base_url="http://localhost:8000") as client:
             answer = client.request("POST" if asked.data else "GET", asked.url, content=asked.data, headers=headers)
-        return RunResult(answer.status_code != 200, answer.text, "")
+        return Ended(answer.status_code != 200, answer.text, "")
 
 
-def _make(words: list[str]) -> RunResult:
+def _make(words: list[str]) -> Ended:
     ended = subprocess.run(["make", "--dry-run", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    return RunResult(ended.returncode, ended.stdout, ended.stderr)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
-def _pip(words: list[str]) -> RunResult:
+def _pip(words: list[str]) -> Ended:
     """Compare pip's words with what its help lists, and look for the files and the extras that they name."""
     text = _help_of_pip(words[0])
     known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
@@ -267,7 +267,7 @@ def _pip(words: list[str]) -> RunResult:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r"(?:megatune|\.)\[([\w-]+)\]", " ".join(words))
     assert extras.keys() >= set(named), f"there is no extra among {named}"
-    return RunResult(0, text, "")
+    return Ended(0, text, "")
 
 
 @functools.cache
@@ -276,13 +276,13 @@ def _help_of_pip(verb: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
-def _ray(words: list[str]) -> RunResult:
+def _ray(words: list[str]) -> Ended:
     from ray.scripts.scripts import cli
 
     return _parsing(lambda: cli.commands[words[0]].make_context(words[0], words[1:]))
 
 
-def _parsing(read: Callable[[], Any]) -> RunResult:
+def _parsing(read: Callable[[], Any]) -> Ended:
     """Call what reads words, and ends the process where it cannot."""
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -291,10 +291,10 @@ def _parsing(read: Callable[[], Any]) -> RunResult:
     except _Parsed:
         pass
     except SystemExit as ended:
-        return RunResult(int(ended.code or 0), out.getvalue(), err.getvalue())
+        return Ended(int(ended.code or 0), out.getvalue(), err.getvalue())
     except Exception as error:  # click's
-        return RunResult(2, out.getvalue(), f"{type(error).__name__}: {error}")
-    return RunResult(0, out.getvalue(), err.getvalue())
+        return Ended(2, out.getvalue(), f"{type(error).__name__}: {error}")
+    return Ended(0, out.getvalue(), err.getvalue())
 
 
 @contextlib.contextmanager

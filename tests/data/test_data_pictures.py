@@ -431,7 +431,7 @@ def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Model], tmp_p
     config = json.loads((folder / "config.json").read_text())
     config["image_token_id"] = 5
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MegatuneError, match="not those of the model") as caught:
+    with pytest.raises(MegatuneError, match="tokens of the tokenizer and the model differ") as caught:
         Model("qwen3_vl", folder, models["qwen3_vl"].tokenizer).vision()
     assert caught.value.exit_code == ExitCode.INPUT
 

@@ -205,7 +205,7 @@ def test_cudnn_is_refused_without_a_gpu():
 
 
 def test_cudnn_is_refused_with_sinks():
-    with pytest.raises(MegatuneError, match="attention sinks need a kernel's log-sum-exp"):
+    with pytest.raises(MegatuneError, match="attention sinks need the kernel's log-sum-exp"):
         require(
             choice("fused"), SimpleNamespace(**vars(ARCHITECTURE) | {"merges_attention": True, "attention_sinks": True})
         )

@@ -143,4 +143,4 @@ def test_temporary_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
     assert "mktemp(" not in text
     # The user's own folder in it, and where a short name for mkdtemp is needed.
-    assert re.findall(r'(\w+) .*"/tmp', text) == ["temporary", "usual"]
+    assert re.findall(r'(\w+) .*"/tmp', text) == ["temporary", "parent"]

@@ -49,5 +49,5 @@ def test_an_answer_ends_when_it_is_stopped_and_when_the_backend_is_closed() -> N
         reply = stopped.result(60)
         assert (len(reply.text) > 2, reply.stopped, len(vllm.begun)) == (True, False, 1)
         backend.close()
-        with pytest.raises(RuntimeError, match="closed before the answer was whole"):
+        with pytest.raises(RuntimeError, match="closed before the answer was complete"):
             open_ended.result(60)

@@ -87,7 +87,7 @@ def test_an_adapter_goes_on_beside_its_base_only(pool: RankPool, models: dict[st
     shutil.copytree(models["qwen3"], model)
     settings = settings_of(model, tmp_path / "out", **LORA, **STEPS)
     run(pool, 1, settings, tmp_path, crash_at=3)
-    with pytest.raises(Exception, match="lora_alpha was 8, and is 16 in this run"):
+    with pytest.raises(Exception, match="lora_alpha is 8 in the adapter, but 16 in this run"):
         run(pool, 1, settings_of(model, tmp_path / "out", **LORA, **STEPS, lora_alpha=16), tmp_path)
     (file,) = model.glob("model*.safetensors")
     content = bytearray(file.read_bytes())

@@ -72,7 +72,7 @@ def test_later_layers_are_not_read(command: CommandLine, model_dir: MakeModel, t
     [
         ("qwen3", 4, "the model has 4 layers"),
         ("qwen3_vl", 1, "an encoder's features are added to the first"),
-        ("gemma4_text", 3, "such as without its window\n    fix: --layers 2"),
+        ("gemma4_text", 3, "such as without a window\n    fix: --layers 2"),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(

@@ -296,8 +296,9 @@ class CoreAttention(torch.nn.Module):
         self.window: int | None = config.windows[layer_number - 1]
         if self.window is not None and cp_comm_type == "p2p":
             cp_comm_type = "all_gather"
-        is_whole = self.window is not None or not config.whole_in_windows
-        self.bidirectional_images: bool = config.bidirectional_images and is_whole
+        self.bidirectional_images: bool = config.bidirectional_images and (
+            self.window is not None or not config.whole_in_windows
+        )
         self.cp_comm_type = cp_comm_type if config.context_parallel_size > 1 else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
