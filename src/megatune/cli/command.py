@@ -120,12 +120,12 @@ class Command(Generic[G]):
         for flag in split_flags(("--config_file" if word == "-c" else word for word in words), self._takes_text):
             meant = match_flags(flag.key, names) if self.abbreviates else []
             key = meant[0] if len(meant) == 1 else flag.key
-            positive, behind = key.removeprefix("no_"), flag.words
+            positive, trailing = key.removeprefix("no_"), flag.words
             negated = self.table.find(positive) if key != positive else None
             if key in _FILE_FLAGS and key not in names:
-                behind = self._file_named_by(flag, words)
+                trailing = self._file_named_by(flag, words)
             elif key in names:
-                value, behind = self.table.take(key, flag)
+                value, trailing = self.table.take(key, flag)
                 if value is None:
                     findings.append(Finding("a value is missing", flag.word, fix=f"{flag.word} VALUE"))
                 else:
@@ -135,14 +135,14 @@ class Command(Generic[G]):
             elif flag.typed and self.takes_settings:
                 near = " or ".join(self._misspelt(flag))
                 findings += [Finding(f"{flag.word!r} is not known here", fix=f"did you mean {near}?")] if near else []
-                behind = (Arguments() if near else settings).take(flag)
+                trailing = (Arguments() if near else settings).take(flag)
             elif flag.typed:
                 findings.append(self.table.unknown(flag.word, f"{flag.word!r} is not known here", self.program))
-                behind = [word for word in behind if self._is_override(word)]  # others may be its values
+                trailing = [word for word in trailing if self._is_override(word)]  # others may be its values
             if self.takes_settings:
-                settings.place(behind)
+                settings.place(trailing)
             else:
-                self._place(behind, settings.overrides, rest, findings)
+                self._place(trailing, settings.overrides, rest, findings)
         return found, settings, rest
 
     def _takes_text(self, key: str) -> bool:

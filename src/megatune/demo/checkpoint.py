@@ -144,24 +144,24 @@ def _write(
     output: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, family: DemoFamily, max_shard_size: str
 ) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside = output.with_name(f".{output.name}.{os.getpid()}.part")
+    partial = output.with_name(f".{output.name}.{os.getpid()}.part")
     replaced = output.with_name(f".{output.name}.{os.getpid()}.replaced")
     try:
-        model.save_pretrained(beside, max_shard_size=max_shard_size)
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
         if FAMILIES[family.model_type].computed_as:
-            _rewrite(beside / "config.json", model_type=family.model_type)
-        tokenizer.save_pretrained(beside)
+            _rewrite(partial / "config.json", model_type=family.model_type)
+        tokenizer.save_pretrained(partial)
         named_tokens = family.vision.named_tokens if family.vision is not None else {}
-        publish_tokenizer_config(beside, family.tokenizer_class, named_tokens)
+        publish_tokenizer_config(partial, family.tokenizer_class, named_tokens)
         if family.vision is not None:
-            write_processors(family.vision, beside)
+            write_processors(family.vision, partial)
             if family.has_experts and family.vision.deepstack:
-                _publish_experts(beside)
+                _publish_experts(partial)
         if output.exists():
             output.rename(replaced)
-        beside.rename(output)
+        partial.rename(output)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
 

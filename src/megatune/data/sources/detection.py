@@ -113,7 +113,7 @@ class FormatDetector:
     def _for_stage(self, form: Form, text: str) -> Form:
         fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
         if self.stage == "kto":
-            fix = f"name the field that says so label, or describe it in {DATASET_INFO}"
+            fix = f"rename the field that marks good answers to label, or describe it in {DATASET_INFO}"
         else:  # in other stages a label is not a kto_tag
             form = replace(form, columns=replace(form.columns, kto_tag=None))
         check_stage(form, self.stage, f"dataset: {text}", fix)
