@@ -71,9 +71,9 @@ def test_a_stop_of_the_process_group_spares_what_a_rank_needs_to_save(join, tmp_
     assert (tmp_path / "worker").read_text() == "alive"
 
 
-def test_torchrun_ends_all_ranks_with_the_code_and_the_message_of_the_one_that_refuses(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["--standalone", "--nproc_per_node", "2", tmp_path / "script.py", "refuse", tmp_path, "{}"]
+def torchrun(script, *words):
+    """Run a script on two ranks; return what it printed, and torchrun's report."""
+    words = ["--standalone", "--nproc_per_node", "2", script, *words]
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{HERE}"},
@@ -82,9 +82,31 @@ def test_torchrun_ends_all_ranks_with_the_code_and_the_message_of_the_one_that_r
         timeout=4 * LIMIT,
     )
     said, _, report = ended.stderr.partition("Failures:")
+    return said, report
+
+
+def test_torchrun_ends_all_ranks_with_the_code_and_the_message_of_the_one_that_refuses(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said, report = torchrun(tmp_path / "script.py", "refuse", tmp_path, "{}")
     assert said.count("no row is left") == 1
     assert "traceback : megatune: data.json: no row is left\n" in report.partition("Root Cause")[2]
-    assert report.count(f"exitcode  : {ExitCode.DATA} ") == 2, ended.stderr
+    assert report.count(f"exitcode  : {ExitCode.DATA} ") == 2, report
+
+
+SLOW_START = """
+import os, sys, time
+time.sleep(6 * int(os.environ["LOCAL_RANK"]))  # as a machine with few cores does
+from megatune.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_rank_that_starts_later_under_torchrun_ends_with_the_code_of_the_one_that_refuses(tmp_path):
+    (tmp_path / "script.py").write_text(SLOW_START)
+    (tmp_path / "run.yaml").write_text("learning_rate: -1\n")
+    said, report = torchrun(tmp_path / "script.py", "train", tmp_path / "run.yaml")
+    assert said.count("learning_rate is -1") == 1
+    assert report.count(f"exitcode  : {ExitCode.SETTINGS} ") == 2, report
 
 
 def test_a_joined_rank_tells_findings_without_a_traceback(join, tmp_path):

@@ -23,7 +23,11 @@ from megatune.launch.context import RankContext, watch_signals, write_atomically
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable, which other launchers do not set
 # The first rank of a machine reports an error of all ranks. The others wait this long for it before they report.
 REPORT_SECONDS = 1.5
+# A rank that reports waits this long for others of its machine that have only just started: torchrun's SIGTERM would
+# kill a process that does not handle it yet, and its report would have the exit code -15 instead of the error's.
+START_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_STARTED = "started"  # next to error.json: the rank handles stop signals
 
 
 def report_once(text: str, exit_code: int, *, first: bool) -> int:
@@ -43,6 +47,9 @@ def report_once(text: str, exit_code: int, *, first: bool) -> int:
         _end_as(peer)
     _write_error_file(text, exit_code)
     print(text, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + START_SECONDS
+    while not _all_started() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     return int(exit_code)
 
 
@@ -75,6 +82,20 @@ def _error_file() -> Path | None:
     return Path(name) if name else None
 
 
+def _note_start() -> None:
+    """Note for the other ranks of this machine that this one handles stop signals."""
+    if (own := _error_file()) is not None:
+        with contextlib.suppress(OSError):
+            own.with_name(_STARTED).touch()
+
+
+def _all_started() -> bool:
+    own = _error_file()
+    if own is None:
+        return True
+    return len(list(own.parent.parent.glob(f"*/{_STARTED}"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _write_error_file(text: str, exit_code: int, delay: int = 0) -> None:
     """Write a rank's error, which torchrun's report shows as its traceback, in the format of torch's ErrorHandler.
 
@@ -100,6 +121,7 @@ def exit_on_stop_signals() -> None:
     """Have stop signals end this process at once, before it has anything to save, if torchrun started it."""
     if ERROR_FILE in os.environ:
         handle_stop_signals(lambda number, frame: _end())
+        _note_start()
 
 
 def exit_early_on_stop(context: RankContext) -> None:
@@ -114,6 +136,7 @@ def exit_early_on_stop(context: RankContext) -> None:
         _end()
 
     watch_signals({signal.SIGTERM: stop, signal.SIGHUP: stop}, "megatune-stops")
+    _note_start()
 
 
 def _end() -> None:
