@@ -122,6 +122,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def done(self) -> int:
+        """The amount done so far."""
+        return self._done
+
     def add(self, count: int) -> None:
         """Add to the amount done; a negative count for what has to be repeated."""
         with self._lock:

@@ -123,7 +123,6 @@ def _portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-_POLL_SECONDS = 0.05
 KEY = "the key"
 
 
@@ -286,9 +285,10 @@ def num_machines(context: RankContext) -> int:
 
 def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
     """Wait without limit until a rank posts a note under a key; return it."""
+    pauses = groups.poll_intervals()
     while (note := groups.store_get(key)) is None:
         context.beat(phase, 0)
-        time.sleep(_POLL_SECONDS)
+        time.sleep(next(pauses))
     return note
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,12 +27,11 @@ from megatune.families.quantized import form_of
 from megatune.hub.digests import remembered_digest
 from megatune.launch.context import RankContext
 from megatune.progress import Progress, amount
-from megatune.training.agreement import on_rank_0
+from megatune.training.agreement import on_rank_0, wait_for_note
 from megatune.training.storage.manifest import FileDigest, added_files, problem_of, problem_with, read_manifest
 from megatune.training.storage.store import list_checkpoints, newest_verified
 
 _POLL_SECONDS = 0.2
-_GATHER_SECONDS = 1.0
 _MAX_THREADS = 8
 
 
@@ -82,8 +80,7 @@ def choose_checkpoint(
 def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, whole: bool) -> list[Finding]:
     """Compare the files of a checkpoint with its manifest, each rank a share of the bytes. Collective.
 
-    Terabytes take longer to read than a collective operation may take, so ranks post their progress to the store and
-    poll for that of the others.
+    Terabytes take longer to read than a collective operation may take, so ranks post what they found to the store.
 
     Args:
         notes: gets a line on the bytes read and the throughput.
@@ -105,22 +102,19 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
     names = {file.name for file in manifest.files}
     later = [file for file in manifest.files if not whole and digests_of(Path(file.name)).as_posix() in names]
     now = [file for file in manifest.files if file not in later]
-    key, total = f"verify/{checkpoint.name}", sum(file.size for file in now)
-    progress = _Reading(context, key, Progress("verifying", total, shows=context.rank == 0))
     heads = later[context.rank :: context.world_size]
-    _verify_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads, progress)
-    while (posted := groups.store_get(f"{key}/all")) is None:
-        if context.rank == 0 and None not in (gathered := [problems for _, problems in progress.gather()]):
-            groups.store_set(f"{key}/all", json.dumps([problem for problems in gathered for problem in problems or ()]))
-            continue
-        context.beat("verify", 0)
-        time.sleep(_POLL_SECONDS)
-    progress.shown.close()
-    seconds = time.monotonic() - began
+    problems = _problems_of_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads)
+    key = f"verify/{checkpoint.name}"
+    groups.store_set(f"{key}/{context.rank}", json.dumps(problems))
+    if context.rank == 0:  # reads the notes for all ranks
+        notes_of_ranks = (wait_for_note(context, f"{key}/{rank}", "verify") for rank in range(context.world_size))
+        groups.store_set(f"{key}/all", json.dumps([problem for note in notes_of_ranks for problem in json.loads(note)]))
+    found = json.loads(wait_for_note(context, f"{key}/all", "verify"))
+    total, seconds = sum(file.size for file in now), time.monotonic() - began
     speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
     rest = f"; {amount(sum(file.size for file in later))} are verified while they are loaded" if later else ""
     notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes{rest}")
-    return [Finding(problem, where=str(checkpoint)) for problem in sorted(json.loads(posted))]
+    return [Finding(problem, where=str(checkpoint)) for problem in sorted(found)]
 
 
 def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
@@ -148,61 +142,27 @@ def _problem_of_head(checkpoint: Path, file: FileDigest) -> str:
     return problem_with(checkpoint, file, matches)
 
 
-def _verify_share(
-    context: RankContext,
-    checkpoint: Path,
-    files: Sequence[FileDigest],
-    heads: Sequence[FileDigest],
-    progress: _Reading,
-) -> None:
-    """Read this rank's files and the headers of others, and post their problems."""
+def _problems_of_share(
+    context: RankContext, checkpoint: Path, files: Sequence[FileDigest], heads: Sequence[FileDigest]
+) -> list[str]:
+    """Read this rank's files and the headers of others, and return their problems."""
     num_threads = max(1, min(len(files), (os.cpu_count() or 1) // context.local_world_size, _MAX_THREADS))
-    with ThreadPoolExecutor(num_threads) as threads:
+    total, seen = sum(file.size for file in files), 0  # of this rank; all read about as many bytes
+    with (
+        Progress("verifying", total, shows=context.rank == 0) as progress,
+        ThreadPoolExecutor(num_threads) as threads,
+    ):
         futures = [threads.submit(problem_of, checkpoint, file, progress.add) for file in files]
         futures += [threads.submit(_problem_of_head, checkpoint, file) for file in heads]
         pending = set(futures)
         while pending:
             _, pending = wait(pending, _POLL_SECONDS)
-            progress.post(None)
+            if progress.done > seen:  # no beat without progress: a hung disk is noticed
+                seen = progress.done
+                context.beat("verify", 0)
     # Another machine may see another file system, so name it.
     suffix = f" (on {socket.gethostname()})" if context.node_rank else ""
-    progress.post([problem + suffix for future in futures if (problem := future.result())])
-
-
-class _Reading:
-    """Counts the bytes that this rank has read, and posts them to the store for rank 0, which shows the sum.
-
-    Attributes:
-        shown: the progress of all ranks.
-    """
-
-    def __init__(self, context: RankContext, key: str, shown: Progress) -> None:
-        self._context, self._key, self.shown = context, key, shown
-        self._lock = threading.Lock()
-        self._read = self._posted = 0
-        self._gathered = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes; called by the reading threads."""
-        with self._lock:
-            self._read += num_bytes
-
-    def post(self, problems: list[str] | None) -> None:
-        """Post the bytes read, and at the end the problems. No beat without progress: a hung disk is noticed."""
-        if self._read > self._posted or problems is not None:
-            self._posted = self._read
-            groups.store_set(f"{self._key}/{self._context.rank}", json.dumps([self._posted, problems]))
-            self._context.beat("verify", 0)
-        if self._context.rank == 0 and time.monotonic() - self._gathered > _GATHER_SECONDS:
-            self.gather()
-
-    def gather(self) -> list[tuple[int, list[str] | None]]:
-        """Read every rank's note: bytes, and the problems after it has read all files."""
-        posted = [groups.store_get(f"{self._key}/{rank}") for rank in range(self._context.world_size)]
-        notes = [json.loads(note) if note else (0, None) for note in posted]
-        self._gathered = time.monotonic()
-        self.shown.to(sum(num_bytes for num_bytes, _ in notes))
-        return notes
+    return [problem + suffix for future in futures if (problem := future.result())]
 
 
 def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> str:
