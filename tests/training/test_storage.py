@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
-from megatune.training.storage import store
 from megatune.training.storage.files import OutputLock, ensure_disk_space, writing
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
@@ -57,7 +56,13 @@ def verify(checkpoint: Path) -> list[Finding]:
 
 
 def newest_verified(output: Path) -> tuple[Path | None, list[Finding]]:
-    return store.newest_verified(list_checkpoints(output), verify)
+    """The newest checkpoint without problems, and the problems of newer ones."""
+    problems: list[Finding] = []
+    for path in reversed(list_checkpoints(output)):
+        if not (new := verify(path)):
+            return path, problems
+        problems += new
+    return None, problems
 
 
 def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:

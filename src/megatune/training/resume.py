@@ -20,7 +20,7 @@ from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.assemble import weight_files
 from megatune.bridge.checked_files import RangedFile, ReadCheck, begin_check, digests_of
 from megatune.bridge.safetensors_files import SafetensorsFolder
-from megatune.config.settings import Settings
+from megatune.config.settings import Settings, with_settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.quantized import form_of
@@ -29,7 +29,7 @@ from megatune.launch.context import RankContext
 from megatune.progress import Progress, amount
 from megatune.training.agreement import on_rank_0, wait_for_note
 from megatune.training.storage.manifest import FileDigest, added_files, problem_of, problem_with, read_manifest
-from megatune.training.storage.store import list_checkpoints, newest_verified
+from megatune.training.train_state import checkpoints_to_try
 
 _POLL_SECONDS = 0.2
 _MAX_THREADS = 8
@@ -47,34 +47,25 @@ def choose_checkpoint(
     Raises:
         MegatuneError: INPUT, if the requested checkpoint, or all existing ones, are damaged.
     """
-    asked = settings.run.resume_from_checkpoint
+    asked, found, whole = settings.run.resume_from_checkpoint, damaged or {}, damaged is None
+    settings = with_settings(settings, {"run.output_dir": str(output_dir)})
     notes: list[str] = []
-    found, whole = damaged or {}, damaged is None
-
-    def check(path: Path) -> list[Finding]:
-        problems = list(found.get(path, ())) or _verify_together(context, notes, path, whole)
-        if not problems and not whole:
-            begin_check(path)
-        return problems
-
-    if isinstance(asked, str):
-        path = Path(asked)
-        if not on_rank_0(path.is_dir):
-            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
-        if problems := check(path):
-            raise MegatuneError(problems, ExitCode.INPUT)
-        return path, notes
-    if asked is False or settings.run.overwrite_output_dir:
-        return None, []
-    newest, problems = newest_verified(on_rank_0(lambda: list_checkpoints(output_dir)), check)
-    if newest is None and problems:
+    problems: list[Finding] = []
+    for path in on_rank_0(lambda: checkpoints_to_try(settings)):
+        new = list(found.get(path, ())) or _verify_together(context, notes, path, whole)
+        if not new:
+            if not whole:
+                begin_check(path)
+            return path, [*(f"skipped: {problem}" for problem in problems), *notes]
+        problems += new
+    if problems and not isinstance(asked, str):  # training from the start would lose work
         fix = "overwrite_output_dir: true deletes them and starts from the model; another output_dir keeps them"
-        none = Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix)
-        raise MegatuneError([*problems, none], ExitCode.INPUT)
-    if newest is None and asked:
-        nothing = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
-        raise MegatuneError(Finding(nothing), ExitCode.INPUT)
-    return newest, [*(f"skipped: {problem}" for problem in problems), *notes]
+        problems.append(Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix))
+    elif asked and not problems:
+        problems.append(Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}"))
+    if problems:
+        raise MegatuneError(problems, ExitCode.INPUT)
+    return None, []
 
 
 def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, whole: bool) -> list[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatune.config.model import changed, is_changed, lines_of
 from megatune.config.settings import Settings, with_settings
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, HubModel, MegatronModel, Model, is_hub_id, open_model
@@ -38,7 +38,7 @@ class RunModel:
         """Return the folder with the model's config.json; None if another process requests it from the hub.
 
         Raises:
-            MegatuneError: as `hub.models.open_model`; INPUT, if the checkpoint to resume from does not exist.
+            MegatuneError: as `hub.models.open_model`.
         """
         model = self.settings.model
         if is_hub_id(name) and model.mcore_model is None:
@@ -76,10 +76,7 @@ class RunModel:
 
 
 def _resumed_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint that the run probably resumes from, before it is verified."""
-    asked, found = settings.run.resume_from_checkpoint, checkpoints_to_try(settings)
-    if isinstance(asked, str):
-        if not Path(asked).is_dir():
-            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}"), ExitCode.INPUT)
-        return Path(asked)
+    """Return the checkpoint that the run probably resumes from, before it is verified. A missing one is reported by
+    `training.checks`."""
+    found = checkpoints_to_try(settings)
     return next((path for path in found if any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG))), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import psutil
 from megatune.launch.devices import nvidia_smi
 from megatune.ui import details
 from megatune.ui.runs import METRICS, RUN_YAML, Runs
-from megatune.ui.series import SeriesCache
+from megatune.ui.series import Series
+
+_MOST_OPEN = 12  # runs whose metrics are kept in memory
 
 
 class BadQuestionError(ValueError):
@@ -27,7 +30,7 @@ class Answers:
 
     def __init__(self, root: Path) -> None:
         self.runs = Runs(root)
-        self._series = SeriesCache()
+        self._series = lru_cache(_MOST_OPEN)(Series)
         self._by_name: dict[str, Callable[[Path, Mapping[str, str]], Any]] = {
             "series": self._curves,
             "settings": lambda folder, asked: details.settings_of(folder),
@@ -58,7 +61,9 @@ class Answers:
             _number(asked, key, otherwise) for key, otherwise in (("first", 0), ("level", -1), ("generation", -1))
         )
         keys = [key for key in asked.get("keys", "").split(",") if key]
-        return self._series.get(folder / METRICS).answer(keys, *(number or 0 for number in numbers))
+        series = self._series(folder / METRICS)
+        series.read()
+        return series.answer(keys, *(number or 0 for number in numbers))
 
 
 def _rows(folder: Path, asked: Mapping[str, str]) -> dict[str, Any]:

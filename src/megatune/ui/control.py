@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatune.config.entry import is_rl_file
 from megatune.config.values import construct
 from megatune.data.readers import read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -63,8 +64,6 @@ class Starter:
             MegatuneError: INPUT, if the file is outside of this folder, missing or unreadable.
         """
         path = self.path(file)
-        from megatune.config.entry import is_rl_file
-
         if is_rl_file(path):
             from megatune.config.dialects.roll import read_roll
 
@@ -79,8 +78,6 @@ class Starter:
         Raises:
             MegatuneError: INPUT, as in `check`; CANNOT_WRITE, if its output cannot be written.
         """
-        from megatune.config.entry import is_rl_file
-
         path = self.path(file)
         verb = "rl" if is_rl_file(path) else "train"
         return self._run([verb, path, *overrides])
@@ -91,8 +88,6 @@ class Starter:
         Raises:
             MegatuneError: CANNOT_WRITE, if its output cannot be written.
         """
-        from megatune.config.entry import is_rl_file
-
         file = str(folder / RUN_YAML)
         if is_rl_file(file):
             words = ["rl", file, "resume_from_checkpoint=true"]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
@@ -16,7 +15,6 @@ import numpy as np
 
 MOST_POINTS = 1500  # points of a curve; each bucket has at most two
 _MOST_NOTICES = 100
-_MOST_OPEN = 12  # runs whose metrics are kept in memory
 _BOOKKEEPING = {"step", "total_steps", "epoch", "num_steps", "elapsed_seconds", "eta_seconds"}
 _NUMBERS = (int, float)
 _CHUNK = 1 << 22
@@ -147,21 +145,3 @@ def _extremes(values: np.ndarray, parts: np.ndarray) -> np.ndarray:
         at = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
         found.append(at[np.unique(parts[at], return_index=True)[1]])
     return np.unique(np.concatenate(found))
-
-
-class SeriesCache:
-    """An LRU cache of the series of runs."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, Series] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, path: Path) -> Series:
-        """Return the up-to-date series of a metrics.jsonl."""
-        with self._lock:
-            series = self._open.pop(path, None) or Series(path)
-            self._open[path] = series
-            while len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
-        series.read()
-        return series

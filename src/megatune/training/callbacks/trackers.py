@@ -46,9 +46,7 @@ class Trackers(Callback):
         earlier = read_ids(output_dir) if is_resumed else {}
         ids = {name: earlier.get(name) or new_id(name) for name in workers}
         self._ids = {**earlier, **ids}
-        self._workers = {
-            name: (target, run_info(settings, name, ids[name], output_dir)) for name, target in workers.items()
-        }
+        self._workers = {name: (target, run_info(settings, ids[name], output_dir)) for name, target in workers.items()}
         # Steps that an earlier process logged after the checkpoint are still in this file, and in the trackers' runs.
         records = read_json_lines(output_dir / METRICS_NAME) if earlier else []
         self._logged = {key: max((r["step"] for r in records if key in r), default=0) for key in ("loss", "eval_loss")}

@@ -7,11 +7,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatune.errors import Finding
 from megatune.training.storage.files import sync, writing
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
@@ -117,22 +116,6 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
         return []
     steps = ((checkpoint_step(path), path) for path in output_dir.iterdir() if path.is_dir())
     return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
-
-
-def newest_verified(
-    checkpoints: Sequence[Path], verify: Callable[[Path], list[Finding]]
-) -> tuple[Path | None, list[Finding]]:
-    """Return the newest checkpoint without problems, and the problems of newer ones.
-
-    If all have problems, the caller has to refuse: training from the start would lose work. `checkpoints` are in order
-    of steps.
-    """
-    skipped: list[Finding] = []
-    for path in reversed(checkpoints):
-        if not (problems := verify(path)):
-            return path, skipped
-        skipped += problems
-    return None, skipped
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> None:

@@ -40,14 +40,12 @@ class RunInfo:
         name: of the run, for users.
         output_dir: of the run, absolute.
         settings: all resolved settings by name, without secrets.
-        options: project, workspace, mode and folder, if set.
     """
 
     id: str
     name: str
     output_dir: str
     settings: Mapping[str, Any]
-    options: Mapping[str, str]
 
 
 class Tracker(Protocol):
@@ -91,27 +89,14 @@ def check_installed(settings: Settings) -> None:
         raise MegatuneError(findings, ExitCode.UNAVAILABLE)
 
 
-def run_info(settings: Settings, tracker: str, run_id: str, output_dir: Path) -> RunInfo:
-    logs = settings.logging
+def run_info(settings: Settings, run_id: str, output_dir: Path) -> RunInfo:
     values = {
         info.name: setting_value(settings, path)
         for path, info in all_settings().items()
         if Mark.SECRET not in info.marks
     }
-    options = {
-        "wandb": {"project": logs.wandb_project, "folder": logs.wandb_save_dir},
-        "swanlab": {
-            "project": logs.swanlab_project,
-            "workspace": logs.swanlab_workspace,
-            "mode": logs.swanlab_mode,
-        },
-    }.get(tracker, {})
     return RunInfo(
-        id=run_id,
-        name=run_name(settings, output_dir),
-        output_dir=str(output_dir.absolute()),
-        settings=values,
-        options={key: value for key, value in options.items() if value is not None},
+        id=run_id, name=run_name(settings, output_dir), output_dir=str(output_dir.absolute()), settings=values
     )
 
 

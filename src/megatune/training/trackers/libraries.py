@@ -79,11 +79,11 @@ class SwanLabRun:
     def __init__(self, info: RunInfo) -> None:
         import swanlab
 
-        mode: Any = info.options.get("mode") or os.environ.get("SWANLAB_MODE")
+        mode: Any = info.settings["swanlab_mode"] or os.environ.get("SWANLAB_MODE")
         self._folder = Path(os.environ.get("SWANLAB_LOG_DIR") or f"{info.output_dir}/swanlog")
         self._run = swanlab.init(
-            project=info.options.get("project") or os.environ.get("SWANLAB_PROJ_NAME") or DEFAULT_PROJECT,
-            workspace=info.options.get("workspace"),
+            project=info.settings["swanlab_project"] or os.environ.get("SWANLAB_PROJ_NAME") or DEFAULT_PROJECT,
+            workspace=info.settings["swanlab_workspace"],
             name=info.name,
             id=info.id,
             resume="allow",
@@ -114,10 +114,10 @@ class WandbRun:
     def __init__(self, info: RunInfo) -> None:
         import wandb
 
-        folder = info.options.get("folder") or os.environ.get("WANDB_DIR") or info.output_dir
+        folder = info.settings["wandb_save_dir"] or os.environ.get("WANDB_DIR") or info.output_dir
         os.makedirs(folder, exist_ok=True)  # otherwise the library uses a temporary one
         self._run = wandb.init(
-            project=info.options.get("project") or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            project=info.settings["wandb_project"] or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             name=info.name,
             id=info.id,
             resume="allow",
