@@ -340,6 +340,15 @@ def test_a_resume_drops_what_lies_beyond_it(tmp_path: Path) -> None:
         assert steps_of(tmp_path / name, key) == [1, 2]
 
 
+def test_an_evaluation_before_the_first_step_of_an_earlier_run_is_dropped(tmp_path: Path) -> None:
+    for _ in range(2):  # it starts again from the beginning, with eval_on_start
+        every = CallbackList([Metrics(tmp_path)])
+        every.on_train_begin(SCHEDULE)
+        every.on_evaluate(evaluation(0))
+        every.on_train_end(summary("failed", 0))
+    assert steps_of(tmp_path / "metrics.jsonl", "step") == [0]
+
+
 def test_lines_are_there_after_kill_9(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:

@@ -99,6 +99,16 @@ def test_what_a_restart_does_not_mend_ends(code: int, tmp_path: Path) -> None:
     assert runs.noted == []
 
 
+def test_a_bad_step_that_a_kill_tore_does_not_spoil_the_next(tmp_path: Path) -> None:
+    file = BadStepsFile(tmp_path)
+    file.add({"step": 2, "action": "skip", "left_out": []})
+    with file.path.open("a") as stream:
+        stream.write('{"step": 5, "act')
+    assert file.begin(3) == []
+    file.add({"step": 5, "action": "go_back", "left_out": [4, 5]})
+    assert [record["left_out"] for record in file.went_back()] == [[4, 5]]
+
+
 def test_going_back_is_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It waits for nothing, counts apart, and is the end where nothing new was noted."""
     file, bad = BadStepsFile(tmp_path), int(ExitCode.NOT_FINITE)

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pool import RankPool
-from runs import DEMO, assert_same_tensors, evaluations, metrics, run, said, settings_of, tensors, train
+from runs import (
+    DEMO,
+    assert_same_runs,
+    assert_same_tensors,
+    evaluations,
+    leave_as_crashed,
+    metrics,
+    run,
+    said,
+    settings_of,
+    tensors,
+    train,
+)
 from transformers import TrainerState, TrainingArguments
 
 from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.model_files import small_files
+from megatune.training.storage.manifest import TRAINING_FOLDER, digest_files, read_manifest, write_manifest
 from megatune.training.storage.store import list_checkpoints
+from megatune.training.train_state import STATE_NAME
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +249,23 @@ def test_each_data_set_is_evaluated_by_itself(
     total = sum(tokens[name] * found[name]["eval_loss"] for name in found) / sum(tokens.values())
     assert together["eval_loss"] == pytest.approx(total, rel=1e-6)
     assert found["first"]["eval_loss"] != pytest.approx(found["second"]["eval_loss"], rel=1e-3)
+
+
+def test_a_checkpoint_of_before_losses_had_a_state_of_their_own_is_resumed(
+    pool: RankPool, model: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Until November 2026, BCO's was a part of every run's state."""
+    leave_as_crashed(straight, 9, tmp_path / "out")
+    checkpoint = tmp_path / "out/checkpoint-9"
+    state = json.loads((checkpoint / TRAINING_FOLDER / STATE_NAME).read_text())
+    assert state.pop("objective") == {}
+    state |= {"reward_sum": 0.0, "reward_pairs": 0.0}
+    (checkpoint / TRAINING_FOLDER / STATE_NAME).write_text(json.dumps(state))
+    manifest = read_manifest(checkpoint)
+    files = digest_files(checkpoint, [checkpoint / file.name for file in manifest.files])
+    write_manifest(checkpoint, replace(manifest, files=tuple(files)))
+    run(pool, 1, settings_of(model, tmp_path / "out"), tmp_path)
+    assert_same_runs(tmp_path / "out", straight, 12)
 
 
 def test_a_model_without_training_state_can_be_saved(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -182,19 +182,18 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, settings: Settings) ->
     """
     training = checkpoint / TRAINING_FOLDER
     content = json.loads((training / STATE_NAME).read_text(encoding="utf-8"))
-    counters, layout = content.pop("optimizer"), content.pop("layout")
     if _PADDING_TOKEN in content:
-        token = content.pop(_PADDING_TOKEN)
         for chunk in assembly.model:
-            chunk.module.padding_token = token
-    state = TrainState(**content)
+            chunk.module.padding_token = content[_PADDING_TOKEN]
+    state = read_state(checkpoint)
+    assert state is not None, "a checkpoint that was chosen has training state"
     if not settings.run.no_load_optim:
         shards = main_shards(assembly.optimizer)
         load_optimizer(checkpoint, assembly.parameters, shards, assembly.architecture, settings.finetuning)
-        load_scalars(assembly.optimizer, counters)
+        load_scalars(assembly.optimizer, content["optimizer"])
     path = training / _rng_name(assembly)
     # With another layout, the RNG state is that of a new run. Only lora_dropout uses it in training.
-    if _is_same(layout, layout_of(assembly, settings)) and path.is_file() and not settings.run.no_load_rng:
+    if _is_same(content["layout"], layout_of(assembly, settings)) and path.is_file() and not settings.run.no_load_rng:
         device.set_rng_state(safetensors.torch.load_file(path))
     _raise_damage(checkpoint)
     return state

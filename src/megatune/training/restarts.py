@@ -17,7 +17,7 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.supervisor import counted_signals
-from megatune.training.storage.files import json_line, read_json_lines, write_atomically, writing
+from megatune.training.storage.files import json_line, keep_json_lines, read_json_lines, write_atomically, writing
 from megatune.training.storage.store import list_checkpoints
 
 # A process failed, died or hung. A restart does not help with errors in settings, data or numbers.
@@ -167,10 +167,7 @@ class BadStepsFile:
             if resume_step is None:
                 self.path.unlink(missing_ok=True)
                 return []
-            records = read_json_lines(self.path)
-            kept = [record for record in records if _goes_back(record) or record.get("step", 0) <= resume_step]
-            if kept != records:
-                write_atomically(self.path, "".join(map(json_line, kept)))
+            keep_json_lines(self.path, lambda record: _goes_back(record) or record.get("step", 0) <= resume_step)
         return self.went_back()
 
     def went_back(self) -> list[dict[str, Any]]:

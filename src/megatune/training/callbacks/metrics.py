@@ -35,7 +35,7 @@ from megatune.training.callbacks.base import (
     trainer_line,
 )
 from megatune.training.run_schedule import RunSchedule
-from megatune.training.storage.files import json_line, read_json_lines, write_atomically
+from megatune.training.storage.files import json_line, keep_json_lines, read_json_lines, write_atomically
 
 METRICS_NAME, GENERATIONS_NAME = "metrics.jsonl", "generations.jsonl"
 _WARM_UP = 2  # first steps, whose times are left out of plan.json
@@ -44,7 +44,8 @@ _WARM_UP = 2  # first steps, whose times are left out of plan.json
 class _JsonLines(Callback):
     """A file of JSON lines that survives kill -9 and continues after a resume.
 
-    At the start, records whose `step_key` is above `resume_step`, and an incomplete last line, are removed.
+    At the start, records whose `step_key` is above `resume_step`, and an incomplete last line, are removed; those of an
+    earlier run all are, since it may have evaluated before its first step.
     """
 
     def __init__(self, path: Path, step_key: str, resume_step: int) -> None:
@@ -52,10 +53,8 @@ class _JsonLines(Callback):
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            records = read_json_lines(self._path)
-            kept = [record for record in records if record.get(self._step_key, math.inf) <= self._resume_step]
-            write_atomically(self._path, "".join(map(json_line, kept)))
+        done = self._resume_step
+        keep_json_lines(self._path, lambda record: done > 0 and record.get(self._step_key, math.inf) <= done)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def on_train_end(self, summary: TrainSummary) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -190,6 +190,12 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict):
                 records.append(record)
     return records
+
+
+def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the other records from a file, if it exists, and an incomplete last line, which would spoil the next."""
+    if path.exists():
+        write_atomically(path, "".join(json_line(record) for record in read_json_lines(path) if keep(record)))
 
 
 def json_line(record: Mapping[str, Any]) -> str:
