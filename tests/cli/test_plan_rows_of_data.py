@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_a_note(folder, model, name):
 
 def test_an_earlier_run_of_the_same_data_has_noted_all(folder, model, tmp_path):
     settings = settings_for(folder, model, "dataset=chat.jsonl", f"output_dir={tmp_path / 'out'}")
-    lengths = RowLengths.of([10, 20, 40], "of all rows")
+    lengths, rows_of_file = RowLengths.of([10, 20, 40], "of all rows"), data_rows(settings, planned(model)).lengths
     case = Case(
         model=planned(model), settings=settings, world_size=1, machine=cpu_machine(2**33, 1, 1), lengths=lengths
     )
@@ -142,6 +142,9 @@ def test_an_earlier_run_of_the_same_data_has_noted_all(folder, model, tmp_path):
     rows = data_rows(other, planned(model)).lengths
     assert rows is not None
     assert rows.longest != 40
+    (tmp_path / "out" / "plan.json").write_text('{"format": 0}')  # of another version
+    assert data_rows(settings, planned(model)).lengths == rows_of_file
+    assert rows_of_file != lengths
 
 
 def test_stated_lengths_stay_below_cutoff_len():

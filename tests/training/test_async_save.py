@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,23 @@ def test_the_thread_that_writes_is_bound_to_the_device_of_its_rank(tmp_path, mon
     save.start()
     save.join()
     assert bound == [(save, saving.device.current())]
+
+
+def durations(settings: Settings, folder: Path) -> list[float]:
+    """On a rank: how long each save took, as the time limit of the run takes them into account."""
+    found: list[float] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        on_writing(monkeypatch, lambda: time.sleep(0.4))
+        monkeypatch.setattr(loop.TimeBudget, "saved", lambda budget, seconds: found.append(seconds))
+        assert train(settings, folder) == 0
+    return found
+
+
+def test_the_time_limit_counts_a_save_in_the_background_until_it_is_committed(pool, model, tmp_path):
+    """The last save, for which training waits, takes about as long."""
+    found = pool.run(1, durations, background(model, tmp_path / "out", max_steps=3, save_steps=2), tmp_path)[0]
+    assert len(found) == 2
+    assert found[0] > 0.4
 
 
 # --- the same checkpoints ---------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from transformers import TrainerState, TrainingArguments
 from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.callbacks.metrics import GENERATIONS_NAME
 from megatune.training.model_files import small_files
 from megatune.training.storage.manifest import TRAINING_FOLDER, digest_files, read_manifest, write_manifest
 from megatune.training.storage.store import list_checkpoints
@@ -71,6 +72,11 @@ def test_a_model_made_from_a_run_has_none_of_its_records(straight: Path) -> None
         "config.json",
         "generation_config.json",
     }
+
+
+def test_the_answers_of_a_run_are_not_copied_into_a_model(tmp_path: Path) -> None:
+    (tmp_path / GENERATIONS_NAME).touch()
+    assert not small_files(tmp_path)
 
 
 def test_every_row_of_an_epoch_is_trained(pool: RankPool, model: Path, tmp_path: Path) -> None:

@@ -402,12 +402,10 @@ class Trainer:
         if self.feed.follower is not None:
             self.state.stream = self.feed.follower.state(self.state.step)
         self.state.objective = self.objective.state_dict()
-        began = time.monotonic()
         path = self._saver.save(self.state, background=background)
-        self.budget.saved(time.monotonic() - began)
         self._saved_step = self.state.step
         if path is not None:
-            self.callbacks.on_save(path)
+            self._committed(path)
 
     def _beat_save(self) -> None:
         self.context.beat("save", self.state.step, limit=self.settings.run.ddp_timeout)
@@ -418,7 +416,11 @@ class Trainer:
             self._beat_save()
             path = self._saver.settle()
             assert path is not None
-            self.callbacks.on_save(path)
+            self._committed(path)
+
+    def _committed(self, path: Path) -> None:
+        self.budget.saved(self._saver.seconds)
+        self.callbacks.on_save(path)
 
 
 def _named(each: Mapping[str, StepTotals]) -> dict[str, float]:

@@ -28,7 +28,7 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5"
 _RUN_FILES = (
     "run.yaml", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json", "report.json", "adapter_config.json",
     "start.log", "all_results.json", "train_results.json", "eval_results.json", "plan.json", "trackers.json",
-    "bad_rows.jsonl", "bad_steps.jsonl", "args.json", "latest_checkpointed_iteration.txt",
+    "bad_rows.jsonl", "bad_steps.jsonl", "generations.jsonl", "args.json", "latest_checkpointed_iteration.txt",
 )  # fmt: skip
 
 

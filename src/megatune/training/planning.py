@@ -157,7 +157,10 @@ def _prepared(settings: Settings) -> PlannedRows | None:
     output = settings.run.output_dir
     if output is None or not (Path(output).expanduser() / PLAN_NAME).is_file():
         return None
-    case = read_records(Path(output).expanduser())[-1].case
+    try:
+        case = read_records(Path(output).expanduser())[-1].case
+    except MegatuneError:  # of another version
+        return None
     same = all(getattr(case.settings, name) == getattr(settings, name) for name in ("data", "model"))
     if not same or case.lengths is None or case.settings.run.stage != settings.run.stage:
         return None

@@ -111,5 +111,5 @@ class TimeBudget:
         return self.spent
 
     def saved(self, seconds: float) -> None:
-        """Record for how long a save blocked training."""
+        """Record how long a save took. Also one in the background, since training waits for the last one."""
         self._longest_save = max(self._longest_save or 0.0, seconds)

@@ -41,6 +41,9 @@ class CheckpointSaver:
     Args:
         source: the model's folder, from which tokenizer and configuration are copied.
         beat: called while this rank waits, as long as there is progress.
+
+    Attributes:
+        seconds: duration of the last save that has ended, on rank 0 until its checkpoint was committed.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class CheckpointSaver:
         self._store, self._assembly, self._settings, self._source = store, assembly, settings, source
         self._beat, self._buffers, self._count = beat, HostBuffers(), 0
         self._in_flight: _Save | None = None
+        self.seconds = 0.0
         self._printed: set[str] = set()
         self._had_output_dir = store.output_dir.is_dir()
 
@@ -106,7 +110,7 @@ class CheckpointSaver:
             if background:
                 self._in_flight = save
                 return None
-            return save.result(self._beat)
+            return self._result(save)
 
     def settle(self) -> Path | None:
         """Wait for the checkpoint in flight, if any, and return it. Collective.
@@ -115,7 +119,12 @@ class CheckpointSaver:
             MegatuneError: CANNOT_WRITE; earlier checkpoints are unchanged.
         """
         save, self._in_flight = self._in_flight, None
-        return None if save is None else save.result(self._beat)
+        return None if save is None else self._result(save)
+
+    def _result(self, save: _Save) -> Path:
+        path = save.result(self._beat)
+        self.seconds = save.seconds
+        return path
 
     def _finish_of(self, folder: Path, state: TrainState) -> Callable[[Sequence[FileDigest]], Path]:
         """Return the function that completes the checkpoint on rank 0. Later steps do not affect it."""
@@ -168,6 +177,9 @@ class CheckpointSaver:
 class _Save(threading.Thread):
     """Writes a checkpoint.
 
+    Attributes:
+        seconds: from the creation to the end of the thread.
+
     Args:
         needed: bytes of the whole checkpoint's tensors.
         finish: completes the checkpoint on rank 0, given the digests of all ranks.
@@ -193,6 +205,7 @@ class _Save(threading.Thread):
         self._device = device.current()
         self._error: Exception | None = None
         self._has_written = False
+        self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
         """Write this rank's files and, on rank 0, complete the checkpoint after all ranks have written theirs."""
@@ -213,6 +226,7 @@ class _Save(threading.Thread):
             except Exception as error:
                 outcome = self._error = self._error or error
             post_outcome(_COMMITTED, self._token, outcome)
+        self.seconds = time.monotonic() - self._began
 
     def result(self, beat: Callable[[], None]) -> Path:
         """Wait until the checkpoint is committed; return it on every rank.
