@@ -369,6 +369,14 @@ def test_trainer_log_has_llama_factorys_keys(tmp_path: Path) -> None:
     assert evaluated == {**common, "eval_loss": 2.1234}
 
 
+def test_a_resume_after_the_last_step_still_names_the_epoch(tmp_path: Path) -> None:
+    every = CallbackList([Results(tmp_path)])
+    every.on_train_begin(SCHEDULE)
+    every.on_train_end(summary("finished", 12))
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert (state["epoch"], state["global_step"]) == (SCHEDULE.num_epochs, 12)
+
+
 def test_results(tmp_path: Path) -> None:
     run([Metrics(tmp_path), Results(tmp_path)], range(1, 13), 4, evaluate_at=(4,))
     state = json.loads((tmp_path / "trainer_state.json").read_text())

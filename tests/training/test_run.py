@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,17 @@ from runs import (
 )
 from transformers import TrainerState, TrainingArguments
 
+from megatune.config.settings import Settings
 from megatune.data.order import PreparedSteps
 from megatune.data.rows import TokenRows
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.engine.step import StepTotals
+from megatune.training import loop
 from megatune.training.callbacks.metrics import GENERATIONS_NAME
 from megatune.training.model_files import small_files
 from megatune.training.storage.manifest import TRAINING_FOLDER, digest_files, read_manifest, write_manifest
 from megatune.training.storage.store import list_checkpoints
-from megatune.training.train_state import STATE_NAME
+from megatune.training.train_state import STATE_NAME, read_state
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +146,33 @@ def test_the_best_model_is_kept_and_left_at_the_end(pool: RankPool, larger: Path
     assert best < 12
     assert {path.name for path in list_checkpoints(tmp_path / "out")} == {f"checkpoint-{best}", "checkpoint-12"}
     assert_same_tensors(tmp_path / "out", tmp_path / f"out/checkpoint-{best}")
+
+
+def with_a_spoiled_evaluation(settings: Settings, folder: Path) -> int:
+    """One rank's run, whose first evaluation has a loss that is not a number."""
+    evaluate, evaluated = loop.evaluate, []
+
+    def spoiled(*arguments: Any) -> StepTotals:
+        totals = evaluate(*arguments)
+        if not evaluated:
+            totals._totals[0] = float("nan")
+        evaluated.append(totals)
+        return totals
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(loop, "evaluate", spoiled)
+        return train(settings, folder)
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    evaluated = {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 1}
+    settings = settings_of(model, tmp_path / "out", max_steps=3, save_steps=3, **evaluated)
+    assert pool.run(1, with_a_spoiled_evaluation, settings, tmp_path) == [0]
+    state = read_state(tmp_path / "out/checkpoint-3")
+    assert state is not None
+    found = evaluations(tmp_path / "out")
+    assert found[1]["eval_loss"] is None
+    assert state.best_loss == min(found[step]["eval_loss"] for step in (2, 3))
 
 
 def test_a_run_ends_early_where_the_loss_falls_no_more(pool: RankPool, larger: Path, tmp_path: Path) -> None:

@@ -355,7 +355,8 @@ class Trainer:
         parts = self.feed.each or {"": self.feed.evaluation}
         each = {name: evaluate(model, prepared(rows), objective) for name, rows in parts.items()}
         found = StepTotals.summed([*each.values()])
-        if step and (self.state.best_loss is None or found.loss < self.state.best_loss):
+        # A loss that is not a number is not the best one, after which no other would be.
+        if step and found.loss < (math.inf if self.state.best_loss is None else self.state.best_loss):
             self.state.best_loss, self.state.best_step = found.loss, step
         return EvalReport(
             step=step,

@@ -110,7 +110,7 @@ class Results(Callback):
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
         self._num_steps, self._loss_sum = 0, 0.0
-        self._epoch: float | None = 0.0
+        self._epoch: float | None = None
         self._evaluation: dict[str, Any] = {}
 
     def on_train_begin(self, schedule: RunSchedule) -> None:
@@ -130,6 +130,8 @@ class Results(Callback):
     def on_train_end(self, summary: TrainSummary) -> None:
         records = read_json_lines(self._output_dir / METRICS_NAME)
         schedule, best, num_steps = self._schedule, summary.best_checkpoint, self._num_steps
+        if not num_steps:
+            self._epoch = schedule.epoch_of(summary.step)
         state = {
             "best_metric": summary.best_loss,
             "best_model_checkpoint": str(best) if best is not None else None,
