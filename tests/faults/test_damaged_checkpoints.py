@@ -128,6 +128,16 @@ def test_without_a_sound_checkpoint_a_run_never_starts_over(
     told(case="T14", fault="damage in every checkpoint", got=f"{got} (exit code 66)", lost="nothing: it does not start")
 
 
+def test_a_stream_is_opened_again_for_an_older_checkpoint(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """On both ranks: one of them knows where the first one was, which is gone."""
+    common = {"max_steps": 4, "save_steps": 2, "streaming": True, "buffer_size": 15, "ddp_timeout": 30}
+    assert pool.run(1, train, settings_of(model, tmp_path / "out", **common), tmp_path) == [0]
+    flip_bit(tmp_path / "out/checkpoint-4" / OPTIMIZER)
+    settings = settings_of(model, tmp_path / "out", per_device_train_batch_size=2, **common)
+    assert pool.run(2, train, settings, tmp_path) == [0, 0]
+    assert f"skipped: {tmp_path}/out/checkpoint-4: {OPTIMIZER} is damaged" in (tmp_path / "out/start.log").read_text()
+
+
 @pytest.mark.parametrize(("file", "world_size"), [(OPTIMIZER, 1), ("model.safetensors", 1), (OPTIMIZER, 2)])
 def test_what_loading_finds_damaged_is_named_and_the_older_checkpoint_is_used(
     file: str, world_size: int, pool: RankPool, model: Path, trained: Path, tmp_path: Path

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
-from megatune.training.storage.files import OutputLock, ensure_disk_space, writing
+from megatune.training.storage.files import OutputLock, check_target, ensure_disk_space, writing
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
 
@@ -73,6 +73,15 @@ def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     assert (manifest.step, manifest.metadata, manifest.resumable) == (12, {"consumed_samples": 96}, True)
     assert verify(path) == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+@pytest.mark.parametrize("target", [".", ".."])
+def test_the_folder_of_a_command_is_not_replaced(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(MegatuneError, match="cannot be written") as caught:
+        check_target(Path(target), [tmp_path / "model"], overwrite=True)
+    assert caught.value.exit_code == ExitCode.CANNOT_WRITE
 
 
 def test_metadata_is_read_back_as_json_has_it(tmp_path: Path) -> None:

@@ -344,6 +344,14 @@ def store_get(key: str) -> str | None:
     return _store.get(key).decode() if _store.check([key]) else None
 
 
+def forget_keys() -> None:
+    """Start with an empty store again, before work is repeated that sets the same keys: all ranks have to call this at
+    the same point, so that none of them reads a value of the first time."""
+    global _store
+    assert _store is not None, "call join first"
+    _store = torch.distributed.PrefixStore("again", _store)
+
+
 def store_broadcast(value: T) -> T:
     """Return rank 0's value on every rank. Unlike `broadcast` it has no timeout: the other ranks poll the store."""
     global _num_relayed

@@ -98,6 +98,7 @@ def _train(context: RankContext, settings: Settings, run_yaml: str, *args: Any, 
         except DamagedCheckpointError as error:
             damaged[Path(error.findings[0].where)] = error.findings
         groups.destroy_model_parallel()
+        groups.forget_keys()  # such as that of a stream, which is opened again
 
 
 def _train_from(

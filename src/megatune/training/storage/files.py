@@ -229,13 +229,18 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Check that the target is not a source, and is empty or may be overwritten."""
+    """Check that the target is neither a source nor the working directory, and is empty or may be overwritten."""
     resolved = target.resolve()
     for source in sources:
         if resolved == source.resolve() or resolved in source.resolve().parents:
             why = f"{source} is read from there"
             finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
             raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
+    here = Path.cwd()
+    if resolved == here or resolved in here.parents:
+        why = "the folder that this command runs in would be replaced"
+        finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
+        raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     if target.is_file():
         finding = Finding(f"{target} is a file", "export_dir", "", "name a folder")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
