@@ -28,6 +28,7 @@ REPORT_SECONDS = 1.5
 START_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _STARTED = "started"  # next to error.json: the rank handles stop signals
+_reported: int | None = None  # exit code of the error that this rank has reported
 
 
 def report_once(text: str, exit_code: int, *, first: bool) -> int:
@@ -45,12 +46,14 @@ def report_once(text: str, exit_code: int, *, first: bool) -> int:
         time.sleep(_POLL_SECONDS)
     if peer is not None:
         _end_as(peer)
+    global _reported
+    _reported = int(exit_code)
     _write_error_file(text, exit_code)
     print(text, file=sys.stderr, flush=True)
     deadline = time.monotonic() + START_SECONDS
     while not _all_started() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return int(exit_code)
+    return _reported
 
 
 def is_first() -> bool:
@@ -141,6 +144,8 @@ def exit_early_on_stop(context: RankContext) -> None:
 
 def _end() -> None:
     """End with the exit code of the rank that failed, or else as stopped."""
+    if _reported is not None:
+        os._exit(_reported)
     if (peer := failed_peer()) is not None:
         _end_as(peer)
     if is_first():
