@@ -136,6 +136,24 @@ def test_going_back_is_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [each.run.no_load_optim for each in runs.settings] == [True, False, False, False]
 
 
+def test_going_back_is_noticed_where_an_earlier_run_in_the_folder_went_back_too(tmp_path: Path) -> None:
+    file, bad = BadStepsFile(tmp_path), int(ExitCode.NOT_FINITE)
+    for step in (3, 5):
+        file.add({"step": step, "action": "go_back", "left_out": [step]})
+
+    class Spoiled(Runs):
+        def __call__(self, settings: Settings) -> int:
+            code = super().__call__(settings)
+            if code == bad:
+                file.begin(None)  # as a run from the start does
+                file.add({"step": 5, "action": "go_back", "left_out": [5]})
+            return code
+
+    runs = Spoiled(tmp_path, ([3], bad, "step 5"), ([6], DONE, ""))
+    assert runs.start(on_bad_step="go_back", overwrite_output_dir=True) == DONE
+    assert [one["from"] for one in runs.noted] == ["checkpoint-3"]
+
+
 @pytest.mark.parametrize("how", ["signal", "file"])
 def test_a_stop_between_two_runs_is_followed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.supervisor import counted_signals
 from megatune.training.storage.files import json_line, keep_json_lines, read_json_lines, write_atomically, writing
 from megatune.training.storage.store import list_checkpoints
+from megatune.training.train_state import checkpoint_to_try
 
 # A process failed, died or hung. A restart does not help with errors in settings, data or numbers.
 _RESTARTED = {ExitCode.PROCESS_DIED, ExitCode.INTERNAL, ExitCode.OUT_OF_MEMORY}
@@ -78,11 +79,11 @@ def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: 
     output_dir = Path(settings.run.output_dir)
     before, report = _checkpoints(output_dir), run_dir / "report.json"
     restarts: list[dict[str, Any]] = []
-    bad_steps = BadStepsFile(output_dir)
-    times_back = len(bad_steps.went_back())
-    asked = settings.run
+    bad_steps, asked = BadStepsFile(output_dir), settings.run
     while True:
         report.unlink(missing_ok=True)
+        # A run from the start removes the records of an earlier one.
+        times_back = len(bad_steps.went_back()) if checkpoint_to_try(settings) is not None else 0
         code = run(settings)
         ended = _add_to_report(report, restarts)
         goes_back = code == ExitCode.NOT_FINITE and len(bad_steps.went_back()) > times_back
@@ -99,7 +100,6 @@ def run_restarting(run: Callable[[Settings], int], settings: Settings, run_dir: 
             return code
         wait = 0.0 if goes_back else min(_FIRST_WAIT * 2 ** len(crashes), _LONGEST_WAIT)
         restarts.append(restart)
-        times_back += goes_back
         if goes_back:
             line = f"goes back to {start or 'its start'}"
         else:
