@@ -332,16 +332,20 @@ def all_reduce(values: torch.Tensor) -> None:
     torch.distributed.all_reduce(values)
 
 
-def store_set(key: str, text: str) -> None:
-    """Set a key that any rank can read with `store_get`: for waits that are too long for a collective."""
+def store_set(key: str, value: object) -> None:
+    """Set a key that any rank can read with `store_get`: for waits that are too long for a collective.
+
+    Args:
+        value: can be pickled, and is not None.
+    """
     assert _store is not None, "call join first"
-    _store.set(key, text)
+    _store.set(key, base64.b64encode(pickle.dumps(value)).decode())
 
 
-def store_get(key: str) -> str | None:
+def store_get(key: str) -> Any:
     """Return the value that a rank has set under `key`; None if there is none yet."""
     assert _store is not None, "call join first"
-    return _store.get(key).decode() if _store.check([key]) else None
+    return pickle.loads(base64.b64decode(_store.get(key))) if _store.check([key]) else None
 
 
 def forget_keys() -> None:
@@ -358,12 +362,12 @@ def store_broadcast(value: T) -> T:
     _num_relayed += 1
     key = f"relayed/{_num_relayed}"
     if rank() == 0:
-        store_set(key, base64.b64encode(pickle.dumps(value)).decode())
+        store_set(key, (value,))
         return value
     waits = poll_intervals()
-    while (note := store_get(key)) is None:
+    while (found := store_get(key)) is None:
         time.sleep(next(waits))
-    return pickle.loads(base64.b64decode(note))  # type: ignore[no-any-return]
+    return found[0]  # type: ignore[no-any-return]
 
 
 def poll_intervals() -> Iterator[float]:

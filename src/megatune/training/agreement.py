@@ -3,7 +3,6 @@ settings, model and data."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import pickle
@@ -67,8 +66,7 @@ def post_outcome(key: str, token: str, outcome: object) -> None:
         token: distinguishes this outcome from an earlier one of the same `key`, which it replaces.
     """
     relayed = _relayed(outcome) if isinstance(outcome, Exception) else None
-    note = pickle.dumps((token, None if relayed else outcome, relayed))
-    groups.store_set(f"{key}/{groups.rank()}", base64.b64encode(note).decode())
+    groups.store_set(f"{key}/{groups.rank()}", (token, None if relayed else outcome, relayed))
 
 
 class Outcome(NamedTuple):
@@ -86,8 +84,7 @@ class Outcome(NamedTuple):
 
 def find_outcome(key: str, token: str, rank: int) -> Outcome | None:
     """Return the outcome that a rank posted with this token, or None if it has not posted one yet."""
-    note = groups.store_get(f"{key}/{rank}")
-    its_token, result, relayed = pickle.loads(base64.b64decode(note)) if note else (None, None, None)
+    its_token, result, relayed = groups.store_get(f"{key}/{rank}") or (None, None, None)
     return Outcome(result, relayed) if its_token == token else None
 
 
@@ -126,7 +123,7 @@ def _portable(error: Exception) -> Exception:
 KEY = "the key"
 
 
-def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
+def wait_for_machines(context: RankContext, name: str, note: object) -> Any:
     """Wait until every machine has posted its note under a name; return the note of this machine.
 
     Preparing data can take longer than a collective operation may, so ranks poll for notes instead. A failure ends the
@@ -141,7 +138,7 @@ def wait_for_machines(context: RankContext, name: str, note: str | None) -> str:
     if context.rank == 0:  # polls for all ranks, to limit the number of requests to the store
         for node_rank in range(num_machines(context)):
             wait_for_note(context, f"{name}/{node_rank}")
-        groups.store_set(f"{name}/all", "")
+        groups.store_set(f"{name}/all", True)
     wait_for_note(context, f"{name}/all")
     return own
 
@@ -283,7 +280,7 @@ def num_machines(context: RankContext) -> int:
     return context.world_size // context.local_world_size
 
 
-def wait_for_note(context: RankContext, key: str, phase: str = "data") -> str:
+def wait_for_note(context: RankContext, key: str, phase: str = "data") -> Any:
     """Wait without limit until a rank posts a note under a key; return it."""
     pauses = groups.poll_intervals()
     while (note := groups.store_get(key)) is None:

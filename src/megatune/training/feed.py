@@ -5,7 +5,6 @@ One process of each machine prepares rows or reads ahead; all ranks follow a str
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,7 +129,7 @@ def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) 
     if context.local_rank == 0:
         tokenizer = load_tokenizer(source)
         prepared = prepare(settings, tokenizer, vision=load_vision_input(source, tokenizer, settings.data))
-    folder = wait_for_machines(context, "rows", str(prepared.directory.absolute()) if prepared else None)
+    folder = wait_for_machines(context, "rows", prepared.directory.absolute() if prepared else None)
     contents: dict[str, str | int] = {}
     if prepared is not None:
         contents = {**prepared.key_parts, KEY: prepared.key}
@@ -138,7 +137,7 @@ def _prepare_on_machine(context: RankContext, settings: Settings, source: Path) 
         if prepared.evaluation is not None and prepared.report.evaluation is not None:
             contents |= _rows_contents(prepared.report.evaluation, prepared.evaluation, "evaluation ")
     check_same(context, "prepared rows", contents or None)
-    return prepared or open_prepared(Path(folder))
+    return prepared or open_prepared(folder)
 
 
 def _prepared_feed(
@@ -200,10 +199,10 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
     """
     context.beat("data", 0, limit=float("inf"))  # data sets of a hub are downloaded here
     if context.local_rank != 0:
-        folder, name, evaluation = json.loads(wait_for_machines(context, "stream", None))
+        folder, name, evaluation = wait_for_machines(context, "stream", None)
         check_same(context, "data to stream", None)
-        held_out = None if evaluation is None else HeldOut.load(Path(evaluation))
-        return Stream(StreamFolder(Path(folder)), name, held_out, settings.run.ddp_timeout)
+        held_out = None if evaluation is None else HeldOut.load(evaluation)
+        return Stream(StreamFolder(folder), name, held_out, settings.run.ddp_timeout)
     tokenizer = load_tokenizer(tokenizer_dir)
     vision = load_vision_input(tokenizer_dir, tokenizer, settings.data)
     pipeline = Pipeline.of(settings, tokenizer, vision)
@@ -215,8 +214,8 @@ def open_stream(context: RankContext, settings: Settings, tokenizer_dir: Path, r
         state = StreamState.from_json(left_off.stream)  # a state of other rows is refused later
     stream = StartedStream(StreamRequest(made, pipeline, key.name, state, _machines(context)))
     try:
-        evaluation = None if stream.held_out is None else str(stream.held_out.folder)
-        wait_for_machines(context, "stream", json.dumps([str(made.path), key.name, evaluation]))
+        evaluation = None if stream.held_out is None else stream.held_out.folder
+        wait_for_machines(context, "stream", (made.path, key.name, evaluation))
         check_same(context, "data to stream", {**key.parts, KEY: key.name})
     except BaseException:
         stream.close()
@@ -231,8 +230,8 @@ def _machines(context: RankContext) -> Machines | None:
     if context.rank == 0:
         store = open_store(context.master_addr)
         _stores.append(store)
-        groups.store_set("stream store", str(store.port))
-    port = int(wait_for_note(context, "stream store"))
+        groups.store_set("stream store", store.port)
+    port = wait_for_note(context, "stream store")
     return Machines(context.node_rank, num_machines(context), context.master_addr, port)
 
 

@@ -96,16 +96,16 @@ def _verify_together(context: RankContext, notes: list[str], checkpoint: Path, w
     heads = later[context.rank :: context.world_size]
     problems = _problems_of_share(context, checkpoint, shares(now, context.world_size)[context.rank], heads)
     key = f"verify/{checkpoint.name}"
-    groups.store_set(f"{key}/{context.rank}", json.dumps(problems))
+    groups.store_set(f"{key}/{context.rank}", problems)
     if context.rank == 0:  # reads the notes for all ranks
-        notes_of_ranks = (wait_for_note(context, f"{key}/{rank}", "verify") for rank in range(context.world_size))
-        groups.store_set(f"{key}/all", json.dumps([problem for note in notes_of_ranks for problem in json.loads(note)]))
-    found = json.loads(wait_for_note(context, f"{key}/all", "verify"))
+        posted = (wait_for_note(context, f"{key}/{rank}", "verify") for rank in range(context.world_size))
+        groups.store_set(f"{key}/all", sorted(problem for problems in posted for problem in problems))
+    found = wait_for_note(context, f"{key}/all", "verify")
     total, seconds = sum(file.size for file in now), time.monotonic() - began
     speed = f"{amount(total)} in {seconds:.1f} s, {total / 1e9 / seconds:.3g} GB/s"
     rest = f"; {amount(sum(file.size for file in later))} are verified while they are loaded" if later else ""
     notes.append(f"verified   {checkpoint}: {speed}, by {context.world_size} processes{rest}")
-    return [Finding(problem, where=str(checkpoint)) for problem in sorted(found)]
+    return [Finding(problem, where=str(checkpoint)) for problem in found]
 
 
 def shares(files: Sequence[FileDigest], world_size: int) -> list[list[FileDigest]]:
