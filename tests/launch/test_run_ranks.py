@@ -61,6 +61,11 @@ def test_a_target_that_must_not_be_forked_is_imported_by_each_rank(launch):
     assert run.report()["start_method"] == "exec"
 
 
+def test_a_process_that_an_import_started_may_end(launch):
+    code, _, stderr = launch("launch_child:work").finish()
+    assert (code, stderr) == (ExitCode.DONE, "")
+
+
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_run_goes_on_in_its_log_when_its_output_is_lost(launch, hangs_up):
     run = launch("say_much", nproc=1, payload={"lingers": hangs_up})

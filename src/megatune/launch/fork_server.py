@@ -97,8 +97,11 @@ def fork_hazard() -> str:
 
     A fork has only the calling thread, and cannot use a CUDA driver that was initialised before it.
     """
-    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    strange = [name for name in threads if name not in _FORK_SAFE_THREADS]
+    strange = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            strange += [name] if name not in _FORK_SAFE_THREADS else []
     if len(strange) > 1:
         return f"an import started threads ({', '.join(strange)})"
     for descriptor in os.listdir("/proc/self/fd"):
@@ -160,9 +163,11 @@ def _reap(ranks: dict[int, int], events: int, watch: _SupervisorWatch) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(ended.si_pid, signal.SIGKILL)  # before the rank is reaped, while its group id cannot be reused
         pid, status = os.waitpid(ended.si_pid, 0)
+        if (rank := ranks.pop(pid, None)) is None:  # a process that an import started
+            continue
         code = os.waitstatus_to_exitcode(status)  # negative: minus the signal that killed it
         exit_code, signum = (code, None) if code >= 0 else (None, -code)
-        send_event(events, "exited", rank=ranks.pop(pid), exit_code=exit_code, signal=signum, time=moment)
+        send_event(events, "exited", rank=rank, exit_code=exit_code, signal=signum, time=moment)
         watch.has_ended = True
         watch.wake()
 
