@@ -35,7 +35,7 @@ from megatune.training.storage.manifest import (
     MANIFEST_NAME,
     Manifest,
     digest_files,
-    problem_of,
+    problems_of,
     read_manifest,
     write_manifest,
 )
@@ -211,11 +211,9 @@ def check_digests(folder: Path) -> None:
         found = iteration_folder(folder)
         candidates = list(dict.fromkeys((found, folder, found.parent)))
     for each in candidates:
-        if (each / MANIFEST_NAME).is_file():
-            problems = [problem for file in read_manifest(each).files if (problem := problem_of(each, file))]
-            if problems:
-                findings = [Finding(problem, str(each), fix="copy the checkpoint again") for problem in problems]
-                raise MegatuneError(findings, ExitCode.INPUT)
+        if (each / MANIFEST_NAME).is_file() and (problems := problems_of(each, read_manifest(each))):
+            findings = [Finding(problem, str(each), fix="copy the checkpoint again") for problem in problems]
+            raise MegatuneError(findings, ExitCode.INPUT)
 
 
 def merging(adapters: Sequence[Path]) -> str:

@@ -19,7 +19,7 @@ from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.run.record import PLAN_NAME, read_rank_memory
 from megatune.plan.run.trouble import diagnose
 from megatune.plan.time.estimate import TIME_PARTS
-from megatune.training.storage.manifest import added_files, problem_of, read_manifest
+from megatune.training.storage.manifest import added_files, problems_of, read_manifest
 from megatune.training.storage.store import list_checkpoints
 from megatune.ui.runs import GENERATIONS, RUN_YAML, read_json
 
@@ -132,8 +132,7 @@ def verify_checkpoint(folder: Path, name: str) -> list[str]:
         manifest = read_manifest(path)
     except MegatuneError as error:
         return [str(error)]
-    problems = [problem for file in manifest.files if (problem := problem_of(path, file))]
-    return [*problems, *added_files(path, manifest)]
+    return [*problems_of(path, manifest), *added_files(path, manifest)]
 
 
 def logs_of(folder: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -172,7 +172,7 @@ def _measure_outputs(
     coords = assembly.coords
     rows = sample_rows(samples, packed=packed)
     batches = _batches(samples, rows, assembly.coords, parallel, assembly.architecture.vision, packed)
-    with tracing(assembly.model, engine_places) as found:
+    with _tracing(assembly.model) as found:
         logits = step.logits(assembly.model, batches)
     traced = {
         (number, name): outputs[index][0, tokens]
@@ -232,33 +232,23 @@ def run_rank(context: RankContext, payload: dict[str, Any]) -> None:
     groups.leave()
 
 
-# A name, a module, and a function from its arguments and output to a tensor, [s / cp (/ tp), b, ...] or
-# [s / cp (/ tp) · b, ...].
-TracePoint = tuple[str, torch.nn.Module, Callable[[Any, Any], Tensor]]
-
-
 @contextmanager
-def tracing(model: Sequence[Chunk], points: Callable[[Any], Iterable[TracePoint]]) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the outputs of modules during forward passes; collective if the tokens of a row are split over ranks.
-
-    Args:
-        points: returns the trace points of a chunk's DecoderModel.
+def _tracing(model: Sequence[Chunk]) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the outputs of every place during forward passes; collective if the tokens of a row are split over ranks.
 
     Yields:
-        Name -> a tensor [b, s, ...] for each micro-batch, on the CPU, in the order of the micro-batches. It is filled
+        Place -> a tensor [b, s, ...] for each micro-batch, on the CPU, in the order of the micro-batches. It is filled
         on the first tensor-parallel rank of the first replica of each stage, and empty on all other ranks.
     """
     found: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
         for chunk in model:
-            for handle in _watch(chunk.module, points, found):
+            for handle in _watch(chunk.module, found):
                 hooks.callback(handle.remove)
         yield found
 
 
-def _watch(
-    decoder: Any, points: Callable[[Any], Iterable[TracePoint]], found: dict[str, list[Tensor]]
-) -> Iterator[RemovableHandle]:
+def _watch(decoder: Any, found: dict[str, list[Tensor]]) -> Iterator[RemovableHandle]:
     """Register the hooks of a chunk; they store the sequences of the current micro-batch, as there is one at a time."""
     sequences: list[Sequences] = []
     tp_group, replicas = tensor_parallel_group(), replica_group()
@@ -268,7 +258,7 @@ def _watch(
 
     @torch.no_grad()
     def collect(name: str, take: Callable[[Any, Any], Tensor], module: torch.nn.Module, args: Any, output: Any) -> None:
-        sb = take(args, output).detach().contiguous()
+        sb = take(args, output).detach().contiguous()  # [s / cp (/ tp), b, ...] or [s / cp (/ tp) · b, ...]
         if sb.dim() == 2:
             sb = sb.view(-1, len(sequences[0].is_padding), sb.shape[-1])
         if decoder.config.sequence_parallel:
@@ -280,5 +270,5 @@ def _watch(
             found.setdefault(name, []).append(rows.cpu())
 
     yield decoder.register_forward_pre_hook(begin, with_kwargs=True)
-    for name, module, take in points(decoder):
+    for name, module, take in engine_places(decoder):
         yield module.register_forward_hook(partial(collect, name, take))

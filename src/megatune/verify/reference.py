@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 class Reference(NamedTuple):
     """Transformers' logits [s, vocabulary] of each sample, on the CPU, the mean loss over all trained tokens of all
-    samples, and gradients by Hugging Face name, if requested. For reward models the logits are scores of tokens [s, 1],
+    samples, and gradients by Hugging Face name. For reward models the logits are scores of tokens [s, 1],
     and the loss is the mean of their squares, since the samples are not pairs."""
 
     logits: list[Tensor]
@@ -155,7 +155,6 @@ def compute_reference(
     samples: Sequence[Sample],
     *,
     adapter: AppliedAdapter | None = None,
-    gradients: bool = True,
     loss_scale: float = 1.0,
 ) -> Reference:
     """Run forward and backward one sample at a time, so that no padding or masks are involved.
@@ -171,15 +170,14 @@ def compute_reference(
     total = sum(label != IGNORE_INDEX for sample in samples for label in sample.labels[1:])
     logits, loss_sum = [], 0.0
     for sample in samples:
-        with torch.set_grad_enabled(gradients):
-            output, loss = _output_and_loss(model, sample, architecture, device)
+        output, loss = _output_and_loss(model, sample, architecture, device)
         if loss.requires_grad:  # False for a row without images and videos if the decoder is frozen
             (loss * (loss_scale / total)).backward()
         logits.append(output.detach().cpu())
         loss_sum += loss.item()
-    if adapter is not None and gradients:
+    if adapter is not None:
         return Reference(logits, loss_sum / total, adapter.gradients_of(architecture))
-    named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None} if gradients else {}
+    named = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Reference(logits, loss_sum / total, _canonical_tensors(checkpoint_tensors(model, named), architecture))
 
 

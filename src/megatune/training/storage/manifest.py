@@ -118,6 +118,11 @@ def problem_of(checkpoint: Path, file: FileDigest, on_read: Callable[[int], None
     return problem_with(checkpoint, file, digest)
 
 
+def problems_of(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Read all files of a checkpoint, and return their problems."""
+    return [problem for file in manifest.files if (problem := problem_of(checkpoint, file))]
+
+
 def problem_with(checkpoint: Path, file: FileDigest, matches: Callable[[], bool]) -> str:
     """Return the problem of a file's size, or of its content, which `matches` reads; "" for none."""
     try:
