@@ -39,7 +39,7 @@ def report_once(text: str, exit_code: int, *, first: bool) -> int:
         first: report without waiting for another rank.
 
     Returns:
-        The exit code. If another rank has reported, this process ends here with that rank's exit code.
+        The exit code. Under torchrun this process ends here, with the code of the rank that has reported first.
     """
     deadline = time.monotonic() + (0 if first or ERROR_FILE not in os.environ else REPORT_SECONDS)
     while (peer := failed_peer()) is None and time.monotonic() < deadline:
@@ -50,9 +50,12 @@ def report_once(text: str, exit_code: int, *, first: bool) -> int:
     _reported = int(exit_code)
     _write_error_file(text, exit_code)
     print(text, file=sys.stderr, flush=True)
-    deadline = time.monotonic() + START_SECONDS
-    while not _all_started() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    if _error_file() is not None:
+        deadline = time.monotonic() + START_SECONDS
+        while not _all_started() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        sys.stdout.flush()
+        os._exit(_reported)  # the interpreter's shutdown ends with the default action of signals
     return _reported
 
 
@@ -94,9 +97,9 @@ def _note_start() -> None:
 
 def _all_started() -> bool:
     own = _error_file()
-    if own is None:
-        return True
-    return len(list(own.parent.parent.glob(f"*/{_STARTED}"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    assert own is not None, "torchrun has started this rank"
+    started = len(list(own.parent.parent.glob(f"*/{_STARTED}")))
+    return started >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _write_error_file(text: str, exit_code: int, delay: int = 0) -> None:
