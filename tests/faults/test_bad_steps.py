@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from runs import assert_same_tensors, settings_of, tensors
 
 from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
+from megatune.training.bad_steps import BadSteps
 from megatune.training.storage.files import read_json_lines
-from megatune.training.storage.store import list_checkpoints
+from megatune.training.storage.store import CheckpointStore, list_checkpoints
+from megatune.training.train_state import TrainState
 
 NAN = float("nan")
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -125,6 +128,26 @@ def test_a_spike_is_skipped_and_a_resume_goes_on_bit_for_bit(
         assert all("<|im_start|>user" in row["begins"][0] for record in records for row in record["rows"])
     logged = [each for each in read_json_lines(tmp_path / "one" / "metrics.jsonl") if "bad_step" in each]
     assert [each["step"] for each in logged] == [11, 12]
+
+
+def counts_of_skipped(model: Path, folder: Path) -> list[int]:
+    """On a rank: the state's count after each of two skipped steps, in a run that has gone back once before."""
+    settings = settings_of(model, folder, on_bad_step="skip", max_bad_steps=9)
+    state, rows = TrainState(), SimpleNamespace(names=lambda step: [], documents=lambda step, rows: [])
+    bad = BadSteps(settings, state, rows, CheckpointStore(folder), model, frozenset(), times_back=1)
+    result: Any = SimpleNamespace(totals=SimpleNamespace(loss=NAN), grad_norm=NAN, problem="loss nan")
+    counts = []
+    for step in (3, 4):
+        notice = bad.handle(step, result, {})
+        assert f"(bad step {step - 1} of at most 9" in notice.text
+        counts.append(state.bad_steps)
+    return counts
+
+
+def test_going_back_is_counted_once_among_skipped_steps(
+    pool: RankPool, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    assert pool.run(1, counts_of_skipped, models("qwen3"), tmp_path) == [[1, 2]]
 
 
 def test_more_bad_steps_than_allowed_end_the_run(

@@ -106,7 +106,7 @@ class BadSteps:
                 action, ends = "stop", "there is no checkpoint to go back to yet; "
         on_rank_0(lambda: self._keep(step, result, gradients, action, left_out))
         if action == "skip":
-            self.state.bad_steps = skipped + 1
+            self.state.bad_steps += 1
             text = f"step {number}: skipped, the weights stay as they are: {result.problem}; {self._rows_of(step)}"
             text += f" (bad step {skipped + 1} of at most {most}; {self._file.path})"
             return Notice(number, text, {"bad_step": result.problem, "action": action})
