@@ -30,7 +30,9 @@ def save(output: Path, step: int, sizes: list[int], *, resumable: bool = True) -
     return store.commit(step)
 
 
-def choose(output: Path, threshold: int, asked: str | None = None) -> tuple[str, list[str], list[str]]:
+def choose(
+    output: Path, threshold: int, asked: bool | str | None = None, overwrite: bool = False
+) -> tuple[str, list[str], list[str]]:
     """On a rank: the checkpoint to resume from or the refusal, the notes, and the files that this rank has read.
 
     Args:
@@ -42,7 +44,7 @@ def choose(output: Path, threshold: int, asked: str | None = None) -> tuple[str,
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     context = RankContext(RankEnv(rank, rank, world, world, "localhost", 1, 0), output.parent / "run")
-    settings = Settings.model_validate({"run": {"resume_from_checkpoint": asked}})
+    settings = Settings.model_validate({"run": {"resume_from_checkpoint": asked, "overwrite_output_dir": overwrite}})
     digest, read, lock = manifest.digest_file, [], threading.Lock()
 
     def note(path: Path, **options: object) -> tuple[int, str]:
@@ -102,6 +104,15 @@ def test_a_file_that_was_added_is_named(pool: RankPool, tmp_path: Path) -> None:
     text, code, _ = pool.run(1, choose, tmp_path, 0, str(folder))[0]
     assert "model.safetensors.index.json does not belong to this checkpoint: remove it" in text
     assert code == ["66"]
+
+
+def test_a_checkpoint_has_to_be_there_if_the_user_says_so(pool: RankPool, tmp_path: Path) -> None:
+    text, code, _ = pool.run(1, choose, tmp_path, 0, True)[0]
+    assert "resume_from_checkpoint: there is no checkpoint in" in text
+    assert code == ["66"]
+    save(tmp_path, 4, [10])
+    assert pool.run(1, choose, tmp_path, 0, True)[0][0] == "checkpoint-4"
+    assert pool.run(1, choose, tmp_path, 0, True, True)[0][:2] == ("None", [])  # it is overwritten
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

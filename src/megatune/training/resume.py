@@ -61,7 +61,7 @@ def choose_checkpoint(
     if problems and not isinstance(asked, str):  # training from the start would lose work
         fix = "overwrite_output_dir: true deletes them and starts from the model; another output_dir keeps them"
         problems.append(Finding(f"{output_dir} holds checkpoints and none can be resumed from", fix=fix))
-    elif asked and not problems:
+    elif asked is True and not settings.run.overwrite_output_dir:
         problems.append(Finding(f"resume_from_checkpoint: there is no checkpoint in {output_dir}"))
     if problems:
         raise MegatuneError(problems, ExitCode.INPUT)
