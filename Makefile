@@ -19,8 +19,9 @@ STACK_TESTS := tests/install tests/hub tests/demo tests/bridge tests/verify test
 	tests/data/test_data_hub.py tests/data/test_data_encode.py tests/data/test_data_readers_refusals.py \
 	$(wildcard tests/data/test_data_templates*.py) tests/data/test_media_positions.py tests/data/test_media_images.py \
 	tests/faults/test_fault_tokenizers.py tests/plan/test_plan_flops.py tests/parity/test_parity.py \
-	tests/parity/test_vision.py tests/parity/test_lora.py tests/engine/test_patches.py tests/engine/test_engine_step.py \
-	tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py tests/engine/test_moe_options.py
+	tests/parity/test_vision.py tests/parity/test_lora.py tests/parity/test_mtp.py tests/engine/test_patches.py \
+	tests/engine/test_engine_step.py tests/engine/test_engine_weights.py tests/engine/test_moe_layer.py \
+	tests/engine/test_moe_options.py
 # A process that dies is named, with its test, and ends the run: xdist would start the test again.
 XDIST := --dist loadfile --max-worker-restart=0
 WORKERS ?= 2

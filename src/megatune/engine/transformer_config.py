@@ -34,7 +34,7 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
         **_model(architecture),
         **({} if architecture.mla is None else _same(architecture.mla, _MLA)),
         **_experts(architecture.moe, settings),
-        **_layout(settings.parallel, architecture.num_layers),
+        **_layout(settings.parallel, architecture),
         **_computation(settings),
         **_recompute(settings.recompute),
     )
@@ -56,8 +56,6 @@ def transformer_config(architecture: Architecture, settings: Settings) -> Transf
     config.moe_layer_recompute = settings.recompute.moe_layer_recompute
     if architecture.activation == "gelu_tanh":  # the constructor accepts fusions for other activations only
         config.activation_func = functools.partial(F.gelu, approximate="tanh")
-    # Passed to the constructor, it would require an entry in the pipeline layout.
-    config.mtp_num_layers = architecture.mtp_num_layers or None
     config.mtp_loss_scaling_factor = settings.model.mtp_loss_scaling_factor
     # Passed to the constructor, it would reject expert tensor parallelism.
     config.add_bias_linear = architecture.add_bias_linear
@@ -160,7 +158,7 @@ def _experts(moe: MixtureOfExperts | None, settings: Settings) -> dict[str, Any]
     }
 
 
-def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
+def _layout(parallel: ParallelSettings, architecture: Architecture) -> dict[str, Any]:
     virtual = parallel.virtual_stages
     shared = (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "context_parallel_size",
@@ -171,9 +169,11 @@ def _layout(parallel: ParallelSettings, num_layers: int) -> dict[str, Any]:
         # The content of each chunk, spelled out: one form for every setting that shapes a pipeline.
         layout = [
             ["embedding"] * chunk.embedding + ["decoder"] * chunk.num_layers + ["loss"] * chunk.loss
-            for chunk in pipeline_chunks(parallel, num_layers)
+            for chunk in pipeline_chunks(parallel, architecture.num_layers)
         ]
+        layout[-1][-1:-1] = ["mtp"] * architecture.mtp_num_layers
     return {
+        "mtp_num_layers": architecture.mtp_num_layers or None,
         **_same(parallel, shared),
         "virtual_pipeline_model_parallel_size": virtual,
         "pipeline_model_parallel_layout": layout,
