@@ -105,7 +105,10 @@ def test_pictures_inside_quarantined_rows_are_kept_as_digests(tmp_path: Path) ->
 
 
 def test_a_quarantined_row_may_be_nested_deeper_than_python_calls(tmp_path: Path) -> None:
-    row = RawRow("rows.jsonl:1", {"text": json.loads(f"{'[' * 900}{']' * 900}")})
+    text: list[Any] = []
+    for _ in range(100_000):
+        text = [text]
+    row = RawRow("rows.jsonl:1", {"text": text})
     with BadRows("quarantine", "drop", tmp_path) as bad_rows:
         bad_rows.add(Sample(row), RowError("wrong-type", "a list"))
     assert json.loads((tmp_path / "bad_rows.jsonl").read_text())["row"] == "nested too deep"
