@@ -15,7 +15,7 @@ from megatune.families.dense import EMBEDDING, ENGINE_LAYER, HF_LAYER, OUTPUT_LA
 from megatune.families.weights import HFTensor, Layers, TensorLayout, Weight
 
 ENGINE_MTP = "mtp.layers.{layer}"
-INNER_LAYER = f"{ENGINE_MTP}.mtp_model_layer"
+INNER_LAYER = f"{ENGINE_MTP}.transformer_layer"
 _PROJECTION = "eh_proj"
 PROJECTION = f"{ENGINE_MTP}.{_PROJECTION}"
 _HELD = (Layers.ALL, Layers.ATTENTION, Layers.DENSE, Layers.SPARSE)

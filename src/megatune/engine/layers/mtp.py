@@ -43,9 +43,14 @@ class MTPLayer(MegatronModule):
         self.enorm, self.hnorm = RMSNorm(config, size, epsilon), RMSNorm(config, size, epsilon)
         self.eh_proj = ReplicatedLinear(2 * size, size, config=config)
         # Megatron-Core adds the number of layers of earlier chunks.
-        self.mtp_model_layer = build_module(layer, config=config, layer_number=index + 1, vp_stage=vp_stage)
-        self.layer_number = self.mtp_model_layer.layer_number  # read by the weight map
+        self.transformer_layer = build_module(layer, config=config, layer_number=index + 1, vp_stage=vp_stage)
+        self.layer_number = self.transformer_layer.layer_number  # read by the weight map
         self.final_layernorm = RMSNorm(config, size, epsilon)
+
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """The inner layer, by the name that Megatron-Core 0.19 gives it and sets attributes by."""
+        return self.transformer_layer
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, rotary: Tensor, sequences: Sequences) -> Tensor:
         """Compute the input of the output layer, [s / cp (/ tp), b, h].
@@ -59,7 +64,7 @@ class MTPLayer(MegatronModule):
 
         def compute(hidden_states: Tensor, embeddings: Tensor, rotary: Tensor) -> Tensor:
             both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), -1)
-            output, _ = self.mtp_model_layer(
+            output, _ = self.transformer_layer(
                 hidden_states=self.eh_proj(both),
                 attention_mask=None,
                 rotary_pos_emb=rotary,
