@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.config.groups.parallel import ExpertSettings
@@ -37,6 +37,15 @@ _EVEN_STAGES = {
     "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,
 }
+
+# Variants of a layout that are tried after the search. The best of each row is the start of the next.
+_DISPATCHER = "experts.moe_token_dispatcher_type"
+_SPLIT = "parallel.account_for_{}_in_pipeline_split"
+VARIANTS: tuple[list[Mapping[str, Any]], ...] = (
+    [{"parallel.cp_comm_type": kind} for kind in ("p2p", "all_gather", "a2a")],
+    [{_DISPATCHER: kind} for kind in ("alltoall", "allgather")],
+    [{_SPLIT.format("embedding"): embedding, _SPLIT.format("loss"): True} for embedding in (False, True)],
+)
 
 # Ways to recompute activations.
 NO_RECOMPUTE = RecomputeSettings()
@@ -134,6 +143,9 @@ class Space:
             return "tensor parallelism does not split the model evenly"
         if layout.pp > self.architecture.num_layers:
             return "more pipeline stages than layers"
+        delta = self.architecture.delta
+        if layout.cp > 1 and delta is not None and delta.num_key_heads % (layout.tp * layout.cp):
+            return "context parallelism does not split the key heads of gated delta nets evenly"
         if not _holds_deepstack(self.architecture, layout.pp, None):
             return "the first pipeline stage has fewer layers than deepstack mergers feed"
         if self.request.rows % (self.world // (layout.tp * layout.pp * layout.cp)):
@@ -237,41 +249,17 @@ class Space:
             return "a2a"
         return "p2p" if kind == "a2a" and heads % (layout.tp * layout.cp) else kind
 
-    def exchanged(self, settings: Settings) -> Iterator[Settings]:
-        """Yield the same layout with other communication of context parallelism."""
-        parallel = settings.parallel
-        only_a2a = settings.performance.attention_backend == "fused" or self.architecture.bidirectional_images
-        if parallel.context_parallel_size == 1 or only_a2a:
-            return
-        heads = self.architecture.num_attention_heads
-        for kind in ("p2p", "all_gather", "a2a"):
-            share = parallel.tensor_model_parallel_size * parallel.context_parallel_size if kind == "a2a" else 1
-            if kind != parallel.cp_comm_type and heads % share == 0:
-                yield settings.model_copy(update={"parallel": parallel.model_copy(update={"cp_comm_type": kind})})
-
-    def dispatched(self, settings: Settings) -> Iterator[Settings]:
-        """Yield the same layout with the other token dispatcher of experts, unless the user chose one."""
-        experts, name = settings.experts, "moe_token_dispatcher_type"
-        free = self.request.free and f"experts.{name}" not in self.request.written
-        if self.architecture.moe is None or not free or experts.moe_shared_expert_overlap:
-            return
-        kind = "alltoall" if experts.moe_token_dispatcher_type == "allgather" else "allgather"
-        yield settings.model_copy(update={"experts": experts.model_copy(update={name: kind})})
-
-    def reshaped(self, settings: Settings) -> Iterator[Settings]:
-        """Yield the same layout with other numbers of layers in the first and the last stage."""
-        parallel, architecture = settings.parallel, self.architecture
-        if parallel.pipeline_model_parallel_size == 1:
-            return
-        for embedding, loss in ((False, True), (True, True)):
-            split = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
-            shaped = parallel.model_copy(update=split)
-            try:
-                if not holds_deepstack(shaped, architecture):
-                    continue
-            except ValueError:  # too few layers
+    def variants(self, settings: Settings, changes: Iterable[Mapping[str, Any]]) -> Iterator[Settings]:
+        """Yield the same layout with each of these changes, unless a rule refuses it, or the user chose the
+        experts' dispatcher."""
+        keeps_dispatcher = not self.request.free or _DISPATCHER in self.request.written
+        known = set(check(settings, self.architecture, self.world))
+        for each in changes:
+            changed = with_settings(settings, each)
+            if changed == settings or (keeps_dispatcher and _DISPATCHER in each):
                 continue
-            yield settings.model_copy(update={"parallel": shaped})
+            if not set(check(changed, self.architecture, self.world)) - known:
+                yield changed
 
     @property
     def policy(self) -> tuple[str, ...]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
 from megatune.config.pipeline import pipeline_chunks
-from megatune.config.settings import Settings
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.layouts import (
@@ -19,6 +17,7 @@ from megatune.plan.layouts import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
     NUM_RESHAPED,
+    VARIANTS,
     CandidateBatch,
     CandidateLayout,
     Refusal,
@@ -30,7 +29,6 @@ from megatune.plan.layouts import (
 )
 from megatune.plan.memory.estimate import library_bytes, workspace_bytes
 from megatune.plan.memory.parameters import StateConfig, stage_state
-from megatune.plan.schedule import bubble_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 sort_key = attrgetter("sort_key")
@@ -99,25 +97,17 @@ def num_kinds(case: Case) -> int:
 def search(request: SearchRequest) -> SearchResult:
     """Search all layouts of the request.
 
-    They are evaluated in the order of a lower bound of their time: first that of the layout and batch without
-    recomputation, with even stages and the shortest bubble; then a tighter one from its estimate. Once `request.keep`
-    layouts are found, those are skipped that cannot be faster than the last one, as fast as the first one, or on the
-    frontier.
+    They are evaluated in the order of a lower bound of their time: that of the layout and batch without recomputation,
+    with even stages and the shortest bubble. Once `request.keep` layouts are found, those are skipped that cannot be
+    faster than the last one, as fast as the first one, or on the frontier.
     """
     space = Space(replace(request, case=replace(request.case, settings=with_free(request))))
     found = _Search(space)
-    waiting = [(point.shortest, number, point) for number, point in enumerate(found.points())]
-    heapify(waiting)
-    while waiting:
-        _, number, point = heappop(waiting)
-        if not found.may_be_better(point):
-            continue
-        if point.is_close:
+    for point in sorted(found.points(), key=lambda point: point.shortest):
+        if found.may_be_better(point):
             found.evaluate(point)
-        elif (closer := found.closer(point)) is not None:
-            heappush(waiting, (closer.shortest, number, closer))
-    for variants in (space.exchanged, space.dispatched, space.reshaped):
-        found.reshape(variants)
+    for changes in VARIANTS:
+        found.reshape(changes)
     if request.below == math.inf:
         found.fill_frontier()
     ranked, num_equal = found.in_order()
@@ -167,14 +157,12 @@ class Frontier:
 
 
 class _Point(NamedTuple):
-    """A layout and batch, with lower bounds of its bytes and seconds for all virtual stages and recomputation;
-    `is_close` if the seconds are from its estimate."""
+    """A layout and batch, with lower bounds of its bytes and seconds for all virtual stages and recomputation."""
 
     layout: CandidateLayout
     batch: CandidateBatch
     smallest: int
     shortest: float
-    is_close: bool = False
 
 
 class _Search:
@@ -245,22 +233,16 @@ class _Search:
         within = (1 + equal_within(first.case)) * first.time.total
         return keep > 1 and key[0] == first.is_tight and seconds <= within
 
-    def closer(self, point: _Point) -> _Point | None:
-        """Return the point with a tighter bound from its estimate; None if it cannot fit or be better."""
+    def evaluate(self, point: _Point) -> None:
+        """Estimate the variants of a point that its bounds do not rule out."""
         kept, least = self._ends(point, None)
-        # Only virtual stages can make it faster.
-        shortest = min([kept.time.total, *(seconds for seconds, _ in self._virtual_bounds(point))])
-        point = point._replace(shortest=shortest, is_close=True)
+        if not self.space.virtual_stages(point.layout, point.batch):  # only these can make it faster
+            point = point._replace(shortest=kept.time.total)
         if not self.may_be_better(point):
-            return None
+            return
         if not kept.fits and not least.fits:
             self._misses[point.layout] = least
-            return None
-        return point
-
-    def evaluate(self, point: _Point) -> None:
-        """Estimate the variants of a point that the bounds do not rule out."""
-        kept, least = self._ends(point, None)
+            return
         if self._may_be_ranked(min(kept.peak_bytes, least.peak_bytes), point.shortest):
             self._rank(point)
         if self._may_be_on_frontier(least.peak_bytes, point.shortest):
@@ -274,23 +256,10 @@ class _Search:
         return self._extremes[key]
 
     def _rank(self, point: _Point) -> None:
-        """Rank a point with its best number of virtual stages and recomputation, using the bound of each."""
+        """Rank a point with its best number of virtual stages and recomputation."""
         best = plain = self._best_way(point, None)
-
-        def may_help(smallest: int, seconds: float) -> bool:
-            if best is not None and not best.is_tight and best.time.total <= seconds:
-                return False
-            # The layout without virtual stages is preferred if it is not clearly slower.
-            is_plain = plain is not None and not plain.is_tight and plain.time.total <= (1 + CLEARLY) * seconds
-            ranks = self._may_be_ranked(smallest, seconds)
-            return ranks and (not is_plain or self._may_be_on_frontier(smallest, seconds))
-
-        for shortest, virtual in self._virtual_bounds(point):
-            if not may_help(point.smallest, shortest):
-                continue
-            kept, least = self._ends(point, virtual)
-            seconds = kept.time.total
-            if not may_help(point.smallest, seconds) or not may_help(min(kept.peak_bytes, least.peak_bytes), seconds):
+        for virtual in self.space.virtual_stages(point.layout, point.batch):
+            if not self.may_be_better(point._replace(shortest=self._ends(point, virtual)[0].time.total)):
                 continue
             other = self._best_way(point, virtual)
             if other is not None and (best is None or sort_key(other) < sort_key(best)):
@@ -302,60 +271,27 @@ class _Search:
         if best.time.total < self.request.below:
             insort(self.ranked, best, key=sort_key)
 
-    def _virtual_bounds(self, point: _Point) -> list[tuple[float, int]]:
-        """Return the numbers of virtual stages, each with a lower bound of its seconds: with even stages, without
-        communication between them."""
-        plain, pp, count = self._ends(point, None)[0].time, point.layout.pp, point.batch.accumulation
-        totals = [sum([chunk.total for chunk in stage]) for stage in plain.chunks]
-        even = sum(totals) / pp
-        least = plain.total - plain.pipeline - count * (max(totals) - even)
-        numbers = self.space.virtual_stages(point.layout, point.batch)
-        return sorted((least + bubble_seconds([even] * pp, virtual), virtual) for virtual in numbers)
-
     def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
         """Return the best recomputation that fits, and add all that fit to the frontier."""
         found, shortest = self._fitting(point, virtual), self._ends(point, virtual)[0].time.total
         for each in found:
-            if not self.frontier.beats(each.peak_bytes, shortest):
+            if not self.frontier.beats(each.peak_bytes, shortest):  # the time of others is not needed
                 self.frontier.add(each)
         sure = [each for each in found if not each.is_tight]
         return min(sure or found, key=sort_key, default=None)
 
     def _fitting(self, point: _Point, virtual: int | None) -> list[Estimate]:
-        """Return recomputations that fit, among them the fastest that surely fits, or, if none does or if it may be on
-        the frontier, the fastest that is planned to fit."""
+        """Return recomputations that fit: none if that surely fits; otherwise also full and selective ones, and the
+        fewest layers that surely fit, and that are planned to fit."""
         kept, least = self._ends(point, virtual)
         if not kept.is_tight:
             return [kept]
         found = [each for each in (kept, least) if each.fits]
-        enough: list[frozenset[str]] = []
-        *others, widest = self.space.selective  # the last one includes all others
-        smallest = kept.with_recompute(widest)
-        useful = smallest.fits and self._may_help(virtual, smallest.peak_bytes, kept.time.total)
-        for each in (*map(kept.with_recompute, others), smallest) if useful else ():
-            modules = frozenset(each.case.settings.recompute.recompute_modules)
-            if any(smaller <= modules for smaller in enough):  # recomputes more than necessary
-                continue
-            found += [each] if each.fits else []
-            enough += [] if each.is_tight else [modules]
-        memory = kept.case.machine.device.memory
-        for room in (safe_bytes(kept.case), memory):
-            if not least.peak_bytes <= room < kept.peak_bytes:
-                continue
-            share = (kept.peak_bytes - room) / (
-                kept.peak_bytes - least.peak_bytes
-            )  # of the layers, that must be recomputed
-            seconds = kept.time.total + share * (least.time.total - kept.time.total)
-            useful = self._may_help(virtual, room, _NEARLY * seconds)
-            if useful and (room < memory or least.is_tight or self._may_be_on_frontier(room, seconds)):
+        found += [each for each in map(kept.with_recompute, self.space.selective) if each.fits]
+        for room in (safe_bytes(kept.case), kept.case.machine.device.memory):
+            if least.peak_bytes <= room < kept.peak_bytes:
                 found += self._fewest_layers(point, virtual, room)
         return found
-
-    def _may_help(self, virtual: int | None, smallest: int, seconds: float) -> bool:
-        """Return whether a variant with these lower bounds may be of use: one without virtual stages may also replace a
-        faster one with them."""
-        shortest = seconds if virtual else seconds / (1 + CLEARLY)
-        return self._may_be_on_frontier(smallest, seconds) or self._may_be_ranked(smallest, shortest)
 
     def _fewest_layers(self, point: _Point, virtual: int | None, room: int) -> list[Estimate]:
         """Search by interpolation for the fewest recomputed layers per stage that fit in `room`; [] for all layers."""
@@ -376,9 +312,8 @@ class _Search:
     def _save_memory(self, point: _Point) -> None:
         """Add variants of a point with less memory to the frontier."""
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
-            kept, least = self._ends(point, virtual)
-            for each in (kept, least):
-                if each.fits and not self.frontier.beats(each.peak_bytes, kept.time.total):
+            for each in self._ends(point, virtual):
+                if each.fits:
                     self.frontier.add(each)
 
     def fill_frontier(self) -> None:
@@ -393,10 +328,11 @@ class _Search:
                 if other.fits and not self.frontier.dominates(other.peak_bytes, kept.time.total):
                     self.frontier.add(other)
 
-    def reshape(self, variants: Callable[[Settings], Iterable[Settings]]) -> None:
+    def reshape(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the first and the simplest ranked layouts by their best variants."""
         for found in dict.fromkeys((*self.ranked[:NUM_RESHAPED], *self._simplest())):
-            fitting = (each for each in map(self.space.estimate, variants(found.case.settings)) if each.fits)
+            variants = self.space.variants(found.case.settings, changes)
+            fitting = (each for each in map(self.space.estimate, variants) if each.fits)
             better = min(fitting, key=sort_key, default=found)
             if sort_key(better) < sort_key(found):
                 self.frontier.add(better)
