@@ -132,7 +132,7 @@ def request_of(example: Example, layout: Mapping[str, Any] | Path) -> SearchRequ
         world_size=example.num_gpus,
         machine=find_machine(GPU),
     )
-    return SearchRequest(case=case)
+    return SearchRequest(case=case, global_batch_size=case.global_batch_size)
 
 
 def planned(example: Example) -> dict[str, Estimate]:

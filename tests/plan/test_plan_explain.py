@@ -20,7 +20,7 @@ from megatune.plan.changes import value_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import BaseCase, case_of_file, compare_with, default_cases, impact_of, needed
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
-from megatune.plan.explain.words import WIDTH, columns_of, language_of, signed_bytes, words_of, wrapped
+from megatune.plan.explain.words import WIDTH, columns_of, language_of, others_of, signed_bytes, words_of, wrapped
 
 CASES = default_cases()
 INFOS = all_settings()
@@ -56,15 +56,15 @@ def test_costs_are_the_planners(path: str) -> None:
     assert impact is not None
     for effect in impact.effects:
         before, after = effect.before.case, effect.after.case
-        changes = {**effect.side_changes, path: effect.value}
+        changes = {**effect.changes, path: value_of(after, path)}
         assert after.settings == with_settings(before.settings, changes)
         for case in (before, after):
             wrong = [finding.what for finding in check(case.settings, case.model.architecture, case.world_size)]
             assert not [what for what in wrong if "is missing" not in what and "max_steps" not in what]
-        assert effect.memory == estimate(after).fullest.total - estimate(before).fullest.total
+        assert -effect.saving == estimate(after).fullest.total - estimate(before).fullest.total
         assert effect.after.time == estimate(after).time
         if effect.same_rows:
-            assert effect.time == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
+            assert -effect.gain == pytest.approx(effect.after.time.total / effect.before.time.total - 1)
     assert not impact.effects or not all(effect.has_no_effect for effect in impact.effects)
 
 
@@ -127,7 +127,7 @@ def test_cost_of_the_case_that_was_asked_for() -> None:
     assert base.case is not None
     effect = impact_of(INFOS["parallel.use_distributed_optimizer"], [base])
     assert effect is not None
-    assert f"false: {signed_bytes(effect.effects[0].memory)}" in text
+    assert f"false: {signed_bytes(-effect.effects[0].saving)}" in text
     assert "assumed" in explain_key("use_distributed_optimizer", default_cases("Qwen3-0.6B"))
     large = default_cases("llama3-70b", 32, "a100-80g")[0].case
     assert large is not None
@@ -165,8 +165,8 @@ def test_file(file: str) -> None:
     assert base.case is not None
     effect = compare_with(base.case, "recompute.recompute_granularity", None)
     assert effect is not None
-    assert effect.memory < 0 < effect.time
-    assert f"compared with null: {signed_bytes(effect.memory)}" in text
+    assert effect.gain < 0 < effect.saving
+    assert f"compared with null: {signed_bytes(-effect.saving)}" in text
     off, _ = explain_file("run.yaml", load(file, ["bf16=false"]), base)
     assert "    off: Compute in bfloat16" in off
     chinese, _ = explain_file("run.yaml", loaded, base, "zh")
@@ -192,7 +192,8 @@ def test_against_keeps_the_rows_of_a_step(file: str) -> None:
     assert case is not None
     effect = compare_with(case, "parallel.tensor_model_parallel_size", 1)
     assert effect is not None
-    assert effect.side_changes == {"batch.gradient_accumulation_steps": 4, "parallel.sequence_parallel": False}
+    others = {"batch.gradient_accumulation_steps": 4, "parallel.sequence_parallel": False}
+    assert others_of(effect, "parallel.tensor_model_parallel_size") == others
     assert effect.before.case.global_batch_size == effect.after.case.global_batch_size == case.global_batch_size
     assert value_of(effect.before.case, "parallel.tensor_model_parallel_size") == 1
     assert compare_with(replace(case, world_size=4), "parallel.pipeline_model_parallel_size", 3) is None
@@ -259,10 +260,12 @@ def test_values_that_are_compared_are_those_that_people_try() -> None:
         assert found is not None
         assert all(effect.before.fits for effect in found.effects), found.base.case
     [rate] = impact["experts.moe_router_bias_update_rate"].effects  # type: ignore[union-attr]
-    assert rate.value == 0.001
+    assert value_of(rate.after.case, "experts.moe_router_bias_update_rate") == 0.001
     # 1.5 changes nothing, which is worth knowing beside 1.0, which does.
     factors = impact["experts.moe_expert_capacity_factor"].effects  # type: ignore[union-attr]
-    assert [(effect.value, effect.has_no_effect) for effect in factors] == [(1.0, False), (1.5, True)]
+    values = [value_of(effect.after.case, "experts.moe_expert_capacity_factor") for effect in factors]
+    assert values == [1.0, 1.5]
+    assert [effect.has_no_effect for effect in factors] == [False, True]
 
 
 def test_every_word_is_in_both_languages() -> None:

@@ -416,18 +416,6 @@ def test_refused_in_the_words_of_the_rules(what: str) -> None:
     assert [refusal.count for refusal in refused] == sorted((refusal.count for refusal in refused), reverse=True)
 
 
-def test_without_a_global_batch_that_of_the_settings_is_kept() -> None:
-    asked = request(world_size=4, global_batch_size=None)
-    settings = asked.case.settings.model_copy(
-        update={
-            "batch": GROUPS["batch"](per_device_train_batch_size=2, gradient_accumulation_steps=3),
-            "parallel": GROUPS["parallel"](tensor_model_parallel_size=2),
-        }
-    )
-    result = search(changed(asked, settings=settings))
-    assert {estimate.case.global_batch_size for estimate in result.ranked} == {2 * 3 * 2}
-
-
 def test_adapters_and_towers_are_searched() -> None:
     model = find_model("Qwen2-VL-7B")
     asked = request(world_size=8, global_batch_size=64, image_tokens=1024, model=model)

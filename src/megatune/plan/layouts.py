@@ -58,7 +58,7 @@ class SearchRequest:
 
     Attributes:
         case: the model, its rows, the machines, and the settings that are not searched.
-        global_batch_size: rows of a step, which every layout keeps; None for those of the settings on this world.
+        global_batch_size: rows of a step, which every layout keeps.
         keep: number of layouts to rank.
         written: settings that the user set, by "group.name", which `with_free` keeps.
         free: whether to turn on settings without a cost, see `with_free`.
@@ -66,19 +66,11 @@ class SearchRequest:
     """
 
     case: Case
-    global_batch_size: int | None = None
+    global_batch_size: int
     keep: int = 20
     written: frozenset[str] = frozenset()
     free: bool = True
     below: float = math.inf
-
-    @property
-    def rows(self) -> int:
-        """Rows of a step: the requested global batch, or that of the settings on this world."""
-        if self.global_batch_size is not None:
-            return self.global_batch_size
-        case = self.case
-        return case.micro_batch_size * case.num_micro_batches * max(case.dp_size, 1)
 
 
 class CandidateLayout(NamedTuple):
@@ -148,7 +140,7 @@ class Space:
             return "context parallelism does not split the key heads of gated delta nets evenly"
         if not _holds_deepstack(self.architecture, layout.pp, None):
             return "the first pipeline stage has fewer layers than deepstack mergers feed"
-        if self.request.rows % (self.world // (layout.tp * layout.pp * layout.cp)):
+        if self.request.global_batch_size % (self.world // (layout.tp * layout.pp * layout.cp)):
             return "the global batch is not split evenly over the data-parallel processes"
         return ""
 
@@ -176,7 +168,7 @@ class Space:
 
     def batches(self, layout: CandidateLayout) -> list[CandidateBatch]:
         """Return the micro-batch sizes that divide the global batch, ascending."""
-        rows = self.request.rows * layout.tp * layout.pp * layout.cp // self.world
+        rows = self.request.global_batch_size * layout.tp * layout.pp * layout.cp // self.world
         return [CandidateBatch(size, rows // size) for size in divisors(rows) if size <= LARGEST_MICRO_BATCH]
 
     def virtual_stages(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, ...]:
@@ -376,7 +368,7 @@ def _finding(space: Space, layout: CandidateLayout) -> Finding:
     found = check(settings, space.architecture, space.world, origins=origins)
     if about := next((finding for finding in found if finding.where), None):
         return replace(about, where="")
-    rows, dp = space.request.rows, space.world // (layout.tp * layout.pp * layout.cp)
+    rows, dp = space.request.global_batch_size, space.world // (layout.tp * layout.pp * layout.cp)
     valid = nearest(rows, (max(rows // dp, 1) * dp, (rows // dp + 1) * dp))
     what = f"a global batch of {rows} rows on {dp} data-parallel processes"
     return Finding(what, "", "data-parallel processes have equal numbers of rows", f"use a global batch of {valid}")

@@ -183,32 +183,6 @@ def problems(case: Case) -> list[Problem]:
 
 
 @dataclass(frozen=True)
-class Effect(Fix):
-    """Another value of a setting with the plans before and after it; `path` is its "group.name"."""
-
-    path: str
-
-    @property
-    def value(self) -> Any:
-        return value_of(self.after.case, self.path)
-
-    @property
-    def memory(self) -> int:
-        """Additional bytes on the fullest stage."""
-        return -self.saving
-
-    @property
-    def time(self) -> float:
-        """Change of the time for as many tokens: 0.12 is 12 % more."""
-        return self.before.time.tokens_per_second / self.after.time.tokens_per_second - 1
-
-    @property
-    def side_changes(self) -> dict[str, Any]:
-        """Values of other settings that had to change, by "group.name"."""
-        return {path: value for path, value in self.changes.items() if path != self.path}
-
-
-@dataclass(frozen=True)
 class SettingImpact:
     """The present value of a setting in a case, and the effects of other values; () if they have none.
 
@@ -220,7 +194,7 @@ class SettingImpact:
     base: BaseCase
     companions: Mapping[str, Any]
     now: Any
-    effects: tuple[Effect, ...]
+    effects: tuple[Fix, ...]
     refused: str = ""
 
 
@@ -263,27 +237,24 @@ def needed(info: SettingInfo, case: Case) -> dict[str, Any]:
     return changes
 
 
-def compare_with(case: Case, path: str, value: Any) -> Effect | None:
-    """Compare the case with the same case with another value; None if that value is not valid.
-
-    `Effect.side_changes` are those of the case with the other value.
-    """
-    found = _effect(path, case, value)
+def compare_with(case: Case, path: str, value: Any) -> Fix | None:
+    """Compare the same case with another value with this case, the other way round than `try_value`; None if that value
+    is not valid."""
+    found = try_value(case, path, value)
     return found and replace(found, before=found.after, after=found.before)
 
 
-def _effect(path: str, case: Case, value: Any) -> Effect | None:
+def try_value(case: Case, path: str, value: Any) -> Fix | None:
     """Return the effect of another value; None if it is not valid."""
-    found = try_change(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
-    return None if found is None else Effect(found.changes, found.before, found.after, path)
+    return try_change(estimate(case), {path: value}, rules=PLANNED_RULES, repair=True)
 
 
-def _effects(info: SettingInfo, case: Case) -> tuple[list[Effect], str]:
+def _effects(info: SettingInfo, case: Case) -> tuple[list[Fix], str]:
     """Return the effect of each alternative, and why the first invalid one is refused."""
-    effects: list[Effect] = []
+    effects: list[Fix] = []
     refused = ""
     for value in alternatives(info, case):
-        if (effect := _effect(info.path, case, value)) is not None:
+        if (effect := try_value(case, info.path, value)) is not None:
             effects.append(effect)
         elif not refused:
             found = problems(replace(case, settings=with_settings(case.settings, {info.path: value})))

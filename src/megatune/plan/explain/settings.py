@@ -181,7 +181,8 @@ def _written(info: SettingInfo, loaded: Loaded, base: BaseCase, language: Langua
         return
     effect = compare_with(base.case, info.path, info.default)
     if effect is not None and not effect.has_no_effect:
-        yield wrapped(words.cost + words.colon + describe_comparison(effect, info.default, words), indent="    ")
+        compared = describe_comparison(effect, info.path, info.default, words)
+        yield wrapped(words.cost + words.colon + compared, indent="    ")
 
 
 def _place(origin: str) -> tuple[int, str]:

@@ -15,9 +15,11 @@ import yaml
 
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.values import shown
+from megatune.plan.changes import value_of
 from megatune.plan.changes import written as written_changes
 from megatune.plan.estimate import Estimate, estimate
-from megatune.plan.explain.cost import BaseCase, Effect, SettingImpact
+from megatune.plan.explain.cost import BaseCase, SettingImpact
+from megatune.plan.fixes import Fix
 from megatune.plan.pages.words import bytes_unit, describe_layout, percent, row_length, seconds, size
 
 Language: TypeAlias = Literal["en", "zh"]
@@ -195,31 +197,39 @@ def cost_lines(
     value = shown(impact.now) if impact.effects else case.model.name
     yield words.now.format(value=value, memory=fullest(before, words), seconds=seconds(before.time.total))
     for effect in impact.effects:
-        yield shown(effect.value) + words.colon + describe_effect(effect, words, effect.side_changes)
+        value = value_of(effect.after.case, info.path)
+        yield shown(value) + words.colon + describe_effect(effect, words, others_of(effect, info.path))
     yield words.uncertainty.format(percent=percent(before.time.uncertainty))
 
 
-def describe_comparison(effect: Effect, value: Any, words: Words) -> str:
-    """Describe an effect compared with another value of the setting."""
+def others_of(effect: Fix, path: str) -> dict[str, Any]:
+    """Return the settings that had to change with the one of this path."""
+    return {other: value for other, value in effect.changes.items() if other != path}
+
+
+def describe_comparison(effect: Fix, path: str, value: Any, words: Words) -> str:
+    """Describe an effect compared with another value of the setting of this path."""
     other = shown(value)
-    if effect.side_changes:
-        other += words.parentheses.format(words.together.format(changes=written_changes(effect.side_changes)))
+    if changes := others_of(effect, path):
+        other += words.parentheses.format(words.together.format(changes=written_changes(changes)))
     text = words.compared.format(value=other, effect=describe_effect(effect, words, side_changes={}))
     return text.replace("） ", "）")
 
 
-def describe_effect(effect: Effect, words: Words, side_changes: Mapping[str, Any]) -> str:
-    """Describe an effect in a line: memory, time, settings that changed with it, and whether it fits."""
+def describe_effect(effect: Fix, words: Words, side_changes: Mapping[str, Any]) -> str:
+    """Describe an effect in a line: memory, time for as many tokens, settings that changed with it, and whether it
+    fits."""
+    more_bytes, more_time = -effect.saving, -effect.gain
     memory = words.no_memory
-    if abs(effect.memory) >= _HARDLY_BYTES:
-        memory = words.memory.format(change=signed_bytes(effect.memory))
+    if abs(more_bytes) >= _HARDLY_BYTES:
+        memory = words.memory.format(change=signed_bytes(more_bytes))
         part, change = effect.part
         if abs(change) >= _HARDLY_BYTES and effect.after.fullest.stage == effect.before.fullest.stage:
             memory += words.parentheses.format(f"{words.parts[part]} {signed_bytes(change)}")
     time = words.no_time
-    if abs(effect.time) >= _HARDLY_TIME:
-        share = ("+" if effect.time > 0 else "−") + percent(abs(effect.time))  # −12 %, or ×2.4 from 2 on
-        share = f"×{1 + effect.time:.1f}" if effect.time >= 1 else share
+    if abs(more_time) >= _HARDLY_TIME:
+        share = ("+" if more_time > 0 else "−") + percent(abs(more_time))  # −12 %, or ×2.4 from 2 on
+        share = f"×{1 + more_time:.1f}" if more_time >= 1 else share
         time = (words.step_time if effect.same_rows else words.token_time).format(change=share)
     parts = [memory, time]
     if side_changes:

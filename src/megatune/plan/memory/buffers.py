@@ -70,25 +70,6 @@ def shared_buckets(parameters: Sequence[ParameterShard], shards: int, size: int 
     return buckets
 
 
-def padded_size(parts: Iterable[tuple[Sequence[ParameterShard], int]], shards: int) -> int:
-    """Return the elements of a buffer with one bucket, including padding.
-
-    Args:
-        parts: trained parameters in the engine's order, with their number of repetitions.
-        shards: ranks that shard the buffer.
-    """
-    multiple = math.lcm(shards, _BUCKET_ALIGNMENT)
-    # A shared embedding has a separate bucket, and separates the parameters before and after it.
-    buckets = [0]
-    for parameters, count in parts:
-        for parameter in parameters:
-            if parameter.is_shared_embedding:
-                buckets += [parameter.numel, 0]
-            else:
-                buckets[-1] += count * pad(parameter.numel, _PARAMETER_ALIGNMENT)
-    return sum(pad(size, multiple) for size in buckets)
-
-
 def largest_share(buffers: Iterable[Sequence[Bucket]], shards: int) -> int:
     """Return the most elements outside of matrices that one rank updates: ranks own equal, contiguous shards of every
     bucket, and embeddings are at both ends of a buffer.

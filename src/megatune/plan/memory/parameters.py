@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import ParallelSettings, Settings
 from megatune.plan.case import Case, PlannedModel
-from megatune.plan.memory.buffers import full_bucket, largest_share, padded_size, shared_buckets
+from megatune.plan.memory.buffers import full_bucket, largest_share, shared_buckets
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.memory.tensors import (
     ChunkContent,
@@ -291,7 +291,7 @@ def _closed_parts(
 
 @lru_cache(maxsize=4096)
 def _places(chunks: tuple[ChunkContent, ...]) -> list[tuple[ModelPart, int]]:
-    """Return the groups of parameters in chunks with their counts; for one chunk in the engine's order."""
+    """Return the groups of parameters in chunks with their counts."""
     counts: Counter[ModelPart] = Counter()
     for chunk in chunks:
         counts["first"] += chunk.embedding
@@ -317,8 +317,6 @@ def _trained_at(held: RankParameters, place: ModelPart, kind: BufferKind) -> lis
 @lru_cache(maxsize=16384)
 def _buffer_size(held: RankParameters, chunk: ChunkContent, full: int | None, kind: BufferKind, shards: int) -> int:
     """Return the elements of a chunk's buffer with the distributed optimizer, including padding."""
-    if full is None:
-        return padded_size(((_trained_at(held, place, kind), count) for place, count in _places((chunk,))), shards)
     ours = [one for place in chunk.places for one in _trained_at(held, place, kind)]
     return sum(bucket.stop - bucket.start for bucket in shared_buckets(ours, shards, full))
 

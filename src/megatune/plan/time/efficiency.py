@@ -18,7 +18,7 @@ published shares of the peak of the generation's reference device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,11 +30,8 @@ from megatune.plan.memory.parameters import StageParameters, optimizer_state_con
 from megatune.plan.operators.decoder import (
     around_experts,
     dense_branch,
-    embedding,
     experts,
-    head,
     mixer_branch,
-    mtp_inputs,
 )
 from megatune.plan.operators.operator import Attention, Kernel, MemoryOp, Operator, Product
 from megatune.plan.operators.shapes import Shapes, without_experts
@@ -307,28 +304,10 @@ class Seconds(NamedTuple):
 def layer_seconds(shapes: Shapes, rates: Rates, sparse: bool) -> Seconds:
     """Return the seconds of one decoder layer, dense or sparse."""
     whole = without_experts(shapes)
-    mixer = _branch_seconds(mixer_branch, whole, rates)
+    mixer = seconds_of(rates, mixer_branch(whole))
     if not sparse:
-        return mixer.plus(_branch_seconds(dense_branch, whole, rates))
-    around = _branch_seconds(around_experts, whole, rates)
-    return mixer.plus(around).plus(_add_up(rates, experts(shapes)))
-
-
-@lru_cache(maxsize=8192)  # layouts that differ in the sharding of experts share it
-def _branch_seconds(branch: Callable[[Shapes], tuple[Operator, ...]], shapes: Shapes, rates: Rates) -> Seconds:
-    return _add_up(rates, branch(shapes))
-
-
-@lru_cache(maxsize=8192)
-def end_seconds(shapes: Shapes, rates: Rates, loss: bool) -> Seconds:
-    """Return the seconds of the word embedding, or of the last norm, the output layer and the loss."""
-    return _add_up(rates, head(shapes) if loss else (embedding(shapes),))
-
-
-@lru_cache(maxsize=8192)
-def mtp_seconds(shapes: Shapes, rates: Rates) -> Seconds:
-    """Return the seconds of the inputs of an MTP layer."""
-    return _add_up(rates, mtp_inputs(shapes))
+        return mixer.plus(seconds_of(rates, dense_branch(whole)))
+    return mixer.plus(seconds_of(rates, around_experts(whole))).plus(seconds_of(rates, experts(shapes)))
 
 
 @lru_cache(maxsize=1024)
@@ -336,10 +315,10 @@ def vision_seconds(shapes: Shapes, rates: Rates, images: Images) -> Seconds:
     """Return the seconds of an encoder and its mergers, and of the embedding with the inserted features."""
     layers = encoder_layer(shapes, images) * images.tower.depth
     operators = encoder_inputs(shapes, images), *layers, *mergers(shapes, images), media_embedding(shapes, images)
-    return _add_up(rates, operators, both_ways=images.tower_trained)
+    return seconds_of(rates, operators, both_ways=images.tower_trained)
 
 
-def _add_up(rates: Rates, operators: Iterable[Operator], both_ways: bool = True) -> Seconds:
+def seconds_of(rates: Rates, operators: Iterable[Operator], both_ways: bool = True) -> Seconds:
     """Sum up the seconds of operators; `both_ways` counts launches of a backward pass, too: twice as many, and those of
     weight gradients."""
     forward = backward = weight_gradient = attention = 0.0

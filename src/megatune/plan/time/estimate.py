@@ -13,7 +13,7 @@ from megatune.plan.flops import model_flops
 from megatune.plan.machine import Calibration
 from megatune.plan.memory.parameters import StageParameters, StateConfig, elements_of
 from megatune.plan.memory.tensors import ChunkContent, LayerContent, whole_model
-from megatune.plan.operators.decoder import Recompute, recompute_of
+from megatune.plan.operators.decoder import Recompute, embedding, head, mtp_inputs, recompute_of
 from megatune.plan.operators.shapes import Shapes, layer_shapes, shapes_of, without_experts
 from megatune.plan.operators.vision import Images, images_of
 from megatune.plan.schedule import ChunkSeconds, bubble_seconds, exchange_seconds
@@ -34,10 +34,9 @@ from megatune.plan.time.communication import (
 from megatune.plan.time.efficiency import (
     Rates,
     Seconds,
-    end_seconds,
     layer_seconds,
-    mtp_seconds,
     optimizer_seconds,
+    seconds_of,
     vision_seconds,
 )
 from megatune.plan.uncertainty import time_uncertainty
@@ -321,19 +320,19 @@ class RankTime:
     @cached_property
     def _mtp(self) -> _Parts:
         """The inputs of an MTP layer."""
-        computed = mtp_seconds(without_experts(self.shapes), self.rates)
+        computed = seconds_of(self.rates, mtp_inputs(without_experts(self.shapes)))
         return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
 
     @cached_property
     def _end(self) -> _Parts:
-        computed = end_seconds(without_experts(self.shapes), self.rates, True)
+        computed = seconds_of(self.rates, head(without_experts(self.shapes)))
         return self._once(computed, end_exchange(self.shapes, self.groups.tensor, True))
 
     @cached_property
     def _begin(self) -> _Parts:
         """The word embedding, with the vision encoder if there is one."""
         if self.images is None:
-            computed = end_seconds(without_experts(self.shapes), self.rates, False)
+            computed = seconds_of(self.rates, [embedding(without_experts(self.shapes))])
             return self._once(computed, end_exchange(self.shapes, self.groups.tensor, False))
         computed = vision_seconds(self.shapes, self.rates, self.images)
         parts = self._once(computed, vision_exchange(self.shapes, self.groups, self.images))
