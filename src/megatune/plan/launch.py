@@ -58,29 +58,26 @@ _PLACEHOLDERS = (
 )
 
 
-def torchrun_lines(
-    case: Case, file: str, *, master_addr: str = FIRST_MACHINE, master_port: int = DEFAULT_PORT
-) -> tuple[str, ...]:
+def torchrun_lines(case: Case, file: str) -> tuple[str, ...]:
     """Return the command for each machine, by its rank. On one machine megatune starts the processes itself.
 
     Args:
         file: the YAML for `megatune train`, with the same path on every machine.
-        master_addr, master_port: the address of the first machine, as the others reach it.
 
     Raises:
         MegatuneError: SETTINGS if the processes do not fill whole machines.
     """
     command = f"megatune train {shlex.quote(file)}"
-    nodes, _ = machines_of(case)
+    nodes, per_node = machines_of(case)
     if nodes == 1:
         # It starts one process for each GPU unless num_processes is set.
         fits = case.world_size in (case.settings.run.num_processes, case.machine.gpus_per_node)
         return (command if fits else f"{command} num_processes={case.world_size}",)
-    environment = [*environment_lines(case), *suggested_lines(case)]
-    if master_addr == FIRST_MACHINE:
-        environment.append(f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it")
-    addr, port = shlex.quote(master_addr), str(master_port)
-    return tuple("\n".join((*environment, _torchrun(case, file, str(rank), addr, port))) for rank in range(nodes))
+    first = f"# {FIRST_MACHINE} is the first machine: its name or address, as the others reach it"
+    environment = (*environment_lines(case), *suggested_lines(case), first)
+    address = f"--master_addr {FIRST_MACHINE} --master_port {DEFAULT_PORT}"
+    starts = (f"torchrun --nnodes {nodes} --node_rank {rank} --nproc_per_node {per_node}" for rank in range(nodes))
+    return tuple("\n".join((*environment, f"{start} {address} -m {command}")) for start in starts)
 
 
 def machines_of(case: Case) -> tuple[int, int]:
@@ -123,14 +120,6 @@ def suggested_lines(case: Case) -> tuple[str, ...]:
     if network.startswith("roce-"):
         lines.append("# export NCCL_IB_GID_INDEX=3  # RoCE v2, on most networks")
     return (*lines, "# export NCCL_DEBUG=INFO  # prints which network NCCL found")
-
-
-def _torchrun(case: Case, file: str, node_rank: str, addr: str, port: str) -> str:
-    nodes, per_node = machines_of(case)
-    return (
-        f"torchrun --nnodes {nodes} --node_rank {node_rank} --nproc_per_node {per_node}"
-        f" --master_addr {addr} --master_port {port} -m megatune train {shlex.quote(file)}"
-    )
 
 
 # --- the settings file -----------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _listed(of: Any, names: tuple[str, ...]) -> str:
     return ", ".join(f"{name} {getattr(of, name)}" for name in names)
 
 
-def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | None = None) -> SmallModel:
+def shrink(real: RealModel, parallel: ParallelSettings) -> SmallModel:
     """Return the smallest model that the layout shards like the real one.
 
     Dense and sparse layers are both kept, key/value heads stay fewer than tensor-parallel processes, and unequal
@@ -138,13 +138,12 @@ def shrink(real: RealModel, parallel: ParallelSettings, *, vocab_size: int | Non
 
     Args:
         parallel: a valid layout for the real model.
-        vocab_size: None keeps the model's.
     """
     config = _completed(real.config)
     architecture = real.architecture
     for num_layers, layout in fewer_layers(parallel, architecture.num_layers):
         changed = parallel.model_copy(update=layout)
-        small = _shrink_config(config, architecture, changed, num_layers, vocab_size)
+        small = _shrink_config(config, architecture, changed, num_layers)
         found = read_architecture(small, real.where)
         kept = _pattern(found) >= _pattern(architecture) and num_layers >= min(2, architecture.num_layers)
         if kept and holds_deepstack(changed, found):
@@ -175,15 +174,10 @@ def _without_layers(value: Any) -> Any:
 
 
 def _shrink_config(
-    config: Mapping[str, Any],
-    architecture: Architecture,
-    parallel: ParallelSettings,
-    num_layers: int,
-    vocab_size: int | None,
+    config: Mapping[str, Any], architecture: Architecture, parallel: ParallelSettings, num_layers: int
 ) -> dict[str, Any]:
     text: Mapping[str, Any] = config.get("text_config") or config
     decoder = text_config(text, architecture, parallel, num_layers)
-    decoder |= {"vocab_size": vocab_size} if vocab_size else {}
     if architecture.vision is None:
         return {**config, **decoder}
     declared = FAMILIES[architecture.model_type].vision

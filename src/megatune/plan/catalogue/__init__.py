@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatune.errors import ExitCode, Finding, MegatuneError, nearest_names
-from megatune.plan.catalogue.devices import DTYPES, DeviceFields, LinkFields, Peaks, catalogue, split_ports
+from megatune.plan.catalogue.devices import DTYPES, DeviceFields, LinkFields, catalogue, split_ports
 from megatune.plan.catalogue.models import MODELS, find_model
 from megatune.plan.catalogue.own import own_catalogue
 from megatune.plan.machine import Device, Link, Machine
@@ -113,7 +113,7 @@ def cpu_machine(memory_bytes: int, cores: int, processes: int = 1) -> Machine:
         name="cpu",
         generation="cpu",
         memory=memory_bytes // processes,
-        flops=Peaks(dict.fromkeys(DTYPES, _CORE_FLOPS * share)),
+        flops=dict.fromkeys(DTYPES, _CORE_FLOPS * share),
         bandwidth=_CORE_BANDWIDTH * share,
         link="loopback",
     )

@@ -68,20 +68,13 @@ class DeviceFields(Group):
         return Device(
             name=name,
             memory=int(numbers["memory_gib"] * 2**30),
-            flops=Peaks({dtype: peak * 1e12 for dtype, peak in numbers["tflops"]}),
+            flops={dtype: peak * 1e12 for dtype, peak in numbers["tflops"]},
             bandwidth=numbers["bandwidth_gb_per_s"] * 1e9,
             **{key: numbers[key] for key in ("generation", "link", "watts", "multiprocessors")},
         )
 
 
 DTYPES = tuple(PeakFields.model_fields)
-
-
-class Peaks(dict[str, float]):
-    """FLOP/s by torch's name of the dtype; hashable, so that results for a device can be cached."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from megatune.config.settings import with_settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import Case
-from megatune.plan.catalogue.devices import Peaks
 from megatune.plan.estimate import Estimate, estimate
 from megatune.plan.memory.stage import MEMORY_PARTS, StageMemory
 from megatune.plan.pages.words import seconds, size
@@ -167,7 +166,7 @@ def read_records(path: Path) -> list[RunRecord]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')}, expected {FORMAT}")
-        records = [_hashable(_adapter().validate_python(each["record"])) for each in content["runs"]]
+        records = [_adapter().validate_python(each["record"]) for each in content["runs"]]
         if not records:
             raise ValueError("it records no run")
         for record in records:  # raise here if the numbers cannot be planned
@@ -182,13 +181,6 @@ def read_records(path: Path) -> list[RunRecord]:
         raise MegatuneError(Finding("is of another version", str(path), why, _FIX), ExitCode.INPUT) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
         raise MegatuneError(Finding("cannot be read", str(path), str(error), _FIX), ExitCode.INPUT) from None
-
-
-def _hashable(record: RunRecord) -> RunRecord:
-    """Return the record with hashable peaks of its device, as in the catalogue."""
-    machine = record.case.machine
-    device = replace(machine.device, flops=Peaks(machine.device.flops))
-    return replace(record, case=replace(record.case, machine=replace(machine, device=device)))
 
 
 def _summary(planned: Estimate) -> dict[str, Any]:
