@@ -141,7 +141,7 @@ def test_what_is_searched_is_valid(data: st.DataObject, architecture: Architectu
     batch = data.draw(st.sampled_from(space.batches(layout)))
     virtual = data.draw(st.sampled_from([None, *space.virtual_stages(layout, batch)]))
     ways = [NO_RECOMPUTE, FULL_RECOMPUTE, block(1), *selective(architecture, GROUPS["experts"]())]
-    found = space.settings_of(layout, batch, virtual, data.draw(st.sampled_from(ways)))
+    found = space.settings_of(layout, batch, virtual).model_copy(update={"recompute": data.draw(st.sampled_from(ways))})
     for each in (found, *(variant for changes in VARIANTS for variant in space.variants(found, changes))):
         assert check(each, architecture, world) == []
         assert dataclasses.replace(asked.case, settings=each).global_batch_size == 24
@@ -162,7 +162,7 @@ def test_valid_layouts_that_are_not_searched_are_those_of_the_policy(
     experts = list(itertools.product(sizes, sizes)) if architecture.moe else [(1, 1)]
     for tp, pp, cp, (ep, etp) in itertools.product(sizes, sizes, sizes, experts):
         layout = CandidateLayout(tp, pp, cp, ep, etp)
-        parallel = space.settings_of(layout, CandidateBatch(1, 1), None, NO_RECOMPUTE)
+        parallel = space.settings_of(layout, CandidateBatch(1, 1), None)
         if check(parallel, architecture, world) or 24 % (world // (tp * pp * cp)):
             assert layout not in searched, "refused by the rules"
         elif tp > 4 or 4 % tp or etp not in (1, tp) or (cp > 1 and cutoff < cp * TOKENS_OF_A_CONTEXT_PART):
@@ -198,7 +198,7 @@ def every_way(space: Space) -> list[Estimate]:
     blocks = [block(number) for number in range(1, architecture.num_layers)]
     ways = [NO_RECOMPUTE, FULL_RECOMPUTE, *blocks, *space.selective]
     return [
-        space.candidate(layout, batch, virtual, how)
+        space.ends(layout, batch, virtual)[0].with_recompute(how)
         for layout in space.layouts()
         for batch in space.batches(layout)
         for virtual in [None, *space.virtual_stages(layout, batch)]

@@ -101,7 +101,7 @@ class Space:
         self.selective = selective(self.architecture, self.settings.experts)
         self._parallels: dict[tuple[CandidateLayout, int | None], ParallelSettings] = {}
         self._batches: dict[CandidateBatch, BatchSettings] = {}
-        self._plain: dict[tuple[CandidateLayout, CandidateBatch, int | None], Estimate] = {}
+        self._ends: dict[tuple[CandidateLayout, CandidateBatch, int | None], tuple[Estimate, Estimate]] = {}
 
     def layouts(self) -> Iterator[CandidateLayout]:
         """Yield the valid layouts within the policy."""
@@ -176,32 +176,26 @@ class Space:
         has_micro_batches = layout.pp > 1 and batch.accumulation % layout.pp == 0
         return _virtual_stages(self.architecture, layout.pp) if has_micro_batches else ()
 
-    def candidate(
-        self,
-        layout: CandidateLayout,
-        batch: CandidateBatch,
-        virtual: int | None,
-        recompute: RecomputeSettings = NO_RECOMPUTE,
-    ) -> Estimate:
-        """Return the estimate of the request's model in this layout; recomputation variants share what they can."""
+    def ends(self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None) -> tuple[Estimate, Estimate]:
+        """Return the cached estimates of the request's model in this layout: without recomputation, and with full
+        recomputation."""
         key = layout, batch, virtual
-        if key not in self._plain:
-            self._plain[key] = self.estimate(self.settings_of(*key, NO_RECOMPUTE))
-        return self._plain[key] if recompute is NO_RECOMPUTE else self._plain[key].with_recompute(recompute)
+        if key not in self._ends:
+            plain = self.estimate(self.settings_of(*key))
+            self._ends[key] = plain, plain.with_recompute(FULL_RECOMPUTE)
+        return self._ends[key]
 
     def estimate(self, settings: Settings) -> Estimate:
         """Return the estimate of the request's case with other settings."""
         return Estimate(replace(self.request.case, settings=settings))
 
-    def settings_of(
-        self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None, recompute: RecomputeSettings
-    ) -> Settings:
-        """Return the request's settings in this layout."""
+    def settings_of(self, layout: CandidateLayout, batch: CandidateBatch, virtual: int | None) -> Settings:
+        """Return the request's settings in this layout, without recomputation."""
         if batch not in self._batches:
             rows = {"per_device_train_batch_size": batch.micro_batch, "gradient_accumulation_steps": batch.accumulation}
             self._batches[batch] = self.settings.batch.model_copy(update=rows)
         parallel = self._parallel(layout, virtual)
-        update = {"parallel": parallel, "batch": self._batches[batch], "recompute": recompute, "run": self._run}
+        update = {"parallel": parallel, "batch": self._batches[batch], "recompute": NO_RECOMPUTE, "run": self._run}
         return self.settings.model_copy(update=update)
 
     def _parallel(self, layout: CandidateLayout, virtual: int | None) -> ParallelSettings:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.pipeline import pipeline_chunks
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.layouts import (
     CLEARLY,
-    FULL_RECOMPUTE,
     NO_RECOMPUTE,
     NUM_RESHAPED,
     VARIANTS,
@@ -174,7 +174,6 @@ class _Search:
         self.num_considered = 0
         self._without_room: list[tuple[int, CandidateLayout, CandidateBatch]] = []
         self._misses: dict[CandidateLayout, Estimate] = {}
-        self._extremes: dict[tuple[CandidateLayout, CandidateBatch, int | None], tuple[Estimate, Estimate]] = {}
 
     def points(self) -> Iterator[_Point]:
         """Yield layouts and batches whose weights, gradients and optimizer state fit."""
@@ -183,7 +182,7 @@ class _Search:
         def shortest(layout: CandidateLayout, batch: CandidateBatch) -> float:
             key = (layout.tp, layout.cp, layout.ep, layout.etp, batch.micro_batch)
             if key not in whole:
-                whole[key] = self.space.candidate(layout, batch, None).fixed_time.micro_batch
+                whole[key] = self.space.ends(layout, batch, None)[0].fixed_time.micro_batch
             # At best the stages are even, and the bubble is that of virtual stages.
             waits = (layout.pp - 1) / max([1, *self.space.virtual_stages(layout, batch)])
             return (batch.accumulation + waits) * whole[key] / layout.pp * _ROUNDING
@@ -203,7 +202,7 @@ class _Search:
     def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
         """Return the bytes of weights, gradients and optimizer state of the fuller of the first and last stages, and
         those of the device's context and libraries."""
-        case = self.space.candidate(layout, batch, None).case
+        case = self.space.ends(layout, batch, None)[0].case
         rules = StateConfig.of(case)
         state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
         return state, workspace_bytes(case, 0).framework + library_bytes(case)
@@ -235,7 +234,7 @@ class _Search:
 
     def evaluate(self, point: _Point) -> None:
         """Estimate the variants of a point that its bounds do not rule out."""
-        kept, least = self._ends(point, None)
+        kept, least = self.space.ends(point.layout, point.batch, None)
         if not self.space.virtual_stages(point.layout, point.batch):  # only these can make it faster
             point = point._replace(shortest=kept.time.total)
         if not self.may_be_better(point):
@@ -248,20 +247,14 @@ class _Search:
         if self._may_be_on_frontier(least.peak_bytes, point.shortest):
             self._save_memory(point)
 
-    def _ends(self, point: _Point, virtual: int | None) -> tuple[Estimate, Estimate]:
-        """Return the cached estimates of a point without recomputation and with full recomputation."""
-        key = point.layout, point.batch, virtual
-        if key not in self._extremes:
-            self._extremes[key] = self.space.candidate(*key), self.space.candidate(*key, FULL_RECOMPUTE)
-        return self._extremes[key]
-
     def _rank(self, point: _Point) -> None:
         """Rank a point with its best number of virtual stages and recomputation."""
-        best = plain = self._best_way(point, None)
+        best = plain = self._best_way(*self.space.ends(point.layout, point.batch, None))
         for virtual in self.space.virtual_stages(point.layout, point.batch):
-            if not self.may_be_better(point._replace(shortest=self._ends(point, virtual)[0].time.total)):
+            kept, least = self.space.ends(point.layout, point.batch, virtual)
+            if not self.may_be_better(point._replace(shortest=kept.time.total)):
                 continue
-            other = self._best_way(point, virtual)
+            other = self._best_way(kept, least)
             if other is not None and (best is None or sort_key(other) < sort_key(best)):
                 best = other
         if best is None:
@@ -271,48 +264,23 @@ class _Search:
         if best.time.total < self.request.below:
             insort(self.ranked, best, key=sort_key)
 
-    def _best_way(self, point: _Point, virtual: int | None) -> Estimate | None:
-        """Return the best recomputation that fits, and add all that fit to the frontier."""
-        found, shortest = self._fitting(point, virtual), self._ends(point, virtual)[0].time.total
+    def _best_way(self, kept: Estimate, least: Estimate) -> Estimate | None:
+        """Return the best recomputation that fits, and add all that fit to the frontier.
+
+        Args:
+            kept, least: estimates without recomputation and with full recomputation.
+        """
+        found = _fitting(kept, least, self.space.selective)
         for each in found:
-            if not self.frontier.beats(each.peak_bytes, shortest):  # the time of others is not needed
+            if not self.frontier.beats(each.peak_bytes, kept.time.total):  # the time of others is not needed
                 self.frontier.add(each)
         sure = [each for each in found if not each.is_tight]
         return min(sure or found, key=sort_key, default=None)
 
-    def _fitting(self, point: _Point, virtual: int | None) -> list[Estimate]:
-        """Return recomputations that fit: none if that surely fits; otherwise also full and selective ones, and the
-        fewest layers that surely fit, and that are planned to fit."""
-        kept, least = self._ends(point, virtual)
-        if not kept.is_tight:
-            return [kept]
-        found = [each for each in (kept, least) if each.fits]
-        found += [each for each in map(kept.with_recompute, self.space.selective) if each.fits]
-        for room in (safe_bytes(kept.case), kept.case.machine.device.memory):
-            if least.peak_bytes <= room < kept.peak_bytes:
-                found += self._fewest_layers(point, virtual, room)
-        return found
-
-    def _fewest_layers(self, point: _Point, virtual: int | None, room: int) -> list[Estimate]:
-        """Search by interpolation for the fewest recomputed layers per stage that fit in `room`; [] for all layers."""
-        more, less = self._ends(point, virtual)
-        chunks = pipeline_chunks(less.case.settings.parallel, less.case.model.architecture.num_layers)
-        low, high = 0, max(chunk.num_layers for chunk in chunks)
-        best: list[Estimate] = []
-        while high - low > 1:
-            share = (more.peak_bytes - room) / max(more.peak_bytes - less.peak_bytes, 1)
-            number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
-            found = more.with_recompute(block(number))
-            if found.peak_bytes <= room:
-                high, less, best = number, found, [found]
-            else:
-                low, more = number, found
-        return best
-
     def _save_memory(self, point: _Point) -> None:
         """Add variants of a point with less memory to the frontier."""
         for virtual in (None, *self.space.virtual_stages(point.layout, point.batch)[-1:]):
-            for each in self._ends(point, virtual):
+            for each in self.space.ends(point.layout, point.batch, virtual):
                 if each.fits:
                     self.frontier.add(each)
 
@@ -361,5 +329,37 @@ class _Search:
     def nearest_misses(self) -> list[Estimate]:
         """Return the smallest of the layouts that cannot fit."""
         nearest = sorted(self._without_room, key=lambda miss: miss[0])[:_NUM_TOO_LARGE]
-        misses = [self.space.candidate(layout, batch, None, FULL_RECOMPUTE) for _, layout, batch in nearest]
+        misses = [self.space.ends(layout, batch, None)[1] for _, layout, batch in nearest]
         return sorted([*misses, *self._misses.values()], key=lambda each: each.peak_bytes)[:_NUM_TOO_LARGE]
+
+
+def _fitting(kept: Estimate, least: Estimate, selective: Iterable[RecomputeSettings]) -> list[Estimate]:
+    """Return recomputations that fit: none if that surely fits; otherwise also full and selective ones, and the fewest
+    layers that surely fit, and that are planned to fit."""
+    if not kept.is_tight:
+        return [kept]
+    found = [each for each in (kept, least, *map(kept.with_recompute, selective)) if each.fits]
+    for room in (safe_bytes(kept.case), kept.case.machine.device.memory):
+        if least.peak_bytes <= room < kept.peak_bytes:
+            found += _fewest_layers(kept, least, room)
+    return found
+
+
+def _fewest_layers(more: Estimate, less: Estimate, room: int) -> list[Estimate]:
+    """Search by interpolation for the fewest recomputed layers per stage that fit in `room`; [] for all layers.
+
+    Args:
+        more, less: estimates without recomputation, which does not fit, and with full recomputation, which does.
+    """
+    chunks = pipeline_chunks(less.case.settings.parallel, less.case.model.architecture.num_layers)
+    low, high = 0, max(chunk.num_layers for chunk in chunks)
+    best: list[Estimate] = []
+    while high - low > 1:
+        share = (more.peak_bytes - room) / max(more.peak_bytes - less.peak_bytes, 1)
+        number = min(max(low + round(share * (high - low) + 0.5), low + 1), high - 1)
+        found = more.with_recompute(block(number))
+        if found.peak_bytes <= room:
+            high, less, best = number, found, [found]
+        else:
+            low, more = number, found
+    return best
