@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ def prices_of(texts: Sequence[str], kinds: Sequence[str], devices_file: str | No
         try:
             name = find_machine(kind, devices_file=devices_file).device.name
             prices[name] = float(price)
-            valid = prices[name] >= 0 and name in kinds
+            valid = 0 <= prices[name] < math.inf and name in kinds
         except (MegatuneError, ValueError):
             valid = False
         if not valid:
@@ -96,7 +97,7 @@ class Offer:
         """A sort key: kinds that fit first, by cost, or by time without prices."""
         if self.found is None:
             return True, 0.0, -self.question.case.machine.device.memory
-        return False, float("inf") if self.cost is None else self.cost, self.found.time.total
+        return False, math.inf if self.cost is None else self.cost, self.found.time.total
 
 
 def offers(kinds: Sequence[str], ask: Callable[[str], Question], prices: Mapping[str, float]) -> list[Offer]:
