@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -334,17 +333,15 @@ class Refusal:
 
 def refusals(space: Space) -> tuple[Refusal, ...]:
     """Group invalid layouts by their first problem, the largest group first."""
-    examples: dict[str, CandidateLayout] = {}
-    counts: Counter[str] = Counter()
+    groups: dict[str, list[CandidateLayout]] = {}
     for layout, what in space.all_layouts:
         if what:
-            examples.setdefault(what, layout)
-            counts[what] += 1
-    findings = {what: _finding(space, layout) for what, layout in examples.items()}
-    return tuple(
-        Refusal(what=what, why=findings[what].why, count=count, example=findings[what])
-        for what, count in counts.most_common()
-    )
+            groups.setdefault(what, []).append(layout)
+    found = []
+    for what, layouts in sorted(groups.items(), key=lambda group: -len(group[1])):
+        example = _finding(space, layouts[0])
+        found.append(Refusal(what=what, why=example.why, count=len(layouts), example=example))
+    return tuple(found)
 
 
 def _finding(space: Space, layout: CandidateLayout) -> Finding:

@@ -193,19 +193,14 @@ class _Search:
             bounds = [(batch, shortest(layout, batch)) for batch in batches]
             if all(seconds >= self.request.below for _, seconds in bounds):
                 continue
-            state, libraries = self._bytes(layout, batches[0])
-            if state > self.request.case.machine.device.memory:
+            # Weights, gradients and optimizer state of the fuller of the first and last stages.
+            case = self.space.ends(layout, batches[0], None)[0].case
+            state = max(stage_state(StateConfig.of(case), stage).exact for stage in {0, layout.pp - 1})
+            if state > case.machine.device.memory:
                 self._without_room.append((state, layout, batches[0]))
                 continue
-            yield from (_Point(layout, batch, state + libraries, seconds) for batch, seconds in bounds)
-
-    def _bytes(self, layout: CandidateLayout, batch: CandidateBatch) -> tuple[int, int]:
-        """Return the bytes of weights, gradients and optimizer state of the fuller of the first and last stages, and
-        those of the device's context and libraries."""
-        case = self.space.ends(layout, batch, None)[0].case
-        rules = StateConfig.of(case)
-        state = max(stage_state(rules, stage).exact for stage in {0, layout.pp - 1})
-        return state, workspace_bytes(case, 0).framework + library_bytes(case)
+            smallest = state + workspace_bytes(case, 0).framework + library_bytes(case)
+            yield from (_Point(layout, batch, smallest, seconds) for batch, seconds in bounds)
 
     def may_be_better(self, point: _Point) -> bool:
         """Return whether a point may be ranked or be on the frontier."""
