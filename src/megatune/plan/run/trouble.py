@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.launch.failure import Failure, read_failure
-from megatune.launch.report import raised_outcome
 from megatune.plan.fixes import Fix, savings, speedups
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.pages.words import TIME_NAMES, describe_row_length, parts, percent, size
@@ -29,6 +27,7 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # share of the device's memory below which something else caused the end of memory
 _LESS = 0.9  # share of the memory at which a run ended that proposals may need
+_KINDS = ("error", "unavailable", "collective", "relayed")  # causes before their consequences
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
@@ -78,15 +77,17 @@ def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int
         report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
         findings = [Finding(**each) for each in report["findings"]]
         return int(report["exit_code"]), report["culprit"], findings[0].what if findings else ""
-    failures: list[Failure] = []
+    failures: list[tuple[int, float, int, int, str]] = []
     for path in launch.glob("rank-*.error.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            failure = read_failure(path)
-            failures += [failure] if failure is not None and failure.rank < world_size else []
-    if not failures:
-        return None, None, ""
-    first = min(failures, key=lambda each: (each.kind, each.time))
-    return first.exit_code, first.rank, raised_outcome(launch, first, first.rank).findings[0].what
+            note = json.loads(path.read_text(encoding="utf-8"))
+            words = [Finding(**each).what for each in note["findings"]]
+            verb = "ran out of memory" if note["exit_code"] == ExitCode.OUT_OF_MEMORY else "failed"
+            what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
+            what = words[0] if words else f"rank {note['rank']} on host {note['host']} {what}"
+            if note["rank"] < world_size:
+                failures.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
+    return min(failures)[2:] if failures else (None, None, "")
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
