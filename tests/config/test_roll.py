@@ -387,6 +387,9 @@ def test_defaults_of_hydra(read, tmp_path):
     assert any({"save_steps", "system_envs.B"} == {*line.split(": ")[0].split(", ")} for line in found.lines)
     missing = read("defaults: [nobody@_here_, a/b]\n" + SMALL)
     assert [finding.where for finding in missing.findings] == ["run.yaml:1"] * 2
+    for text in ("'base'", "{base: 1}"):
+        (wrong,) = read(f"defaults: {text}\n{SMALL}").findings
+        assert (wrong.where, wrong.what, wrong.why) == ("run.yaml:1", f"defaults is {text}", "expected a list of files")
 
 
 @pytest.mark.parametrize(
@@ -462,7 +465,8 @@ def test_what_cannot_be_merged_is_named_and_what_is_no_mapping_loses_nothing(rea
     assert [(finding.what, finding.where) for finding in found.findings] == [
         ("Cannot merge incompatible container types", "actor_infer.generating_args=[1]")
     ]
-    assert read(SMALL, "~seed.below").settings.run.seed == 42
+    (removed,) = read(SMALL, "~seed.below").findings
+    assert (removed.what, removed.where) == ("there is no key seed.below to remove", "~seed.below")
     broken = read(SMALL.replace("pretrain: M", "pretrain: ${M"), "exp_name=${nobody} ${other}")
     said = {finding.where: finding.what for finding in broken.findings}
     assert said["run.yaml:1"].startswith("'${M'")

@@ -49,6 +49,13 @@ def test_the_bound_itself_passes(name, most):
     assert any(each.startswith(f"{name} {most + 1:,}") for each in findings(f"{name}={most + 1}"))
 
 
+def test_a_link_to_the_model_is_not_a_folder_for_output(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "model")
+    (found,) = findings(f"model_name_or_path={tmp_path}/model", f"output_dir={tmp_path}/out")
+    assert found.startswith("output_dir is model_name_or_path")
+
+
 def test_every_rule_is_tested():
     elsewhere = [(QWEN, overrides) for overrides, _ in (*WRONG_IN_RUNS, *WRONG_IN_DATA, *WRONG_IN_QUANTIZATION)]
     elsewhere += [(QWEN, overrides) for overrides, _ in WRONG_ANSWERS]

@@ -9,7 +9,9 @@ import pytest
 from megatune.config.dialects.roll import read_roll
 from megatune.config.entry import is_rl_file
 from megatune.config.load import load
+from megatune.config.model import new_tokens
 from megatune.config.values import compose, value_of
+from megatune.errors import MegatuneError
 
 _TIMES = 9
 _BOMB = "\n".join(
@@ -36,6 +38,8 @@ def test_it_is_told_at_once(name: str, tmp_path: Path) -> None:
     assert any(said in finding.what for finding in load(path).findings)
     assert any(said in finding.what for finding in read_roll(path).findings)
     assert not is_rl_file(path)
+    with pytest.raises(MegatuneError, match=r"new_special_tokens_config: .* cannot be read"):
+        new_tokens(load(overrides=[f"new_special_tokens_config={path}"]).settings)
 
 
 def test_an_anchor_inside_itself_and_common_anchors_are_no_bombs(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megatune.config.settings import Settings
+from megatune.config.values import construct, read_text
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.families.rope import rope_parameters, rope_problems, with_rope_scaling
@@ -51,7 +52,7 @@ def new_tokens(settings: Settings) -> NewTokens | None:
 
 def _descriptions(name: str) -> dict[str, str]:
     try:
-        found = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        found = construct(read_text(Path(name)))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _no_descriptions(name, str(error)) from error
     texts = [each for pair in found.items() for each in pair] if isinstance(found, dict) else [None]

@@ -16,7 +16,7 @@ import yaml
 
 from megatune.config.entry import Builder, SettingEntry, read_mapping, yaml_finding
 from megatune.config.flags import place_of
-from megatune.config.values import Value, compose, short, shown, to_value, value_of
+from megatune.config.values import Value, compose, quoted, short, shown, to_value, value_of
 from megatune.errors import Finding
 
 if TYPE_CHECKING:
@@ -123,13 +123,16 @@ def _compose(
     reading.findings += findings
     document = _Document(name, reading)
     own = document.mapping(node, ()) if node is not None else {}
-    own.pop("defaults", None)
-    entries, listed = document.entries, document.entries.pop(("defaults",), None)
-    if listed is None or not isinstance(listed.value.data, list):
+    names, entries = own.pop("defaults", None), document.entries
+    listed = next((entry for key, entry in entries.items() if key[0] == "defaults"), None)
+    entries = {key: entry for key, entry in entries.items() if key[0] != "defaults"}
+    if names is not None and not isinstance(names, list):
+        where, fix = name if listed is None else listed.where, "write defaults: [PATH@_here_]"
+        reading.report(f"defaults is {quoted(names)}", where, "expected a list of files", fix)
+    if listed is None or not isinstance(names, list):
         return own, entries
     data: dict[str, Any] = {}
     places: dict[Key, SettingEntry] = {}
-    names = listed.value.data
     for item in [*names, *([] if _SELF in names else [_SELF])]:
         if item == _SELF:
             both = [key for key in entries if key in places and entries[key].value.data != places[key].value.data]
@@ -241,8 +244,10 @@ def _apply_override(
         below: Any = data
         for part in key[:-1]:
             below = below.get(part) if isinstance(below, dict) else None
-        if isinstance(below, dict):
-            below.pop(key[-1], None)
+        if isinstance(below, dict) and key[-1] in below:
+            del below[key[-1]]
+        else:
+            reading.report(f"there is no key {'.'.join(key)} to remove", place_of(word), fix=f"remove {place_of(word)}")
         return data
     try:
         node = compose(text)

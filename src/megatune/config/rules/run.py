@@ -52,7 +52,7 @@ def own_folder(context: Context) -> Iterator[Problem]:
     model, output = context.settings.model, context.settings.run.output_dir
     for name in ("model_name_or_path", "mcore_model"):
         folder = getattr(model, name)
-        if folder and output and os.path.abspath(folder) == os.path.abspath(output):
+        if folder and output and os.path.realpath(folder) == os.path.realpath(output):
             what = f"`output_dir` is `{name}`, {output!r}"
             why = "the final model would overwrite the weights that the run starts from"
             yield Problem(("output_dir", name), what, why, "write another `output_dir`")
