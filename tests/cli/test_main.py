@@ -140,6 +140,18 @@ def test_interrupt(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize(
+    "words", [["explain"], ["infer", "m", "--adapters"], ["demo-model", "--family", "qwen3", "--output"]]
+)
+def test_a_name_that_no_file_can_have(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "x" * 300]) == ExitCode.INPUT
+    assert "x... is too long a name" in capsys.readouterr().err
+
+
+def test_an_override_may_be_longer_than_a_name_of_a_file() -> None:
+    assert infer.COMMAND.read(["m", f"system={'x' * 300}"]).options.system == "x" * 300
+
+
 def test_internal_error(
     verb: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -50,3 +50,6 @@ def test_infer_takes_a_file_of_flags_and_the_hub(tmp_path) -> None:
     assert plain.options.temperature is None
     assert variables_of(plain, {"USE_HF": "1"}) == {"USE_MODELSCOPE_HUB": "0"}
     assert variables_of(plain, {}) == {"USE_MODELSCOPE_HUB": "1"}
+    path.write_text("ENV: {USE_HF: 1}\n")
+    hugging_face = command_of("swift", "infer").read([str(path)])
+    assert variables_of(hugging_face, {}) == {"USE_HF": "1", "USE_MODELSCOPE_HUB": "0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ _UNSUPPORTED = {
     "ppo": "PPO is not supported; `megatune dpo` trains on pairs of answers, and `megatune rl` trains on rewards",
 }
 
+_MOST_SHOWN = 100  # characters of a name
 _ABOUT = (
     "Fine-tune large language models with Megatron-Core, from a Hugging Face checkpoint to a Hugging Face checkpoint."
 )
@@ -56,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"cannot write the output: {lost.reason}", file=sys.stderr)
         return int(ExitCode.CANNOT_WRITE)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            why, fix = "file systems allow at most 255 bytes per name and 4095 per path", "write a shorter one"
+            print(Finding(f"{str(error.filename)[:_MOST_SHOWN]}... is too long a name", "", why, fix), file=sys.stderr)
+            return int(ExitCode.INPUT)
         print(_internal(error), file=sys.stderr)
         return int(ExitCode.INTERNAL)
 

@@ -185,11 +185,12 @@ def variables_of(given: ParsedArguments[Any], env: Mapping[str, str]) -> dict[st
     from megatune.config.dialects.swift_command import read_variables
 
     options: HubOptions = given.options
-    on_hugging_face = env.get("USE_HF", "0").lower() in ("1", "true") if options.use_hf is None else options.use_hf
-    found = {"USE_MODELSCOPE_HUB": "0" if on_hugging_face else "1"}
+    found: dict[str, str] = {}
     for entry in given.entries:
         if entry.key == "ENV":
             found |= read_variables(entry, given.findings)
+    use_hf = {**found, **env}.get("USE_HF", "0").lower() in ("1", "true") if options.use_hf is None else options.use_hf
+    found.setdefault("USE_MODELSCOPE_HUB", "0" if use_hf else "1")
     if options.hub_token is not None:
         found |= {"HF_TOKEN": options.hub_token, "MODELSCOPE_API_TOKEN": options.hub_token}
     return found
