@@ -73,6 +73,20 @@ def test_five_answers_start_a_training(
     assert "\nsave_total_limit: 2" in text
 
 
+def test_a_number_alone_is_not_a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["", "", "16"]  # the machine is asked for again
+
+    def answer(question: str) -> str:
+        if not typed:
+            raise EOFError
+        return typed.pop(0)
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["new"]) == ExitCode.INTERRUPTED
+    assert typed == []
+
+
 def test_without_a_terminal_the_flags_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "--goal", "lora"]) == ExitCode.SETTINGS
     assert "fix: megatune new --goal lora --yes" in capsys.readouterr().err

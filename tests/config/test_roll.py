@@ -110,7 +110,7 @@ def test_the_engine_tells_the_experts_that_training_replays(read):
 
 
 def test_a_file_that_was_read_is_written_as_one_that_says_the_same(read):
-    words = ("seed=7", "actor_infer.generating_args.max_new_tokens=9", "tracker_kwargs={api_key: hush, project: p}")
+    words = ("seed=7", "actor_infer.generating_args.max_new_tokens=9", "tracker_kwargs={api_key: hush, project: 007}")
     first = read(SMALL.replace("pretrain: M", "pretrain: ${reward_pretrain}"), "reward_pretrain=M", *words)
     text = run_yaml(first)
     assert "hush" not in text

@@ -33,7 +33,7 @@ goals: full trains all weights, lora trains adapters, dpo trains on pairs of ans
 responses. The default depends on the format of the rows, and is full training if that fits, or else LoRA."""
 _NUM_PREVIEWED = 2  # rows
 _YES = ("y", "yes")
-_OTHER_MACHINE = re.compile(r"(\d+)\s*[x×*]?\s*([\w-]+)")
+_OTHER_MACHINE = re.compile(r"(\d+)\s*[x×*]?\s*([A-Za-z][\w-]*)")
 
 
 class NewOptions(Group):

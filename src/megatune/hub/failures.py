@@ -57,8 +57,10 @@ def _of_huggingface(repository: Repository, error: Exception) -> MegatuneError |
         return None
     if any(status in (401, 403) for status in map(_status, _chain(error))):
         return _missing(repository, f"{repository.host} refuses the token for {repository.repo_id}", _LOG_IN)
-    is_offline = any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error))
-    return _offline(repository) if is_offline else _unavailable(repository, why(error))
+    if any(isinstance(link, errors.OfflineModeIsEnabled) for link in _chain(error)):
+        fix = "unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN)"
+        return _unavailable(repository, "HF_HUB_OFFLINE is set, and the cache is incomplete", fix)
+    return _unavailable(repository, why(error))
 
 
 def _of_connections() -> tuple[type[Exception], ...]:
@@ -139,15 +141,8 @@ def _missing(repository: Repository, what: str, fix: str, where: str = "") -> Me
     return MegatuneError(Finding(what, where or repository.kind.key, fix=fix), ExitCode.INPUT)
 
 
-def _offline(repository: Repository) -> MegatuneError:
-    why = "HF_HUB_OFFLINE is set, and the cache is incomplete"
-    fix = f"unset HF_HUB_OFFLINE to fetch it (a gated repository also needs HF_TOKEN), or {repository.kind.by_hand}"
-    what = f"cannot get {repository.repo_id} from {repository.host}"
-    return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)
-
-
-def _unavailable(repository: Repository, why: str) -> MegatuneError:
+def _unavailable(repository: Repository, why: str, first: str = "") -> MegatuneError:
     endpoint = "HF_ENDPOINT to a mirror" if repository.hub == "hf" else "MODELSCOPE_ENDPOINT to one"
-    fix = f"set {endpoint} that answers, or {repository.kind.by_hand}"
+    fix = f"{first or f'set {endpoint} that answers'}, or {repository.kind.by_hand}"
     what = f"cannot get {repository.repo_id} from {repository.host}"
     return MegatuneError(Finding(what, repository.kind.key, why, fix), ExitCode.UNAVAILABLE)

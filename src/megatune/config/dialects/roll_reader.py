@@ -17,7 +17,7 @@ from megatune.config.rl.algorithm import AlgorithmSettings
 from megatune.config.rl.role import RoleSettings, SamplerSettings, Validation
 from megatune.config.rl.rollout import RewardSettings, RolloutSettings
 from megatune.config.rl.run import RLRunSettings
-from megatune.config.rl.settings import keys_of, lists_of, mappings_of
+from megatune.config.rl.settings import keys_of, nested_in
 from megatune.config.setting import G, Group, SettingInfo
 from megatune.config.values import coerce, quoted, shown
 from megatune.errors import Finding, closest
@@ -55,10 +55,10 @@ class Section:
         """Nested mappings, and the groups of lists of mappings, that are read together with it."""
         found: dict[str, Section | type[Group]] = {}
         for group in self.groups:
-            found |= lists_of(group)
-            for name, kind in mappings_of(group).items():
+            for name, (kind, is_list) in nested_in(group).items():
                 above = tuple(f"{each}.{name}".strip(".") for each in self.above)
-                found[name] = Section((kind,), above, {"strategy_config": None} if name == "strategy_args" else {})
+                parts = {"strategy_config": None} if name == "strategy_args" else {}
+                found[name] = kind if is_list else Section((kind,), above, parts)
         return found
 
     @cached_property

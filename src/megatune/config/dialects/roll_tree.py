@@ -246,7 +246,7 @@ def _apply_override(
             below = below.get(part) if isinstance(below, dict) else None
         if isinstance(below, dict) and key[-1] in below:
             del below[key[-1]]
-        else:
+        elif data:
             reading.report(f"there is no key {'.'.join(key)} to remove", place_of(word), fix=f"remove {place_of(word)}")
         return data
     try:

@@ -200,20 +200,18 @@ class RLSettings:
 
 def keys_of(group: type[Group]) -> dict[str, SettingInfo]:
     """Describe the keys of a group that are not nested groups, by name."""
-    nested = (*mappings_of(group), *lists_of(group))
+    nested = nested_in(group)
     return {info.name: info for info in describe(group.__name__, group) if info.name not in nested}
 
 
-def mappings_of(group: type[Group]) -> dict[str, type[Group]]:
-    """Return the nested groups of a group, by key."""
-    found: dict[str, Any] = {name: field.annotation for name, field in group.model_fields.items()}
-    return {name: kind for name, kind in found.items() if _is_group(kind)}
-
-
-def lists_of(group: type[Group]) -> dict[str, type[Group]]:
-    """Return the groups in lists of a group, by key."""
-    found = {name: get_args(field.annotation) for name, field in group.model_fields.items()}
-    return {name: kinds[0] for name, kinds in found.items() if kinds and _is_group(kinds[0])}
+def nested_in(group: type[Group]) -> dict[str, tuple[type[Group], bool]]:
+    """Return the nested groups of a group by key, and whether the key has a list of them."""
+    found: dict[str, tuple[type[Group], bool]] = {}
+    for name, declared in group.model_fields.items():
+        for kind in (declared.annotation, *get_args(declared.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Group):
+                found[name] = kind, kind is not declared.annotation
+    return found
 
 
 @cache
@@ -245,9 +243,5 @@ def find_key(key: str) -> tuple[str, SettingInfo] | None:
 def _keys(above: str, group: type[Group]) -> Iterator[tuple[str, SettingInfo]]:
     for name, info in keys_of(group).items():
         yield f"{above}.{name}" if above else name, info
-    for name, inner in (mappings_of(group) | lists_of(group)).items():
+    for name, (inner, _) in nested_in(group).items():
         yield from _keys(f"{above}.{name}" if above else name, inner)
-
-
-def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Group)
