@@ -42,12 +42,12 @@ def test_train_knows_whose_file_it_is(capsys):
 
 
 def test_a_file_of_training_has_no_roles(capsys, tmp_path):
-    path = tmp_path / "run.yaml"
+    path = tmp_path / "my run.yaml"
     path.write_text("model_name_or_path: m\ndataset: d\noutput_dir: out\n")
     assert main(["rl", str(path)]) == ExitCode.SETTINGS
     assert capsys.readouterr().err.splitlines() == [
         f"{path} has no roles: it is a training file",
-        f"    fix: megatune train {path}",
+        f"    fix: megatune train '{path}'",
     ]
 
 

@@ -114,7 +114,7 @@ def test_on_modelscopes_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    output = tmp_path / "tuned"
+    output = tmp_path / "tuned twice"
     hub.refuses = [403, 0, 0]
     push = pusher(output, hub_model_id="team/tuned")
     push.on_save(checkpoint(output, 1))
@@ -125,7 +125,7 @@ def test_a_push_that_fails_or_hangs_is_a_warning_with_the_command(
     began = time.monotonic()
     push.on_final_model(output / "checkpoint-2")
     assert time.monotonic() - began < 10
-    command = 'hf upload team/tuned {} . --exclude "training/*" --exclude "iter_*"'
+    command = 'hf upload team/tuned \'{}\' . --exclude "training/*" --exclude "iter_*"'
     first, last = (record.message for record in caplog.records)
     assert first.startswith("pushing checkpoint-1 to team/tuned failed: it answered HTTP 403; later: ")
     assert first.endswith(command.format(output / "checkpoint-1"))

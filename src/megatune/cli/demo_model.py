@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -72,5 +73,5 @@ def run(verb: str, words: Sequence[str]) -> int:
     )
     prompt = "Who are you?" if demo_family(options.family).vision is None else "What is this?"
     image = "" if demo_family(options.family).vision is None else "--image FILE "
-    print(f'Try it: megatune infer {folder} {image}--prompt "{prompt}" --max_new_tokens 20')
+    print(f'Try it: megatune infer {shlex.quote(str(folder))} {image}--prompt "{prompt}" --max_new_tokens 20')
     return ExitCode.DONE

@@ -90,12 +90,13 @@ def run(verb: str, words: Sequence[str]) -> int:
     if not is_quiet():
         _show_rows(found, asked.data)
     say(f"\nwritten: {found.file}\n\n{found.text.rstrip()}\n")
+    file = shlex.quote(str(found.file))
     if not found.here:
         machines = f"--gpus {asked.gpus} --gpu {asked.gpu}"
-        print(f"megatune plan {found.file} {machines} --launch slurm  # how to start it there")
+        print(f"megatune plan {file} {machines} --launch slurm  # how to start it there")
         return ExitCode.DONE
     if not options.start or not (options.yes or _answer("Start it now", "yes", _yes_or_no).lower() in _YES):
-        print(f"megatune {found.verb} {found.file}  # starts it")
+        print(f"megatune {found.verb} {file}  # starts it")
         return ExitCode.DONE
     return _start(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,7 +63,8 @@ def refuse_roles(given: ParsedArguments, what: str, why: str, fix: str) -> None:
         from megatune.config.dialects.roll import other_pipeline
 
         other = other_pipeline([entry.key for entry in read_file(file)[0]], file)
-        raise MegatuneError(other or Finding(f"{file} {what}", "", why, fix.format(file)), ExitCode.SETTINGS)
+        finding = other or Finding(f"{file} {what}", "", why, fix.format(shlex.quote(file)))
+        raise MegatuneError(finding, ExitCode.SETTINGS)
 
 
 def _of_stage(verb: str, given: ParsedArguments) -> Loaded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 from megatune.architecture import Architecture
@@ -47,10 +47,10 @@ def _reasons(settings: Settings, architecture: Architecture) -> Iterator[str]:
         yield "fp8 is supported by the engine's own layers only"
 
 
-def c_compiler(env: Mapping[str, str] = os.environ) -> str | None:
+def c_compiler() -> str | None:
     """Return the C compiler of Triton's kernel launchers, found as Triton does; None without one."""
-    names = [env["CC"]] if env.get("CC") else ["gcc", "clang"]
-    return next(filter(None, (shutil.which(name, path=env.get("PATH")) for name in names)), None)
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def attention_kernels(

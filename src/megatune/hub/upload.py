@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import traceback
@@ -65,7 +66,7 @@ def read_answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def push_command(hub: Hub, repo_id: str, checkpoint: Path) -> str:
     """Return the command that pushes a checkpoint by hand."""
     program = "hf upload" if hub == "hf" else "modelscope upload"
-    return f'{program} {repo_id} {checkpoint} . --exclude "training/*" --exclude "iter_*"'
+    return f'{program} {repo_id} {shlex.quote(str(checkpoint))} . --exclude "training/*" --exclude "iter_*"'
 
 
 def prepare_repository(hub: Hub, repo_id: str, private: bool | None) -> tuple[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from megatune.config.rl.settings import (
     ModelRole,
     RewardRole,
     RLSettings,
+    rl_keys,
 )
 from megatune.config.rules.rule import either, multiples_around
-from megatune.config.settings import with_settings
+from megatune.config.settings import all_settings, with_settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
 
@@ -114,7 +117,7 @@ def other_pipeline(keys: Collection[str], source: str) -> Finding | None:
 
 def _training(data: Mapping[str, Any], source: str) -> Finding | None:
     if {"dataset", "model_name_or_path"} & data.keys() and not set(RL_ROLES) & data.keys():
-        return Finding(f"{source} has no roles: it is a training file", fix=f"megatune train {source}")
+        return Finding(f"{source} has no roles: it is a training file", fix=f"megatune train {shlex.quote(source)}")
     return None
 
 
@@ -431,6 +434,13 @@ def run_yaml(read: ReadRL) -> str:
     return "\n".join(written) + "\n"
 
 
+@cache
+def _text_keys() -> set[str]:
+    """Return the keys whose values are texts, also if they look like numbers: 007 or 1.10."""
+    infos = (*rl_keys().values(), *all_settings().values())
+    return {info.name for info in infos if str in info.kinds and info.kinds.isdisjoint((int, float))}
+
+
 def _lines(reading: Reading, data: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
     for key, value in data.items():
         name, dotted = "  " * len(above) + shown(key, quoted=True), (*above, key)
@@ -441,8 +451,7 @@ def _lines(reading: Reading, data: Mapping[str, Any], above: tuple[str, ...]) ->
             yield from _lines(reading, value, dotted)
         else:
             entry = reading.entry(".".join(dotted), value)
-            # As it was written: a name may be 007 or 1.10.
-            text = entry.value.text if isinstance(value, int | float) else None
+            text = entry.value.text if key in _text_keys() and isinstance(value, int | float) else None
             yield _line(f"{name}: {text or shown(value, quoted=True)}", entry.origin)
 
 
