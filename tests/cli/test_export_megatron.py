@@ -101,8 +101,10 @@ def test_adapters_are_merged(here: Path) -> None:
     words = ["--to_hf", "true", "--merge_lora", "true", "--output_dir"]
     assert main(["megatron", "export", "--model", "m", "--mcore_adapter", "lora", *words, "hf3"]) == 0
     assert main(["megatron", "export", "--adapters", "lora", *words, "hf4"]) == 0
+    # In version 3, where --save is the folder to write.
+    assert main(["megatron", "export", "--load", "mc", "--to_hf", "true", "--save", "hf5"]) == 0
     expected = load_file("merged/model.safetensors")
-    for folder in ("hf", "hf2", "hf3", "hf4"):
+    for folder in ("hf", "hf2", "hf3", "hf4", "hf5"):
         found = load_file(f"{folder}/model.safetensors")
         assert all(torch.equal(found[name], values) for name, values in expected.items())
 
@@ -118,6 +120,8 @@ REFUSED = {
     ("--to_mcore", "--model", "m", "--adapters", "a", "--test_convert_precision"): (64, "merge them first"),
     ("--model", "m", "--export_dir", "x", "--mcore_model", "y"): (64, "mcore_model without a conversion"),
     ("--to_mcore", "--model", "m", "--output_dir", "m", "--exist_ok"): (73, "is read from there"),
+    ("--to_hf", "--adapters", "a", "--merge_lora", "false"): (64, "fix: write --merge_lora true, or remove it"),
+    ("--to_hf", "--mcore_model", "m", "--fp8_format", "e4m3"): (64, "fp8_format: e4m3 is not supported"),
 }
 
 

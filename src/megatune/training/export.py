@@ -91,9 +91,9 @@ def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Fin
         yield Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")
         return
     if not export.merge_lora and (export.adapters or not export.converts):
-        where = next(entry.where for entry in reversed(given.entries) if entry.key == "merge_lora")
-        why, fix = "merging adapters is what export does", "write merge_lora: true, or remove it"
-        yield Finding("merge_lora: false is not supported", where, why, fix)
+        entry = next(entry for entry in reversed(given.entries) if entry.key == "merge_lora")
+        why, fix = "merging adapters is what export does", f"write {entry.written(True)}, or remove it"
+        yield Finding("merge_lora: false is not supported", entry.where, why, fix)
     only = [key for key in ("mcore_model", "torch_dtype", "test_convert_precision") if getattr(export, key)]
     if not export.converts and only:
         fix = "write to_hf: true or to_mcore: true" if "mcore_model" in only else "write to_mcore: true, or remove it"
