@@ -94,7 +94,10 @@ REFUSED = [
     ("--gkd_logits_topk 0", "gkd_logits_topk is 0", "write --gkd_logits_topk 1"),
     ("--teacher_model_server http://h:8000", "teacher_model_server: http://h:8000 is not supported",
      "remove --teacher_model_server, and write --teacher_model MODEL"),
-    ("--teacher_model_revision r", "teacher_model_revision: r is not supported", "write --teacher_model FOLDER"),
+    ("--gkd_logits_topk 1", "over the one most likely token the loss is always 0",
+     "write a larger number, such as 64, or remove it: the whole vocabulary is compared"),
+    ("--teacher_model_revision r", "teacher_model_revision: r is not supported",
+     "remove --teacher_model_revision, and write --teacher_model FOLDER"),
     ("--external_plugins p.py", "external_plugins: [p.py] is not supported", "remove --external_plugins"),
     ("--multi_turn_scheduler gym", "multi_turn_scheduler: gym is not supported", "remove --multi_turn_scheduler"),
     ("--vllm_mode server", "vllm_mode: server is not supported", "write --vllm_mode colocate"),
@@ -144,6 +147,8 @@ def test_what_nobody_wrote_is_one_finding_each(rows: Path) -> None:
     needed = f"--rlhf_type gkd --model s --train_iters 6 --output_dir out --dataset {rows}"
     (teacher,) = read("", needed=needed)[0].findings
     assert teacher.what == "teacher_model is missing"
+    (server,) = read("--teacher_model_server http://h:8000", needed=needed)[0].findings
+    assert server.where == "--teacher_model_server"
     (finding,) = read("", needed=f"{NEEDED} --train_iters 6")[0].findings
     assert (finding.what, finding.fix) == ("dataset is missing", "write --dataset FILE.jsonl, with messages")
 

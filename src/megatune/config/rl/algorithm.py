@@ -341,7 +341,8 @@ class AlgorithmSettings(Group):
     that the teacher may write."""
     opd_top_k: Annotated[Count | None, "tokens", _JSD] = None
     """How many of the teacher's most likely tokens opd_loss: jsd compares. null is the whole vocabulary.
-    How: Both distributions are normalized over these tokens; nothing is learned about the others.
+    How: Both distributions are normalized over these tokens; nothing is learned about the others. 1 is refused: over
+    one token both distributions are 1, and the loss is 0.
     When: null; a number, such as 64, to compare with systems that only get these from the teacher."""
     opd_lmbda: Annotated[_Share, _JSD] = 1.0
     """The fraction of steps in which opd_loss: jsd uses responses that the student samples.
