@@ -12,6 +12,7 @@ from pathlib import Path
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll import ReadRL, read_roll
 from megatune.config.dialects.roll_roles import ModelOf
+from megatune.config.dialects.roll_tree import Reading
 from megatune.config.rl.settings import InferRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.config.values import import_object
@@ -49,7 +50,7 @@ def read_checked(reader: Callable[[ModelOf | None], ReadRL], *, runs: bool = Fal
     if missing:
         return replace(read, findings=(*read.findings, *missing))
     if not read.findings and models.errors:
-        raise models.errors[0]
+        raise _placed_errors(models.errors, read.reading)
     if runs and read.settings is not None and not read.findings:
         _load_functions(read.settings, read.places)
     return read
@@ -72,6 +73,20 @@ def _load_functions(settings: RLSettings, places: Mapping[str, str]) -> None:
             findings, code = [*findings, *error.findings], error.exit_code
     if findings:
         raise MegatuneError([replace(each, where=_placed(each.where, places)) for each in findings], code)
+
+
+def _placed_errors(errors: Mapping[str, MegatuneError], reading: Reading) -> MegatuneError:
+    """Return one error with the findings of all models that cannot be read, each at the key that names its model."""
+    findings: dict[Finding, None] = {}
+    for name, error in errors.items():
+        named = (each for each in reading.entries.values() if each.value.data == name)
+        # With another dialect the place is a flag, and the keys are not the user's.
+        places = (each.where if reading.dialect is not None else f"{each.where}: {each.key}" for each in named)
+        place = next(places, "")
+        for each in error.findings:
+            what = each.what.removeprefix("model_name_or_path: ") if place else each.what
+            findings[each if each.where else replace(each, what=what, where=place)] = None
+    return MegatuneError([*findings], min(error.exit_code for error in errors.values()))
 
 
 def _placed(key: str, places: Mapping[str, str]) -> str:
@@ -114,7 +129,7 @@ class _Models:
 
     def __init__(self, *, online: bool) -> None:
         self._online = online
-        self.errors: list[MegatuneError] = []
+        self.errors: dict[str, MegatuneError] = {}  # by the name of the model
         self._known: dict[tuple[str | None, str], Architecture | None] = {}
 
     def __call__(self, settings: Settings, stage: str) -> Architecture | None:
@@ -129,5 +144,5 @@ class _Models:
             folder = RunModel(settings, asks=self._online).config_dir(name) if name else None
             return None if folder is None else load_architecture(folder, stage)
         except MegatuneError as error:
-            self.errors.append(error)
+            self.errors[str(name)] = error
             return None
