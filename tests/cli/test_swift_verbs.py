@@ -85,6 +85,28 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tm
     assert not (tmp_path / "out").exists()
 
 
+def test_of_a_command_line_for_ray_nothing_else_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["megatron", "rlhf", "--use_ray", "true", "--config", "ray.yaml"]) == ExitCode.SETTINGS
+    said = capsys.readouterr().err
+    assert "use_ray: true is not supported" in said
+    assert "config: ray.yaml is not supported" in said
+    assert "missing" not in said
+
+
+def test_models_that_are_missing_are_named_by_their_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}\n')
+    flags = f"--dataset {rows} --train_iters 2 --use_vllm false --output_dir {tmp_path}/out"
+    words = f"--rlhf_type gkd --model {tmp_path}/m --teacher_model {tmp_path}/t {flags}"
+    assert main(["megatron", "rlhf", *words.split()]) == ExitCode.INPUT
+    said = capsys.readouterr().err
+    assert f"--model: no folder '{tmp_path}/m'" in said
+    assert f"--teacher_model: no folder '{tmp_path}/t'" in said
+    flags = f"--dataset {rows} --train_iters 2 --output_dir {tmp_path}/out"
+    assert main(["megatron", "sft", "--model", f"{tmp_path}/m", *flags.split()]) == ExitCode.INPUT
+    assert f"--model: no folder '{tmp_path}/m'" in capsys.readouterr().err
+
+
 def test_export_takes_what_it_reads_and_says_what_it_leaves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "export.yaml"
     path.write_text(f"model: {tmp_path}/none\nexist_ok: TRUE\nENV:\n  USE_HF: 1\n")

@@ -221,6 +221,17 @@ def test_fixes_are_flags_with_the_defaults_of_ms_swift(rows: Path, flags: str, f
     assert [finding.fix for finding in read(rows, flags)[0].findings] == [fix]
 
 
+def test_complete_groups_fill_every_process(rows: Path) -> None:
+    """The batch is a multiple of both; a batch that the processes do not divide is reported alone."""
+    (finding,) = read(rows, "--num_generations 8 --global_batch_size 12", NPROC_PER_NODE="6")[0].findings
+    assert (finding.where, finding.fix) == ("--num_generations", "write --global_batch_size 24")
+    flags = "--num_generations 8 --global_batch_size 18 --steps_per_generation 2"
+    (finding,) = read(rows, flags, NPROC_PER_NODE="6")[0].findings
+    assert finding.fix == "write --global_batch_size 12 or 24"
+    (finding,) = read(rows, "--num_generations 8 --global_batch_size 16", NPROC_PER_NODE="6")[0].findings
+    assert finding.where == "--global_batch_size"
+
+
 def test_engines_and_layouts_that_do_not_divide_the_devices_are_said_in_flags(rows: Path) -> None:
     flags = "--vllm_tensor_parallel_size 3 --use_vllm true"
     (found,) = read(rows, flags, NPROC_PER_NODE="4")[0].findings

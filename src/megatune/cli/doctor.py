@@ -82,4 +82,4 @@ def _world(loaded: Loaded) -> World:
     try:
         return decide_world(size, num_processes=processes, num_devices=count_gpus(), env=os.environ)
     except MegatuneError as error:
-        raise MegatuneError([*loaded.findings, *error.findings], error.exit_code) from None
+        raise MegatuneError([*loaded.findings, *map(loaded.phrased, error.findings)], error.exit_code) from None

@@ -139,14 +139,16 @@ def read_command(verb: str, words: Sequence[str], *, on_cpu: bool, processes: in
         processes: number of processes, if no variable sets it.
 
     Raises:
-        MegatuneError: there is no such verb.
+        MegatuneError: there is no such verb, or the command line is one of ms-swift's Ray.
     """
-    from megatune.config.dialects.swift import read_swift
+    from megatune.config.dialects.swift import ray_findings, read_swift
 
     if verb not in _TRAINING:
         raise _no_verb("megatron", verb)
     env = {**({"NPROC_PER_NODE": f"{processes}"} if processes else {}), **os.environ}
     first = read_swift(verb, words, env=env)
+    if of_ray := ray_findings(first):
+        raise MegatuneError(of_ray, ExitCode.SETTINGS)
     with environment(first.command.variables):
         config = _config(first.loaded.settings)
         yield read_swift(verb, words, env=env | os.environ, config=config, on_cpu=on_cpu)

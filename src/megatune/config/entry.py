@@ -53,6 +53,7 @@ class SettingEntry:
         is_nested = "." in self.where.partition("=")[0]
         prefix, joint = {"flag": ("--", " "), "override": ("", ": " if is_nested else "=")}.get(self.origin, ("", ": "))
         name = prefix + re.split(r"\.|: ", self.name)[-1]
+        joint = "=" if name.isupper() else joint  # an environment variable
         if value is ...:
             return name
         words = value if isinstance(value, list) and self.origin == "flag" else [value]

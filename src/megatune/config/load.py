@@ -148,7 +148,8 @@ class Loaded:
         if entry is None:
             return finding
         what = finding.what.removeprefix(f"{name}: ")
-        return replace(finding, where=entry.where, what=what if name in entry.where else f"{name}: {what}")
+        is_named = entry.origin in ("flag", "override")  # by its place
+        return replace(finding, where=entry.where, what=what if is_named else f"{entry.key}: {what}")
 
     def advice(self, text: str) -> str:
         """Rewrite a fix with the dialect's names."""
@@ -156,7 +157,8 @@ class Loaded:
 
     @property
     def _own(self) -> list[str]:
-        return [path for path, entry in self.entries.items() if entry.name == all_settings()[path].name]
+        entries = self.entries.items()
+        return [path for path, entry in entries if entry.is_given and entry.name == all_settings()[path].name]
 
     def require_valid(
         self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES

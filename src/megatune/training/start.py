@@ -65,7 +65,7 @@ class Launch:
             try:
                 world = decide_world(smallest, num_processes=asked, num_devices=num_gpus, env=env)
             except MegatuneError as error:
-                problems = error.findings
+                problems = tuple(map(loaded.phrased, error.findings))
         here = rank_env or world
         world_size = here.world_size if here else None
         loaded, lines = loaded.for_world(world_size), list[str]()

@@ -117,9 +117,12 @@ def not_as_transformers(loaded: Loaded) -> Iterator[Finding]:
         yield Finding(what, where, why, f"remove {name}, or compare with another layout that also has it: --against")
 
 
-def _world(settings: Settings) -> World:
-    asked, smallest = settings.run.num_processes, settings.parallel.smallest_world
-    world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
+def _world(loaded: Loaded) -> World:
+    asked, smallest = loaded.settings.run.num_processes, loaded.settings.parallel.smallest_world
+    try:
+        world = decide_world(smallest, num_processes=asked, num_devices=count_gpus(), env=os.environ)
+    except MegatuneError as error:
+        raise MegatuneError([*map(loaded.phrased, error.findings)], error.exit_code) from None
     if world.nnodes > 1:
         finding = Finding(f"NNODES={world.nnodes}", "environment", "verify runs on one machine", "unset NNODES")
         raise MegatuneError(finding, ExitCode.SETTINGS)
@@ -135,7 +138,7 @@ def checked(
         finetuning: settings of the trained weights, whose gradients are compared.
         length: tokens of the longest row, without images and videos.
     """
-    parallel, world = loaded.settings.parallel, _world(loaded.settings)
+    parallel, world = loaded.settings.parallel, _world(loaded)
     # With virtual stages the number of micro-batches is a multiple of the stages; the remaining ones are padding.
     accumulation = -(-len(samples) * parallel.model_parallel_size // world.world_size)
     if parallel.virtual_stages:

@@ -20,7 +20,9 @@ that the key sets, or a mapping of these columns:
     kind           bool, int, float, str, list or dict: the type of a value, if no setting or value implies it
     bounds         range of a number that does not set anything by itself: ge, gt, le and lt
     negatable      true: a boolean with default true, which `--no_KEY` turns off
-    of             part that the key belongs to, for code that reads several keys together: lora, rlhf, rollouts
+    variable       true: an environment variable, written KEY=value; with `factor`, a number per machine
+    phrases        value of the setting -> what to write for it, if it is not a value of the key
+    of             part that the key belongs to, for code that reads several keys together: lora, rlhf, rollouts, ray
     config         number in config.json that the key repeats
     engine         vLLM's name of the key
     idle           why the key has no effect in RL
@@ -31,6 +33,7 @@ that the key sets, or a mapping of these columns:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -72,6 +75,8 @@ class Row:
     kind: str = ""
     bounds: Mapping[str, float] = field(default_factory=dict)
     negatable: bool = False
+    variable: bool = False
+    phrases: Mapping[str, str] = field(default_factory=dict)
     of: str = ""
     config: str = ""
     engine: str = ""
@@ -146,6 +151,8 @@ class Row:
             return replace(info, default=None)
         if not self.values and self.factor == 1:
             return replace(info, default=theirs)
+        if self.kind == "str" and bool in info.kinds:
+            return replace(info, kinds=frozenset({str}), choices=tuple(self.values), default=theirs)
         more = tuple(theirs for theirs, ours in self.values.items() if ours is None)
         return replace(
             info,
@@ -171,6 +178,8 @@ class Row:
                 return theirs
         if self.factor == 1 or not is_number(value):
             return value
+        if self.variable:  # the same number on each machine
+            return math.lcm(int(value), self.factor) // self.factor
         return value // self.factor if value % self.factor == 0 else value / self.factor
 
     def has_no_effect(self, value: Any) -> bool:
@@ -289,7 +298,16 @@ class Dialect:
 
     def written(self, key: str, value: Any) -> str:
         """Write a key and its value as users do."""
-        return f"{self.prefix}{key}{self.separator}{shown(value)}"
+        return self._spelled(key) + self._separator(key) + shown(value)
+
+    def _spelled(self, key: str) -> str:
+        return key if self._is_variable(key) else self.prefix + key
+
+    def _separator(self, key: str) -> str:
+        return "=" if self._is_variable(key) else self.separator
+
+    def _is_variable(self, key: str) -> bool:
+        return key in self.rows and self.rows[key].variable
 
     def translate(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
         """Replace the settings and values in a text, as found by `replace_names`, by those of the dialect.
@@ -304,21 +322,24 @@ class Dialect:
             path = setting_paths()[name]
             key = name if path in own else self.key_of(path)
             row = self.row_of(key)
-            if row is None or self.written(key, "") == f"{name}: ":
+            if row is None:
                 return name + between + value
             is_removed = before.endswith("remove ")
             if row.global_batch and (not is_fix or rows is None) and not is_removed:
-                return f"{name}{between}{value} (from {self.prefix}{key})"
+                return f"{name}{between}{value} (from {self._spelled(key)})"
+            if row.phrases and between:
+                own_words = f"{self._spelled(key)}{self._separator(key)}"
+                return " or ".join(row.phrases.get(part, own_words + part) for part in value.split(" or "))
             if is_removed or not between:
-                return self.prefix + key + between + value
+                return self._spelled(key) + between + value
             if row.global_batch:
                 value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
             else:
                 parts = {part: row.write(path, parse(part).data) for part in value.split(" or ")}
-                value = " or ".join(
-                    part if same(theirs, parse(part).data) else shown(theirs) for part, theirs in parts.items()
-                )
-            return self.prefix + key + (self.separator if between == ": " else between) + value
+                theirs = [part if same(each, parse(part).data) else shown(each) for part, each in parts.items()]
+                value = " or ".join(dict.fromkeys(theirs))
+            is_written = row.variable or between == ": "
+            return self._spelled(key) + (self._separator(key) if is_written else between) + value
 
         return replace_names(text, replacement)
 

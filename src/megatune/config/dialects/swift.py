@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatune.config.dialects.dialect import Dialect, Row, table
-from megatune.config.dialects.swift_command import Command
+from megatune.config.dialects.dialect import Dialect, Row, read_part, table
+from megatune.config.dialects.swift_command import COUNT, Command
 from megatune.config.dialects.swift_meaning import MEANINGS, SAMPLED
 from megatune.config.entry import Builder, Written
 from megatune.config.load import Loaded, load_entries
@@ -20,20 +19,26 @@ from megatune.config.settings import is_default, setting_paths, setting_value
 from megatune.config.values import is_number, shown
 from megatune.errors import Finding
 
-_COUNT = re.compile("[0-9]{1,9}")
 _MAX_WIDTH = 44  # of the first column of lines
 _SECRET = ("hub_token",)
 
 
 @cache
-def dialect_of(version: float) -> Dialect:
-    """Return the dialect with the flags and defaults of version 3, 3.12 or 4."""
+def dialect_of(version: float, machines: int) -> Dialect:
+    """Return the dialect with the flags and defaults of version 3, 3.12 or 4.
+
+    Args:
+        machines: number of machines, each with NPROC_PER_NODE processes.
+    """
     rows = table("swift")
     names = sorted(rows, key=lambda name: (rows[name].version == 3) is (version == 4))
     # Our names of settings keep the values that LLaMA-Factory's table refuses, for example of do_train.
     own = {name: row for name, row in table("llamafactory").items() if row.refuses and name in setting_paths()}
     known = {name: rows[name] for name in names if not rows[name].ignored}  # `read_swift` reports ignored flags
     known["loss_type"] = Row(target=["preference.pref_loss", "preference.kto_loss"])  # by the stage, for messages
+    for name, row in read_part("swift", "environment").items():
+        factor = machines if name == "NPROC_PER_NODE" else 1
+        known[name] = Row(target=setting_paths()[row["key"]], variable=True, factor=factor)
     name = f"Megatron-SWIFT {int(version)}"
     return Dialect(name=name, rows={**known, **own}, prefix="--", separator=" ", version=version)
 
@@ -84,29 +89,29 @@ def read_swift(
         elif not known.paths:  # MEANINGS have read it
             command.flags.pop(name)
     places = (command.defaults.values(), command.flags.values())
-    return SwiftRun(load_entries(places, dialect_of(command.version), command.findings), command)
+    return SwiftRun(load_entries(places, dialect_of(command.version, command.machines), command.findings), command)
 
 
 def _set_processes(command: Command) -> None:
     """Default to one process per machine, or NPROC_PER_NODE, unless a launcher started this process."""
     env = command.env
-    machines, each = env.get("NNODES") or "1", env.get("NPROC_PER_NODE") or "1"
+    machines, each = command.machines, env.get("NPROC_PER_NODE") or "1"
     # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
     is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if is_launched or not (_COUNT.fullmatch(machines) and _COUNT.fullmatch(each)):
-        return  # invalid numbers are reported when the world size is resolved
+    if is_launched or not COUNT.fullmatch(each):
+        return  # an invalid number is reported when the world size is resolved
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)
-    if not env.get("NPROC_PER_NODE") and int(machines) % copy:
+    if not env.get("NPROC_PER_NODE") and machines % copy:
         what = f"NPROC_PER_NODE is not set, and the layout needs {copy} processes"
         why = "without it each machine has one process"
-        fix = f"write NPROC_PER_NODE={max(copy // int(machines), 1)} before the command"
+        fix = f"write NPROC_PER_NODE={math.lcm(copy, machines) // machines} before the command"
         command.findings.append(Finding(what, "environment", why, fix))
         return
-    command.default("num_processes", int(machines) * int(each))
+    command.default("NPROC_PER_NODE", int(each))
     if env.get("NPROC_PER_NODE"):
         origin = f"NPROC_PER_NODE={each}"
-        command.defaults["num_processes"] = replace(command.defaults["num_processes"], where=origin, origin=origin)
+        command.defaults["NPROC_PER_NODE"] = replace(command.defaults["NPROC_PER_NODE"], where=origin, origin=origin)
 
 
 def _check_kinds(command: Command) -> None:
@@ -114,7 +119,8 @@ def _check_kinds(command: Command) -> None:
     found = Builder()
     for name, entry in list(command.flags.items()):
         row, value = table("swift").get(entry.key), entry.value.data
-        if row is None or row.paths or row.ignored or not (row.kind or row.of in SAMPLED):
+        is_checked = row is not None and (command.stage in SAMPLED if row.of in SAMPLED else bool(row.kind))
+        if row is None or row.paths or row.ignored or not is_checked:
             continue
         kind = row.type
         if kind in (int, float):
@@ -126,6 +132,13 @@ def _check_kinds(command: Command) -> None:
             found.wrong(Written(entry, value, row.describe_unmapped(entry.key), name))
             del command.flags[name]
     command.findings += found.findings
+
+
+def ray_findings(run: SwiftRun) -> list[Finding]:
+    """Return the findings on flags of ms-swift's Ray. Their file is not read, so other findings would be misleading."""
+    rows = table("swift")
+    places = {entry.where for key, entry in run.command.typed.items() if key in rows and rows[key].of == "ray"}
+    return [finding for finding in run.loaded.findings if finding.where in places]
 
 
 def swift_lines(run: SwiftRun, loaded: Loaded) -> list[str]:
@@ -178,7 +191,8 @@ def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
         named, why = _settings_text(loaded, changed), run.command.whys.get(entry.where, "")
         if named and key != "stage":
             is_variable = "=" in entry.origin  # NPROC_PER_NODE=2
-            left = entry.origin if is_variable else f"({key} {_text(entry.value.data)})"
+            asked = run.command.changed.get(entry.where, entry.value.data)
+            left = entry.origin if is_variable else f"({key} {_text(asked)})"
             yield left, ", ".join(named) + (f" ({why})" if why else "")
 
 

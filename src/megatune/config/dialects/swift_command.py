@@ -8,6 +8,7 @@ YAML or JSON file whose ENV holds environment variables.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from megatune.config.settings import setting_paths
 from megatune.config.values import Value, is_number, is_variable, shown, to_value
 from megatune.errors import Finding, did_you_mean
 
+COUNT = re.compile("[0-9]{1,9}")
 # Attributes of Command that conditions of checks may use.
 _ATTRIBUTES = ("version", "verb", "stage", "on_cpu", "has_shared_experts", "epochs")
 # Keys of config.json with the number or width of experts.
@@ -67,6 +69,7 @@ class Command:
         whys: by the place of a flag: why it has another value or name.
         variables: environment variables that the command line sets.
         ignored: by the place of a flag: why it has no effect.
+        changed: by the place of a flag: its value before `becomes` gave it another.
         rollouts: flags of grpo and gkd, which `swift_rl` reads.
         extra: further values for checks.
     """
@@ -81,6 +84,7 @@ class Command:
     defaults: dict[str, SettingEntry] = field(default_factory=dict)
     whys: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     rollouts: dict[str, SettingEntry] = field(default_factory=dict)
@@ -140,6 +144,17 @@ class Command:
         return int(self.version)
 
     @property
+    def machines(self) -> int:
+        """The number of machines; 1 if NNODES is invalid, which is reported when the world size is resolved."""
+        text = self.env.get("NNODES") or "1"
+        return int(text) or 1 if COUNT.fullmatch(text) else 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes on all machines; 0 if a launcher decides it."""
+        return int(self.number("num_processes")) or int(self.number("NPROC_PER_NODE")) * self.machines
+
+    @property
     def epochs(self) -> str:
         """The flag with the number of epochs."""
         return "max_epochs" if self.generation == 3 else "num_train_epochs"
@@ -188,6 +203,7 @@ class Command:
         for entries in (self.flags, self.defaults):
             if name in entries:
                 entry = entries[name]
+                self.changed.setdefault(entry.where, entry.value.data)
                 entries[name] = SettingEntry(entry.key, to_value(data), entry.where, entry.origin)
                 if why:
                     self.whys[entry.where] = why
@@ -259,7 +275,8 @@ class Command:
         """Report a flag's value as unsupported, and drop the flag."""
         if (entry := self.flags.pop(name, None)) is not None:
             what = f"{entry.key}: {shown(entry.value.data)} is not supported"
-            self.findings.append(Finding(what, entry.where, why, fix))
+            # A check names the flags of version 4.
+            self.findings.append(Finding(what, entry.where, why, fix.replace(f"--{name}", f"--{entry.key}")))
 
 
 def _known(name: str, *, negates: bool = True) -> str | Finding:

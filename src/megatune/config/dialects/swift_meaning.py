@@ -128,8 +128,9 @@ def tokens(command: Command) -> None:
         try:
             found += Path(word).read_text(encoding="utf-8").split() if word.endswith(".txt") else [word]
         except (OSError, ValueError) as error:
-            fix = "write the tokens, or name their file"
-            command.refuse("new_special_tokens", f"{word} cannot be read: {error}", fix)
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            fix = "name a file of UTF-8 text, by its path from this folder, or write the tokens themselves"
+            command.refuse("new_special_tokens", f"{word} cannot be read: {why}", fix)
             return
     if command.given("new_special_tokens"):
         command.becomes("new_special_tokens", found)
@@ -216,13 +217,13 @@ def shape(command: Command) -> None:
 
 
 def experts(command: Command) -> None:
-    """Set the defaults of MoE models."""
-    if not command.has_experts:
+    """Set the defaults of MoE models, and of models whose config.json is unknown but whose layout has experts."""
+    if not (command.has_experts or (not command.config and command.number("expert_model_parallel_size") > 1)):
         return
     command.check("experts")
     tp, pp, ep = (int(command.number(f"{kind}_model_parallel_size")) or 1 for kind in ("tensor", "pipeline", "expert"))
     has_default = command.version > 3 or command.given("expert_tensor_parallel_size")
-    if not has_default and int(command.number("num_processes")) % (tp * pp * ep):
+    if not has_default and command.processes % (tp * pp * ep):
         why = "as since version 3.9: expert tensor parallelism would not divide the number of processes"
         command.default("expert_tensor_parallel_size", 1, why)
 
@@ -248,13 +249,15 @@ def learning_rate(command: Command) -> None:
 
 def _warmup_stable_decay(command: Command, lowest: float, highest: float) -> None:
     shape = command.value("lr_wsd_decay_style", "exponential")
+    iters, why, fix = command.number("lr_wsd_decay_iters"), list[str](), list[str]()
     if shape not in ("cosine", "linear"):
-        why = f"lr_wsd_decay_style {shape} is not supported"
-        command.refuse("lr_decay_style", why, "write --lr_wsd_decay_style cosine or linear")
-        return
-    if not (iters := command.number("lr_wsd_decay_iters")):
-        fix = "write --lr_wsd_decay_iters 100, the number of decay steps at the end"
-        command.refuse("lr_decay_style", "lr_wsd_decay_iters is missing", fix)
+        why.append(f"lr_wsd_decay_style {shape} is not supported")
+        fix.append("--lr_wsd_decay_style cosine or linear")
+    if not iters:
+        why.append("lr_wsd_decay_iters is missing")
+        fix.append("--lr_wsd_decay_iters 100, the number of decay steps at the end")
+    if why:
+        command.refuse("lr_decay_style", ", and ".join(why), f"write {', and '.join(fix)}")
         return
     kwargs: dict[str, object] = {"decay_type": shape, "num_decay_steps": int(iters)}
     if lowest and highest:
@@ -283,31 +286,40 @@ def vision(command: Command) -> None:
     if isinstance(bounds, dict) and bounds and bounds.keys() <= {*known, "image_max_token_num", "video_max_token_num"}:
         command.env = {**{name.upper(): str(value) for name, value in bounds.items()}, **command.env}
         command.whys[command.flags.pop("model_kwargs").where] = "limits of image sizes, like the environment variables"
-    if "vision_config" not in command.config:
+    encoder, kind = command.config.get("vision_config"), str(command.config.get("model_type", ""))
+    mergers = encoder.get("deepstack_visual_indexes", kind.startswith("qwen3_vl")) if isinstance(encoder, dict) else ()
+    if command.config and not mergers and command.given("freeze_aligner"):
+        command.sets("freeze_aligner", "freeze_multi_modal_projector", command.value("freeze_aligner"))
+        del command.flags["freeze_aligner"]
+    if encoder is None:
         return
     if command.value("freeze_vit") is False and not command.given("freeze_aligner"):
         command.default("freeze_deepstack_mergers", True, "freeze_aligner includes them")
-    area = 32**2 if str(command.config.get("model_type", "")).startswith("qwen3") else 28**2  # pixels per token
+    area = 32**2 if kind.startswith("qwen3") else 28**2  # pixels per token
     for variable, row in read_part("swift", "environment").items():
-        key, text, tokens = row["key"], command.env.get(variable, ""), command.env.get(row.get("in_tokens", ""), "")
+        if row.keys() == {"key"}:
+            continue
+        text, tokens = command.env.get(variable, ""), command.env.get(row.get("in_tokens", ""), "")
         if re.fullmatch("[0-9]{1,9}", tokens):
             text = str(int(tokens) * area)
         elif "tokens" in row and re.fullmatch("[0-9]{1,9}", text):
             text = str(int(text) // area * area)  # whole tokens
         if text:
-            command.defaults[key] = SettingEntry(key, parse(text), f"{variable}={text}", f"{variable}={text}")
+            place = f"{variable}={text}"
+            command.defaults[variable] = SettingEntry(variable, parse(text), place, place)
         else:
-            command.default(key, row["tokens"] * area if "tokens" in row else row["value"])
-    least = command.number("video_min_pixels") * _MIN_VIDEO_RATIO
-    if command.number("video_max_pixels") < least:
-        command.becomes("video_max_pixels", int(least), f"at least {_MIN_VIDEO_RATIO} times VIDEO_MIN_PIXELS")
+            command.default(variable, row["tokens"] * area if "tokens" in row else row["value"])
+    least = command.number("VIDEO_MIN_PIXELS") * _MIN_VIDEO_RATIO
+    if command.number("VIDEO_MAX_PIXELS") < least:
+        command.becomes("VIDEO_MAX_PIXELS", int(least), f"at least {_MIN_VIDEO_RATIO} times VIDEO_MIN_PIXELS")
 
 
 def tasks(command: Command) -> None:
     """Map sequence classification to stage cls."""
-    if command.verb == "sft" and command.given("task_type") and command.value("task_type") == "seq_cls":
+    if command.verb == "sft" and command.value("task_type") == "seq_cls":
         command.verb = "cls"
-        command.whys[command.flags.pop("task_type").where] = "stage: cls"
+        command.sets("task_type", "stage", "cls")
+        command.flags.pop("task_type")
     command.check("tasks")
 
 

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatune.config.dialects.dialect import read_part
+from megatune.config.dialects.dialect import ACCUMULATION, read_part
 from megatune.config.dialects.roll_tree import Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
 from megatune.config.rules import layout
+from megatune.config.rules.rule import either, multiples_around
 from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import is_number
 from megatune.errors import MegatuneError
@@ -118,13 +119,16 @@ def _rollouts(keys: Keys) -> None:
     A step is one generation of ms-swift: its responses are trained in steps_per_generation updates.
     """
     group, batch = int(keys.value("num_generations")) if keys.stage == "grpo" else 1, batch_of(keys)
+    accumulation = int(keys.setting(ACCUMULATION))
     if keys.stage == "grpo" and group == 1:
         keys.refuse("num_generations", "a group of one response has no baseline", "write --num_generations 8")
         group = 2
     updates = _updates(keys)
-    if (samples := batch * updates) % group:
+    if (samples := batch * updates) % group and ACCUMULATION not in keys.loaded.invalid:
         what = f"{samples} responses of a generation are not a multiple of num_generations {group}"
-        fix = f"write --global_batch_size {max(1, samples // group) * group}"
+        # Complete groups, and as many micro-batches in every data-parallel process.
+        unit = math.lcm(batch // accumulation, group // math.gcd(group, updates))
+        fix = f"write --global_batch_size {either(multiples_around(batch, unit))}"
         keys.reading.report(what, "--num_generations", "each prompt has a complete group", fix)
     prompts = samples if samples % group else samples // group  # report it only once
     keys.put("rollout_batch_size", prompts, "steps_per_generation", "generation_batch_size")
@@ -157,7 +161,7 @@ def batch_of(keys: Keys) -> int:
     """Return the number of responses per update."""
     replicas = max(1, keys.devices // keys.loaded.settings.parallel.model_parallel_size)
     rows = int(keys.setting("batch.per_device_train_batch_size"))
-    return rows * int(keys.setting("batch.gradient_accumulation_steps")) * replicas
+    return rows * int(keys.setting(ACCUMULATION)) * replicas
 
 
 def _updates(keys: Keys) -> int:
@@ -250,7 +254,7 @@ def _distillation(keys: Keys) -> None:
     keys.put("opd_lmbda", share, "lmbda", "use_vllm")
     if share < 1:
         keys.put("opd_sft_alpha", keys.value("sft_alpha"), "sft_alpha")
-    if (teacher := keys.value("teacher_model")) is None:
+    if (teacher := keys.value("teacher_model")) is None and not keys.run.command.given("teacher_model_server"):
         why = "self-distillation is not supported"
         keys.reading.report("teacher_model is missing", "--teacher_model", why, "write --teacher_model MODEL")
     keys.put("is_pure_opd", True, "rlhf_type")
