@@ -13,8 +13,14 @@ from megatune.config.dialects.roll import ReadRL, read_keys
 from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_rl import rollout_keys
 from megatune.errors import MegatuneError
+from megatune.families import read_architecture
 from megatune.rl.problems import count_rows, find_prompts
 
+PUBLISHED = {
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
 CONFIG = {"max_position_embeddings": 1024, "num_hidden_layers": 4, "dtype": "bfloat16"}
 NEEDED = "--rlhf_type gkd --model s --teacher_model t --lmbda 1 --global_batch_size 16 --output_dir out"
 # ms-swift's examples/megatron/rlhf/gkd/dense.sh, with data sets of its test.
@@ -160,6 +166,16 @@ def test_the_first_rows_of_a_data_set_are_counted_over_its_files(rows: Path) -> 
     names = [Path(name).name for name in settings.data.file_name]
     assert names == ["more.jsonl#30", "other.jsonl#6", "sums.jsonl#4"]
     assert settings.run.max_steps == (24 + 6 + 4) // 16
+
+
+def test_lengths_that_exceed_the_positions_of_a_teacher_are_said_in_flags(rows: Path) -> None:
+    architecture = read_architecture({**PUBLISHED, "max_position_embeddings": 600}, "config.json")
+    words = f"{NEEDED} --train_iters 6 --dataset {rows}".split()
+    run = read_swift("rlhf", words, env={"NPROC_PER_NODE": "1"}, config=CONFIG, on_cpu=True)
+    keys = rollout_keys(run, find_prompts, count_rows)
+    (finding,) = read_keys(keys, "the command line", lambda settings, stage: architecture).findings
+    assert finding.what == "a sequence of 1024 is more than the 600 positions of the model"
+    assert finding.fix == "write a --max_length and a --max_completion_length of 600 or less together"
 
 
 def test_it_is_not_evaluated(rows: Path) -> None:

@@ -4,7 +4,8 @@ Reasons that several keys share are YAML anchors, in blocks that are not read. A
 that the key sets, or a mapping of these columns:
 
     target         "group.name", or a list of them, that get the value
-    values         the system's value -> ours; other values are unchanged
+    values         the system's value -> ours; other values are unchanged, but those of flags of grpo and gkd are
+                   refused, for the `reason`
     items          for lists: the system's item -> our items
     factor         what a number is multiplied by: 60 for minutes that set seconds
     choices        value -> "group.name" -> value: each value sets several settings
@@ -58,6 +59,7 @@ class Row:
 
     target: str | list[str] = ""
     values: Mapping[Any, Any] = field(default_factory=dict)
+    reason: str = ""
     items: Mapping[str, list[str]] = field(default_factory=dict)
     factor: int = 1
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

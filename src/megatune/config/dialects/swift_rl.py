@@ -48,7 +48,7 @@ def rollout_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Rea
     wrong = run.loaded.check_rules(world_size=asked, rules=[layout.world]) if asked else []
     processes = run.loaded.settings.parallel.smallest_world if wrong else asked or 1  # report it only once
     keys = Keys(run, run.loaded.for_world(processes), processes)
-    keys.reading.dialect = run.loaded.dialect
+    keys.reading.dialect, keys.reading.names = run.loaded.dialect, read_part("swift", "grpo")["names"]
     keys.reading.findings += [*keys.loaded.findings, *wrong]
     _data(keys)
     _rollouts(keys)
@@ -146,9 +146,7 @@ def _rollouts(keys: Keys) -> None:
     keys.put("prompt_length", max(1, length), "data.cutoff_len")
     keys.put("response_length", response, "max_completion_length")
     keys.reading.lines.append(f"prompts of more than {max(1, length)} tokens are dropped")
-    if (penalty := keys.value("repetition_penalty")) != 1:
-        why = f"the trainer's log-probabilities do not include the penalty {penalty:g}"
-        keys.refuse("repetition_penalty", why, "write --repetition_penalty 1.0")
+    keys.choice("repetition_penalty")
     for role in ("actor_infer", *(["validation"] if "validation" in keys.reading.data else [])):
         for flag in ("temperature", "top_p", "top_k"):
             keys.put(f"{role}.generating_args.{flag}", keys.value(flag), flag)
@@ -210,21 +208,15 @@ def _lengths_of_run(keys: Keys, count_rows: CountRows, files: Sequence[str]) -> 
 
 def _algorithm(keys: Keys) -> None:
     """Write the keys of advantages and the loss."""
-    estimator, scale = keys.value("advantage_estimator"), keys.value("scale_rewards")
     given = keys.run.command.rollouts
-    if estimator == "rloo":
-        scale = keys.value("scale_rewards") if "scale_rewards" in given else "none"
-    if estimator not in ("grpo", "rloo"):
-        why = "its reward normalization is not supported"
-        keys.refuse("advantage_estimator", why, "write --advantage_estimator grpo or rloo")
-    if scale not in ("group", "none", "batch") or (estimator == "rloo" and scale != "none"):
-        keys.refuse("scale_rewards", "", "write --scale_rewards none" + ", group or batch" * (estimator == "grpo"))
-        scale = "group"
-    keys.put("adv_estimator", "grpo" if (estimator, scale) == ("grpo", "group") else
-             "rloo" if estimator == "rloo" else "reinforce", "advantage_estimator", "scale_rewards")  # fmt: skip
+    estimator, scale = keys.choice("advantage_estimator"), keys.choice("scale_rewards")
+    if estimator == "rloo" and scale is not None and "scale_rewards" in given:
+        keys.refuse("scale_rewards", "", "write --scale_rewards none")
+    named = estimator if estimator == "rloo" or scale == "group" else "reinforce"
+    keys.put("adv_estimator", named, "advantage_estimator", "scale_rewards")
     if estimator == "grpo":
         keys.put("norm_mean_type", "group", "scale_rewards")
-        keys.put("norm_std_type", None if scale == "none" else scale, "scale_rewards")
+        keys.put("norm_std_type", scale, "scale_rewards")
     if not is_number(beta := 0.04 if keys.value("beta") is None else keys.value("beta")) or beta < 0:
         keys.refuse("beta", "expected a number, at least 0", "write --beta 0.04, the default")
         beta = 0.04
@@ -241,8 +233,7 @@ def _algorithm(keys: Keys) -> None:
     if keys.value("overlong_filter"):
         keys.put("max_len_mask", True, "overlong_filter")
         keys.reading.lines.append("overlong_filter: dropped responses are not counted in the mean either")
-    if keys.value("num_iterations") != 1:
-        keys.refuse("num_iterations", "ms-swift refuses it, too", "write --num_iterations 1")
+    keys.choice("num_iterations")
 
 
 def _distillation(keys: Keys) -> None:
@@ -277,28 +268,19 @@ def _clipping(keys: Keys) -> None:
             delta = least + 1
         keys.put("dual_clip_bound", float(delta), "delta")
         keys.put("dual_clip_loss", True, "delta")
-    level = {"token": "token", "sequence": "seq"}.get(keys.value("importance_sampling_level"))
-    if level is None:
-        keys.refuse("importance_sampling_level", "", "write --importance_sampling_level token or sequence")
-    keys.put("importance_sampling", level or "token", "importance_sampling_level")
-    if (mode := keys.value("rollout_importance_sampling_mode")) is None:
+    keys.put("importance_sampling", keys.choice("importance_sampling_level"), "importance_sampling_level")
+    if (weight := keys.choice("rollout_importance_sampling_mode")) is None:
         return
-    weights = read_part("swift", "grpo")["weights"]
-    if mode not in weights:
-        why, fix = "tokens are weighted, not masked", f"write one of: {', '.join(weights)}"
-        keys.refuse("rollout_importance_sampling_mode", why, fix)
     above = "train_infer_correction.is_weight"
     keys.put(f"{above}.enabled", True, "rollout_importance_sampling_mode")
-    keys.put(f"{above}.weight_type", weights.get(mode, "token"), "rollout_importance_sampling_mode")
+    keys.put(f"{above}.weight_type", weight, "rollout_importance_sampling_mode")
     bound = keys.value("rollout_importance_sampling_threshold")
     keys.put(f"{above}.upper_bound", float(bound), "rollout_importance_sampling_threshold")
 
 
 def _loss(keys: Keys) -> None:
-    kind, losses = keys.value("loss_type") or "grpo", read_part("swift", "grpo")["losses"]
-    if kind not in losses:
-        keys.refuse("loss_type", "", f"write one of: {', '.join(losses)}")
-    keys.put("loss_agg_mode", losses.get(kind, "token-mean"), "loss_type")
+    keys.put("loss_agg_mode", keys.choice("loss_type"), "loss_type")
+    kind = keys.value("loss_type")
     if kind == "cispo":
         high = keys.value("epsilon_high")
         keys.put("actor_train.worker_cls", "ActorPGWorker", "loss_type")

@@ -57,6 +57,16 @@ class Keys:
         row = table("swift")[flag]
         return row.passes[0] if row.passes else None
 
+    def choice(self, flag: str) -> Any:
+        """Return ROLL's value for that of a flag; one that the table does not list is refused, and the default used."""
+        row = table("swift")[flag]
+        if self.value(flag) not in row.values:
+            *others, last = (str(value) for value in row.values if value is not None)
+            valid = f"{', '.join(others)} or {last}" if others else last
+            self.refuse(flag, row.reason, f"write --{flag} {valid}")
+            del self.run.command.rollouts[flag]
+        return row.values[self.value(flag)]
+
     def written(self, key: str) -> Any:
         """Return the value of a top-level key that was put; None if it was not."""
         return self.reading.data.get(key)
@@ -205,8 +215,7 @@ def _engine(keys: Keys, role: str) -> None:
 def _sampler(keys: Keys) -> None:
     """Write actor_infer, which samples with vLLM, or without GPUs with the built-in engine."""
     is_builtin = not keys.value("use_vllm") or keys.run.command.on_cpu
-    if keys.value("vllm_mode") not in (None, "colocate"):
-        keys.refuse("vllm_mode", "engines time-share the trainer's devices", "write --vllm_mode colocate")
+    keys.choice("vllm_mode")
     above = "actor_infer.strategy_args"
     keys.put(f"{above}.strategy_name", "builtin" if is_builtin else "vllm", "use_vllm")
     if is_builtin:
@@ -230,16 +239,16 @@ def _sampler(keys: Keys) -> None:
 
 def _replay(keys: Keys) -> None:
     """Write router_replay, with which the trainer routes tokens to the same experts as the engine."""
-    command, mode, share = keys.run.command, keys.value("router_replay_mode"), keys.written("opd_lmbda")
-    if mode not in ("R3", "disabled"):
-        keys.refuse("router_replay_mode", "", "write --router_replay_mode R3, or disabled")
-    elif mode == "R3" and command.config and not command.has_experts:
+    command, share = keys.run.command, keys.written("opd_lmbda")
+    if (mode := keys.choice("router_replay_mode")) is None:
+        return
+    if command.config and not command.has_experts:
         keys.refuse("router_replay_mode", "the model has no experts", "write --router_replay_mode disabled")
-    elif mode == "R3" and share is not None and share < 1:
+    elif share is not None and share < 1:
         why = "no engine has routed the data set's answers, so there is nothing to replay"
         keys.refuse("router_replay_mode", why, "write --lmbda 1, or --router_replay_mode disabled")
-    elif mode == "R3":
-        keys.put("actor_train.router_replay.mode", "R3", "router_replay_mode")
+    else:
+        keys.put("actor_train.router_replay.mode", mode, "router_replay_mode")
 
 
 def write_rewards(keys: Keys) -> None:
