@@ -299,7 +299,7 @@ MEANINGS = [
      ["q_proj", "k_proj", "v_proj", "o_proj"]),
     ("--tuner_type lora --modules_to_save word_embeddings", "finetuning.additional_target", ["embed_tokens"]),
     ("--lora_rank 4", "finetuning.lora_rank", 8),  # of tuner_type lora
-    ("--freeze_aligner false", "finetuning.freeze_deepstack_mergers", False),
+    ("--freeze_aligner false", "finetuning.freeze_multi_modal_projector", False),
 ]  # fmt: skip
 
 
@@ -414,7 +414,7 @@ def test_messages_name_the_variables_that_bound_pictures():
 ADVICE = [
     ("--distributed_backend word", "remove --distributed_backend"),  # the flag that was typed, of version 3
     ("--tuner_type lora --target_modules all-linear all-router", "write --target_modules all-linear"),
-    ("--main_grads_dtype fp8", "write --main_grads_dtype fp32, the default"),
+    ("--main_grads_dtype fp8", "write --main_grads_dtype fp32"),
     ("--use_megatron_fsdp true", "write --use_distributed_optimizer instead"),
     ("--top_p 2.5", "remove --top_p, or write --top_p 1.0"),  # it belongs to grpo, whatever its value
     (

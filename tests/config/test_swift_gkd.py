@@ -188,6 +188,7 @@ def test_flags_that_change_nothing_are_said(rows: Path) -> None:
     found, lines = read(f"--train_iters 6 --dataset {rows} {flags}")
     assert found.findings == ()
     said = "\n".join(" ".join(line.split()) for line in lines)
+    assert not any(each in said for each in ("mask_history", "packing"))  # defaults that have no effect, either
     for flag, why in (
         ("--sft_alpha 0.2", "with lmbda 1 no step trains on the data set's answers"),
         ("--seq_kd true", "the teacher does not sample, as in Megatron-SWIFT"),

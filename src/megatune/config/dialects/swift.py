@@ -93,12 +93,12 @@ def read_swift(
 
 
 def _set_processes(command: Command) -> None:
-    """Default to one process per machine, or NPROC_PER_NODE, unless a launcher started this process."""
+    """Default to one process per machine, or NPROC_PER_NODE, unless num_processes is given or a launcher started us."""
     env = command.env
     machines, each = command.machines, env.get("NPROC_PER_NODE") or "1"
     # Clusters set RANK and WORLD_SIZE for whole machines; only a launcher sets LOCAL_RANK.
     is_launched = all(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if is_launched or not COUNT.fullmatch(each):
+    if is_launched or command.given("num_processes") or not COUNT.fullmatch(each):
         return  # an invalid number is reported when the world size is resolved
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     copy = math.prod(int(command.number(name)) or 1 for name in sizes)
@@ -184,8 +184,9 @@ def _flags(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 
 def _defaults(run: SwiftRun, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    idle = read_part("swift", "grpo")["harmless"] if run.command.stage in SAMPLED else ()
     for key, entry in run.command.defaults.items():
-        paths = [path for path, each in loaded.entries.items() if each is entry]
+        paths = [path for path, each in loaded.entries.items() if each is entry and path not in idle]
         settings = loaded.settings
         changed = [path for path in paths if has_effect(settings, path) and not is_default(settings, path)]
         named, why = _settings_text(loaded, changed), run.command.whys.get(entry.where, "")
