@@ -16,7 +16,7 @@ from megatune.config.load import Loaded
 from megatune.config.rl.settings import REWARD_MODEL
 from megatune.config.rules.rule import divisors
 from megatune.config.settings import is_default, setting_value
-from megatune.config.values import shown
+from megatune.config.values import is_number, parse, shown
 
 _OF_ROLES = ("parallel", "experts", "performance", "precision")
 # Settings that have other keys, or belong to the whole run.
@@ -258,7 +258,7 @@ def write_rewards(keys: Keys) -> None:
         fix = "write --reward_funcs accuracy format, or names from a file of --external_plugins"
         keys.reading.report("reward_funcs is missing", why="there is no reward", fix=fix)
     weights = keys.value("reward_weights") or []
-    numbers = [number for each in weights if (number := _as_number(each)) is not None]
+    numbers = [float(number) for each in weights if is_number(number := parse(shown(each)).data)]
     if weights and (len(numbers) != len(names) + len(models) or len(numbers) != len(weights)):
         of_model = ", and for reward_model" * bool(models)
         keys.refuse("reward_weights", "", f"write a number for each of reward_funcs{of_model}")
@@ -314,10 +314,3 @@ def _reward_model(keys: Keys, above: str, weights: Sequence[float]) -> None:
     _engine(keys, above)
     if weights:
         keys.put(f"{above}.score_weight", weights[0], "reward_weights")
-
-
-def _as_number(text: Any) -> float | None:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
