@@ -24,7 +24,7 @@ _SECRET = ("hub_token",)
 
 
 @cache
-def dialect_of(version: float, machines: int) -> Dialect:
+def dialect_of(version: float, machines: int = 1) -> Dialect:
     """Return the dialect with the flags and defaults of version 3, 3.12 or 4.
 
     Args:
