@@ -19,8 +19,9 @@ from megatune.bridge.safetensors_files import TensorSource
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.families import FAMILIES
 from megatune.families.adapters import MAGNITUDE
+from megatune.families.table import Box, whole_box
 from megatune.families.trained import trained_weights
-from megatune.families.weights import Segment, all_shapes, hf_shapes
+from megatune.families.weights import all_shapes, hf_shapes
 
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -33,8 +34,8 @@ class Tensors(TensorSource):
         self._tensors = tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
-    def read(self, segment: Segment) -> Tensor:
-        return self._tensors[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
+    def read_box(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name].view(whole_box(self.shapes[name]).shape)[box.slices]
 
 
 def lora(**changes: Any) -> FinetuningSettings:
@@ -82,10 +83,6 @@ def random_adapter(architecture: Architecture, selection: FinetuningSettings) ->
 
 def all_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from all_shapes(FAMILIES[architecture.model_type].weight_map(architecture), architecture).items()
-
-
-def rows(shape: tuple[int, ...], name: str) -> Segment:
-    return Segment(name, 0, 0, shape[0])
 
 
 @torch.no_grad()

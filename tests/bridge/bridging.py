@@ -16,7 +16,6 @@ from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.config.settings import Settings
 from megatune.engine.model import gather_parameters
 from megatune.engine.optimizer import main_shards, step
-from megatune.families.weights import Segment
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.samples import random_samples
 
@@ -36,7 +35,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def whole_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     """Tensors that ranks may have written in parts."""
     found = SafetensorsFolder(folder, stem)
-    return {name: found.read(Segment(name, 0, 0, found.shape(name)[0])) for name in found.names()}
+    return {name: found.whole(name) for name in found.names()}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ from adapter_kit import (
     lora,
     peft_adapter,
     random_adapter,
-    rows,
     with_adapter,
 )
 from model_sizes import MakeModel
@@ -33,7 +32,7 @@ from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.peft_form import peft_problems
 from megatune.families.peft_reading import settings_of
-from megatune.families.weights import Segment
+from megatune.families.table import Box
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,14 +79,13 @@ def test_every_form_of_peft_is_merged_as_peft_merges_it(form: str, model_dir: Ma
     merged = MergedFolder(base, adapter)
     num_changed = 0
     for name, shape in all_tensors(architecture):
-        whole = rows(shape, name)
-        found = merged.read(whole)
-        assert_same_numbers(found, expected.read(whole))
-        assert adapter.changes(name) == (not torch.equal(expected.read(whole), base.read(whole))), name
+        found = merged.whole(name)
+        assert_same_numbers(found, expected.whole(name))
+        assert adapter.changes(name) == (not torch.equal(expected.whole(name), base.whole(name))), name
         num_changed += adapter.changes(name)
         if adapter.changes(name) and len(shape) == 2:
-            assert_same_numbers(merged.read(Segment(name, 1, 1, shape[1] - 1)), found[:, 1:-1])
-            assert_same_numbers(merged.read(Segment(name, 0, 1, shape[0] // 2)), found[1 : shape[0] // 2])
+            for box in (Box(0, shape[0], 1, shape[1] - 1), Box(1, shape[0] // 2, 0, shape[1])):
+                assert_same_numbers(merged.read_box(name, box), found[box.slices])
     assert num_changed
 
 
@@ -107,8 +105,8 @@ def test_old_names_of_a_vision_models_modules_are_read(model_dir: MakeModel, tmp
     save_file(tensors, old / path.name)
     found = open_adapter(old, architecture)
     assert found.adapter.tensors.keys() == new.adapter.tensors.keys()
-    for name, tensor in new.adapter.tensors.items():
-        assert torch.equal(found.read(rows(tensor.shape, name)), new.read(rows(tensor.shape, name)))
+    for name in new.adapter.tensors:
+        assert torch.equal(found.whole(name), new.whole(name))
 
 
 SELECTIONS: dict[str, tuple[str, bool, FinetuningSettings]] = {
@@ -160,7 +158,7 @@ def test_peft_loads_what_is_written_and_computes_the_same(case: str, model_dir: 
     for folder in (adapter, tmp_path / "again"):
         found = open_adapter(folder, architecture, selection)
         for name, value in values.items():
-            assert torch.equal(found.read(rows(tuple(value.shape), name)), value), name
+            assert torch.equal(found.whole(name), value), name
         settings = selection.model_copy(update=settings_of(folder, architecture))
         open_adapter(folder, architecture, settings)
 
@@ -168,8 +166,8 @@ def test_peft_loads_what_is_written_and_computes_the_same(case: str, model_dir: 
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     base, expected = (open_checkpoint(each, architecture)[0] for each in (model, tmp_path / "merged"))
     merged = MergedFolder(base, open_adapter(adapter, architecture))
-    for name, shape in all_tensors(architecture):
-        assert_same_numbers(merged.read(rows(shape, name)), expected.read(rows(shape, name)))
+    for name, _ in all_tensors(architecture):
+        assert_same_numbers(merged.whole(name), expected.whole(name))
     assert_same_numbers(with_it, logits(load(tmp_path / "merged")), 5e-5)
 
 
@@ -300,7 +298,7 @@ def test_experts_that_share_an_adapter_of_gate_and_up(model_dir: MakeModel, tmp_
     assert "is one adapter of gate and up together" in refusal(settings_of, tmp_path / "one", architecture)
     found = open_adapter(tmp_path / "one", architecture)
     gate, up = (f"model.layers.0.block_sparse_moe.experts.1.{each}.lora_A.weight" for each in ("w1", "w3"))
-    assert torch.equal(found.read(Segment(gate, 0, 0, 4)), found.read(Segment(up, 0, 0, 4)))
+    assert torch.equal(found.whole(gate), found.whole(up))
     peft_adapter(model, tmp_path / "two", target_modules=[*QKVO, "w1", "w2", "w3"])
     settings = lora().model_copy(update=settings_of(tmp_path / "two", architecture))
     text = refusal(open_adapter, tmp_path / "two", architecture, settings)

@@ -25,7 +25,7 @@ def with_mtp(model: Path, folder: Path) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     # Some families have such a layer behind the last one.
     first = "model.layers.4" if model.name.startswith("glm4") else "mtp"
-    shapes = {"fc.weight": (64, 128), "norm.weight": (64,), "layers.0.self_attn.k_norm.weight": (24,)}
+    shapes = {"fc.weight": (64, 128), "norm.weight": (64,), "layers.0.self_attn.k_norm.weight": (24,), "scale": ()}
     beside = {f"{first}.{name}": shape for name, shape in shapes.items()}
     made = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in beside.items()}
     save_file({**load_file(folder / "model.safetensors"), **made}, folder / "model.safetensors", {"format": "pt"})

@@ -183,7 +183,7 @@ def _read_again(
     with LiveBytes() as live:
         for local, start, target in mine:
             for kind in KINDS:
-                optimizer.fill(target, local.segments(architecture), f"{kind}/", start=start)
+                optimizer.fill(target, local.rows(architecture, start, start + len(target)), f"{kind}/", start=start)
     assert live.peak <= 4 * BUCKET  # beyond its state
     check = end_check()
     assert check is not None

@@ -20,7 +20,6 @@ from adapter_kit import (
     lora,
     peft_adapter,
     random_adapter,
-    rows,
     with_adapter,
 )
 from bridging import tensors
@@ -32,7 +31,7 @@ from megatune.bridge.adapter_files import MergedFolder, open_adapter, write_adap
 from megatune.bridge.assemble import open_checkpoint
 from megatune.bridge.merged_model import MergedModel
 from megatune.families import FAMILIES, load_architecture
-from megatune.families.weights import Segment
+from megatune.families.table import Box, whole_box
 
 
 def merge(model: Path, adapters: list[Path], out: Path, max_file_bytes: int = 5 * 10**9) -> merged_model.Merged:
@@ -139,10 +138,11 @@ def test_slices_are_those_of_the_whole(model_dir: MakeModel, tmp_path: Path) -> 
     adapter = new_adapter(model, tmp_path / "adapter", use_dora=True, lora_target=["self_attn.q_proj", "o_proj"])
     merged = MergedFolder(open_checkpoint(model, architecture)[0], open_adapter(adapter, architecture))
     for name, shape in all_tensors(architecture):
-        whole = merged.read(rows(shape, name))
-        assert_same_numbers(merged.read(Segment(name, 0, 1, shape[0] - 1)), whole[1:-1])
-        if len(shape) == 2:
-            assert_same_numbers(merged.read(Segment(name, 1, 3, shape[1] // 2)), whole[:, 3 : shape[1] // 2])
+        whole = merged.whole(name).view(whole_box(shape).shape)
+        boxes = [whole_box(shape)._replace(first=1, last=shape[0] - 1)]
+        boxes += [Box(0, shape[0], 3, shape[1] // 2)] if len(shape) == 2 else []
+        for box in boxes:
+            assert_same_numbers(merged.read_box(name, box), whole[box.slices])
 
 
 def test_files_are_as_large_as_asked(model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +181,14 @@ def test_a_tied_model_stays_tied(model_dir: MakeModel, tmp_path: Path) -> None:
     merge(model, [adapter], tmp_path / "merged")
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
     assert_same_numbers(logits(load(tmp_path / "merged")), logits(with_adapter(model, adapter)), 5e-5)
+
+
+def test_a_tied_vision_model_stays_tied(model_dir: MakeModel, tmp_path: Path) -> None:
+    """Though its files carry an output layer by the name that it has there."""
+    model = tmp_path / "model"
+    shutil.copytree(model_dir("gemma3", tied=True), model)
+    held = load_file(model / "model.safetensors")
+    words = held["language_model.model.embed_tokens.weight"].clone()
+    save_file(held | {"language_model.lm_head.weight": words}, model / "model.safetensors")
+    merge(model, [new_adapter(model, tmp_path / "adapter", additional_target=["embed_tokens"])], tmp_path / "merged")
+    assert tensors(tmp_path / "merged").keys() == held.keys()

@@ -22,6 +22,7 @@ from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.errors import MegatuneError
 from megatune.families import FAMILIES, load_architecture
+from megatune.families.table import Box, whole_box
 
 # Megatron-Core has no layers whose heads have two sizes.
 REFUSED = ("gemma4", "gemma4_text")
@@ -51,6 +52,14 @@ def test_there_and_back(family: str, tied: bool, model_dir: MakeModel, tmp_path:
     if family == "gemma3":  # by the names of the published files, which Transformers reads, too
         written = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in written.items()}
     assert_same_bits(written, tensors(model))
+
+
+def test_a_rank_may_read_no_rows(model_dir: MakeModel, tmp_path: Path) -> None:
+    """As the last of many replicas does that share the rows of a matrix."""
+    model = model_dir("qwen3_next")
+    folder, _ = open_checkpoint(to_mcore(model, tmp_path / "mcore"), load_architecture(model))
+    for name, shape in folder.shapes.items():
+        assert folder.read_box(name, Box(1, 1, 0, whole_box(shape).right)).shape == (0, whole_box(shape).right)
 
 
 def test_gates_and_ups_that_alternate_are_apart_in_megatrons(model_dir: MakeModel, tmp_path: Path) -> None:

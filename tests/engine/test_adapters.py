@@ -57,14 +57,11 @@ def fill(local: LocalParameter, assembly: Assembly, seed: int) -> None:
         name: torch.randn(shape, generator=generator) * 0.1
         for name, shape in hf_shapes_of_all(*shapes, local.layer).items()
     }
-    values = [
-        whole[one.name].narrow(one.dim, one.start, one.stop - one.start).reshape(-1)
-        if one.name
-        else torch.zeros(one.stop)
-        for one in local.segments(assembly.architecture)
-    ]
+    values = torch.zeros(local.parameter.numel())
+    for row in local.rows(assembly.architecture):
+        values[row.elements] = whole[row.name][row.box.slices].reshape(-1)
     shard = main_shards(assembly.optimizer).get(local.parameter)
-    local.parameter.data.view(-1).copy_(torch.cat(values))
+    local.parameter.data.view(-1).copy_(values)
     if shard is not None:
         shard.main.copy_(local.parameter.data.view(-1)[shard.start : shard.stop])
 

@@ -15,6 +15,7 @@ from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAtt
 from megatune.encoders import Vision, VisionLayers
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
+from megatune.families.table import Box, rows_of
 from megatune.families.weights import (
     Slice,
     TensorLayout,
@@ -24,7 +25,6 @@ from megatune.families.weights import (
     hf_shapes,
     layers_of,
     padded_vocab_size,
-    segments,
 )
 
 # Members of the families whose maps differ from the usual ones.
@@ -153,7 +153,7 @@ def all_slices(cut: Slice) -> list[Slice]:
 
 
 @given(architectures())
-def test_segments_cover_every_element_exactly_once(case):
+def test_rows_cover_every_element_exactly_once(case):
     architecture, dense_cut, expert_cut = case
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         for layer in layers_of(weight, architecture):
@@ -161,8 +161,8 @@ def test_segments_cover_every_element_exactly_once(case):
             covered: Counter[tuple[str, int, int]] = Counter()
             cut = expert_cut if weight.per_expert else dense_cut
             for part in all_slices(cut):
-                size = add_covered(covered, weight, architecture, part, shapes, layer)
-                # Padding of the vocabulary is in no segment; everything else is full.
+                size = add_covered(covered, weight, architecture, part, layer)
+                # Padding of the vocabulary is in no row; everything else is full.
                 room = element_count(engine_shape(weight, architecture, part))
                 assert size <= room if weight.layout is TensorLayout.VOCABULARY else size == room
             copies = cut.tp_size if weight.layout is TensorLayout.REPLICATED else 1
@@ -175,15 +175,16 @@ def add_covered(
     weight: Weight,
     architecture: Architecture,
     part: Slice,
-    shapes: dict[str, tuple[int, ...]],
     layer: int,
 ) -> int:
     """Count the rows or columns of one slice, and return how many elements they hold."""
     size = 0
-    for segment in segments(weight, architecture, part, layer):
-        shape = shapes[segment.name]
-        covered.update((segment.name, segment.dim, i) for i in range(segment.start, segment.stop))
-        size += element_count(shape) // shape[segment.dim] * (segment.stop - segment.start)
+    dim = 1 if weight.layout is TensorLayout.COLUMNS else 0
+    for row in rows_of(weight, architecture, part, layer):
+        assert row.start == size
+        cut = row.box.slices[dim]
+        covered.update((row.name, dim, i) for i in range(cut.start, cut.stop))
+        size += row.box.numel
     return size
 
 
@@ -194,8 +195,8 @@ def test_a_slice_is_its_experts_one_after_the_other(case):
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
         for part in all_slices(expert_cut) if weight.per_expert else [Slice()]:
             pieces = by_expert(weight, architecture, part)
-            whole = segments(weight, architecture, part)
-            assert [segment for piece in pieces for segment in segments(weight, architecture, piece)] == whole
+            whole = [row[:-1] for row in rows_of(weight, architecture, part)]
+            assert [row[:-1] for piece in pieces for row in rows_of(weight, architecture, piece)] == whole
             names = [name for piece in pieces for name in hf_shapes(weight, architecture, 0, piece)]
             assert names == list(hf_shapes(weight, architecture, 0, part))
 
@@ -208,15 +209,16 @@ def test_an_experts_slice_is_its_gate_rows_then_its_up_rows(model_dir):
     assert engine_shape(weights["weight1"], architecture, part) == (2, 96, 64)
     assert engine_shape(weights["weight2"], architecture, part) == (2, 64, 48)
     expert = "model.layers.3.block_sparse_moe.experts"
-    assert [(s.name, s.dim, s.start, s.stop) for s in segments(weights["weight1"], architecture, part, 3)] == [
-        (f"{expert}.2.w1.weight", 0, 48, 96),
-        (f"{expert}.2.w3.weight", 0, 48, 96),
-        (f"{expert}.3.w1.weight", 0, 48, 96),
-        (f"{expert}.3.w3.weight", 0, 48, 96),
+    rows = Box(48, 96, 0, 64)
+    assert [(row.name, row.box) for row in rows_of(weights["weight1"], architecture, part, 3)] == [
+        (f"{expert}.2.w1.weight", rows),
+        (f"{expert}.2.w3.weight", rows),
+        (f"{expert}.3.w1.weight", rows),
+        (f"{expert}.3.w3.weight", rows),
     ]
-    assert [(s.name, s.dim, s.start, s.stop) for s in segments(weights["weight2"], architecture, part, 3)] == [
-        (f"{expert}.2.w2.weight", 1, 48, 96),
-        (f"{expert}.3.w2.weight", 1, 48, 96),
+    assert [(row.name, row.box) for row in rows_of(weights["weight2"], architecture, part, 3)] == [
+        (f"{expert}.2.w2.weight", rows.transposed()),
+        (f"{expert}.3.w2.weight", rows.transposed()),
     ]
 
 

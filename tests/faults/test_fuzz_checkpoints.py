@@ -30,7 +30,7 @@ from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
-from megatune.families.weights import Segment, hf_shapes, layers_of
+from megatune.families.weights import hf_shapes, layers_of
 from megatune.training.checks import check_files
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore
@@ -40,7 +40,7 @@ Loaded = dict[str, Any]
 
 
 def _tensors(source: TensorSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    found = {name: source.read(Segment(name, 0, 0, shape[0])) for name, shape in shapes.items()}
+    found = {name: source.whole(name) for name in shapes}
     for name, shape in shapes.items():
         assert tuple(found[name].shape) == tuple(source.shape(name)) == shape, name
         assert found[name].dtype.is_floating_point, name

@@ -28,7 +28,6 @@ from megatune.encoders import Vision
 from megatune.engine import groups, step
 from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.optimizer import main_shards
-from megatune.families.weights import Segment
 from megatune.objectives.kto import KTO
 from megatune.objectives.pair_losses import PAIR_LOSSES, Pairs
 from megatune.objectives.preference import REFERENCE, Preference, Reward
@@ -272,6 +271,6 @@ def gradient_errors(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, f
             errors[name] = math.inf
             continue
         truth = expected[name]
-        gap = found.read(Segment(f"grad/{name}", 0, 0, len(truth))) - truth
+        gap = found.whole(f"grad/{name}") - truth
         errors[name] = (gap.norm() / truth.norm().clamp(min=torch.finfo(truth.dtype).tiny)).item()
     return errors

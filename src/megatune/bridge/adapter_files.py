@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.peft_form import AdapterTensor, adapter_config, trained_tensors
 from megatune.families.peft_reading import Adapter, read_adapter
 from megatune.families.selection import Selection
-from megatune.families.weights import Segment
+from megatune.families.table import Box, whole_box
 
 ADAPTER = WEIGHTS_FILE.removesuffix(".safetensors")
 _WEIGHT = "weight"
@@ -47,11 +46,12 @@ class AdapterFolder(TensorSource):
         self._files = SafetensorsFolder(folder, ADAPTER)
         self._stack = lru_cache(_KEPT)(self._files.whole)  # in a stacked B, the columns of an expert are far apart
 
-    def read(self, segment: Segment) -> Tensor:
-        place = self.adapter.tensors[segment.name]
+    def read_box(self, name: str, box: Box) -> Tensor:
+        place = self.adapter.tensors[name]
         if not place.stack:
-            return self._files.read(replace(segment, name=place.name))
-        return place.part(self._stack(place.name)).narrow(segment.dim, segment.start, segment.stop - segment.start)
+            return self._files.read_box(place.name, box)
+        part: Tensor = place.part(self._stack(place.name))
+        return part[box.slices]
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter replaces a tensor of the model, or has an adapter of it."""
@@ -156,7 +156,7 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
         parts.setdefault(place.name, []).append((name, place))
     entries = []
     for name, ((own, place), *_) in sorted(parts.items()):
-        dtype = torch.float32 if ".lora_" in name else source.read(Segment(own, 0, 0, 1)).dtype
+        dtype = torch.float32 if ".lora_" in name else source.read_box(own, Box(0, 1, 0, 1)).dtype
         entries.append(TensorEntry(name, place.stack or place.shape, dtype))
     tensors = (_read_tensor(source, entry, parts[entry.name]) for entry in entries)
     TensorFile(path.name, entries, tensors).write(path.parent)
@@ -164,7 +164,7 @@ def write_adapter(path: Path, source: TensorSource, architecture: Architecture, 
 
 def _read_tensor(source: TensorSource, entry: TensorEntry, parts: Sequence[tuple[str, AdapterTensor]]) -> Tensor:
     """Read a tensor of the file; for two matrices that Transformers fuses, B has theirs on the diagonal."""
-    tensors = (source.read(Segment(name, 0, 0, place.shape[0])).to(entry.dtype) for name, place in parts)
+    tensors = (source.whole(name).to(entry.dtype) for name, _ in parts)
     if not parts[0][1].stack:
         return next(tensors)
     stack = torch.zeros(entry.shape, dtype=entry.dtype)
@@ -201,25 +201,21 @@ class MergedFolder(TensorSource):
         # The score of a reward model may be only in an adapter.
         return (self._base if self._base.has(name) else self._adapter).shape(name)
 
-    def read(self, segment: Segment) -> Tensor:
-        adapter, path = self._adapter, segment.name.removesuffix(_WEIGHT)
-        if not adapter.changes(segment.name):
-            return self._base.read(segment)
-        is_decomposed = adapter.has(path + MAGNITUDE)
-        if is_decomposed and segment.dim == 1:  # norms need whole rows
-            return self.whole(segment.name)[:, segment.start : segment.stop]
-        weight = (adapter if adapter.has(segment.name) else self._base).read(segment).float()
-        if not adapter.has(path + LORA_A):
-            return weight
+    def read_box(self, name: str, box: Box) -> Tensor:
+        adapter, path = self._adapter, name.removesuffix(_WEIGHT)
+        if not adapter.changes(name):
+            return self._base.read_box(name, box)
 
-        def part(end: str, cut: int) -> Tensor:
-            """Read what the slice needs: rows of the product need rows of B, columns need columns of A."""
-            name = path + end
-            return (adapter.read(replace(segment, name=name)) if segment.dim == cut else adapter.whole(name)).float()
+        def rows(source: TensorSource, name: str) -> Tensor:
+            """Read the whole rows of the box, which a product needs to have the same bits however it is split."""
+            return source.read_box(name, whole_box(source.shape(name))._replace(first=box.first, last=box.last)).float()
 
-        lengths = part(MAGNITUDE, 0) if is_decomposed else None
-        factor = adapter.adapter.scalings[path.removesuffix(".")]
-        return merge_product(weight, part(LORA_A, 1), part(LORA_B, 0), factor, lengths)
+        weight = rows(adapter if adapter.has(name) else self._base, name)
+        if adapter.has(path + LORA_A):
+            lengths = rows(adapter, path + MAGNITUDE)[:, 0] if adapter.has(path + MAGNITUDE) else None
+            a, b = adapter.whole(path + LORA_A).float(), rows(adapter, path + LORA_B)
+            weight = merge_product(weight, a, b, adapter.adapter.scalings[path.removesuffix(".")], lengths)
+        return weight[:, box.left : box.right]
 
 
 def with_adapters(base: TensorSource, adapters: Iterable[AdapterFolder]) -> TensorSource:

@@ -34,9 +34,9 @@ from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.dense import EMBEDDING, SCORE
 from megatune.families.forms import CheckpointForm, find_form
 from megatune.families.scores import num_labels
-from megatune.families.table import Box
+from megatune.families.table import Box, whole_box
 from megatune.families.weight_index import key_findings
-from megatune.families.weights import Layers, Segment, TensorLayout, Weight, hf_shapes
+from megatune.families.weights import Layers, TensorLayout, Weight, hf_shapes
 from megatune.hub.megatron import is_torch_dist
 from megatune.progress import Progress
 
@@ -210,8 +210,9 @@ def _tying_findings(folder: SafetensorsFolder, words: str) -> Iterator[Finding]:
     Transformers leaves the two untied if they differ, and saves both without changing config.json.
     """
     for name in sorted(name for name in folder.names() if name.endswith("lm_head.weight")):
-        rows = Segment("", 0, 0, min(folder.file_shape(name)[0], folder.file_shape(words)[0], _COMPARED_ROWS))
-        first, second = (folder.read(replace(rows, name=each)) for each in (words, name))
+        boxes = {each: whole_box(folder.file_shape(each)) for each in (words, name)}
+        rows = min(_COMPARED_ROWS, *(box.last for box in boxes.values()))
+        first, second = (folder.read_box(each, box._replace(last=rows)) for each, box in boxes.items())
         if not torch.equal(first.float(), second.float()):
             what, where = f"{name} differs from {words}, to which config.json ties it", str(folder.folder)
             why, fix = "the output layer would not be loaded", "set tie_word_embeddings to false in config.json"
@@ -230,7 +231,7 @@ def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], arc
     """
     for local in parameters:
         if isinstance(local.parameter, QuantizedMatrix):
-            fill_quantized(local.parameter, source, local.segments(architecture), local.hf_shapes(architecture))
+            fill_quantized(local.parameter, source, list(local.rows(architecture)), local.hf_shapes(architecture))
         elif local.weight.layout is TensorLayout.COLUMNS and local.slice.tp_size > 1:
             _fill_columns(source, local, architecture)
         else:
@@ -239,16 +240,16 @@ def load_weights(source: TensorSource, parameters: Iterable[LocalParameter], arc
 
 def _fill(source: TensorSource, local: LocalParameter, architecture: Architecture) -> None:
     """Fill a parameter whose slice is contiguous in files, a part at a time."""
-    whole, segments, group = local.parameter.data.view(-1), local.segments(architecture), _readers(local)
+    whole, group = local.parameter.data.view(-1), _readers(local)
     if group is None:
-        source.fill(whole, segments)
+        source.fill(whole, local.rows(architecture))
         return
     for first in range(0, len(whole), _SHARED_READ):
         part = whole[first : first + _SHARED_READ]
 
         def read(start: int, stop: int, first: int = first) -> Tensor:
             mine = whole.new_empty(stop - start)
-            source.fill(mine, segments, start=first + start)
+            source.fill(mine, local.rows(architecture, first + start, first + stop), start=first + start)
             return mine
 
         part.copy_(_read_together(group, len(part), read))
@@ -330,7 +331,7 @@ def load_optimizer(
         shard = shards.get(local.parameter)
         if shard is None:
             continue
-        segments = local.segments(architecture)
+        rows = list(local.rows(architecture, shard.start, shard.stop))
         for kind, target in {"main": shard.main, **shard.state}.items():
             source, prefix = (folder, f"{kind}/") if kind in kinds else (weights, "")
-            source.fill(target, segments, prefix, start=shard.start)
+            source.fill(target, rows, prefix, start=shard.start)

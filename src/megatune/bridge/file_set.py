@@ -207,7 +207,7 @@ class FileSet:
         for name in hf_shapes(weight, self.architecture, layer, piece.slice):
             for _ in self.form.written_names(name):
                 for row in sorted((row for row in rows if row.name == name), key=lambda row: row.box):
-                    yield piece.values[row.start : row.start + row.box.numel]
+                    yield piece.values[row.elements]
 
     def _index(self) -> Iterator[WrittenFile]:
         """Yield the index on rank 0; nothing if there is only one file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,7 +21,8 @@ from megatune.families.dense import OUTPUT_LAYER, SCORE
 from megatune.families.forms import FileTensor
 from megatune.families.peft_config import num_scores
 from megatune.families.scores import CLASSES, as_trained
-from megatune.families.weights import Segment, hf_shapes
+from megatune.families.table import Row, split_rows, whole_box
+from megatune.families.weights import hf_shapes
 
 _NAME = "model"
 _PART = 2**26  # elements that are merged at a time
@@ -68,7 +68,8 @@ class MergedModel:
         self._names = self._sources_of(architecture)
         without_output = architecture.tie_word_embeddings or architecture.num_labels
         # A copy of tied embeddings would not change with them, and a reward model has no output layer.
-        left_out = {OUTPUT_LAYER.hf[0].name} if without_output else set()
+        output = OUTPUT_LAYER.hf[0].name
+        left_out = {output, self._form.file_name(output)} if without_output else set()
         files = sorted(self._folder.names() - left_out, key=_natural_order)
         self.entries = [self._folder.entry(name) for name in files]
         if dtype is not None:
@@ -131,18 +132,12 @@ class MergedModel:
         parts = self._names.get(entry.name, [(entry.name, FileTensor(entry.name))])
         (first, place), *_ = parts
         if place.expert is None:
-            for segment in _segments(first, entry.shape):
-                yield self._merged.read(segment).to(entry.dtype)
+            for row in split_rows(Row(first, entry.shape, whole_box(entry.shape), 0), _PART):
+                yield self._merged.read_box(row.name, row.box).to(entry.dtype)
             return
         for _, matrices in groupby(parts, key=lambda part: part[1].expert):
             matrix = torch.cat([self._merged.whole(name).to(entry.dtype) for name, _ in matrices])
             yield (matrix.T if place.transposed else matrix)[None]
-
-
-def _segments(name: str, shape: tuple[int, ...]) -> Iterator[Segment]:
-    step = max(1, _PART // prod(shape[1:]))
-    for start in range(0, shape[0], step):
-        yield Segment(name, 0, start, min(start + step, shape[0]))
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

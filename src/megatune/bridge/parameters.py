@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.weights import named_weights, rank_slice
-from megatune.families.table import rows_of
-from megatune.families.weights import Segment, Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes, segments
+from megatune.families.table import Row, rows_of
+from megatune.families.weights import Slice, TensorLayout, Weight, by_expert, engine_shape, hf_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class LocalParameter:
         """The tensor in memory: the parameter, or the codes of a quantized matrix."""
         return self.parameter.codes if isinstance(self.parameter, QuantizedMatrix) else self.parameter
 
-    def segments(self, architecture: Architecture) -> list[Segment]:
-        """List the pieces of Hugging Face tensors that make up this rank's slice."""
-        return segments(self.weight, architecture, self.slice, self.layer)
+    def rows(self, architecture: Architecture, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+        """Yield the rows of the table for elements start..stop of this rank's slice; for all if `stop` is None."""
+        return rows_of(self.weight, architecture, self.slice, self.layer, start, stop)
 
     def hf_shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors that it is a part of, by name; only of this rank's experts."""
@@ -195,14 +195,9 @@ def _whole_tensors(
     shapes = hf_shapes(local.weight, architecture, local.layer, piece.slice)
     whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     for rank, values in enumerate(slices):
-        position = 0
-        for segment in segments(local.weight, architecture, replace(piece.slice, tp_rank=rank), local.layer):
-            if not segment.name:
-                position += segment.stop
-                continue
-            target = whole[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
-            target.copy_(values[position : position + target.numel()].view(target.shape))
-            position += target.numel()
+        for row in rows_of(local.weight, architecture, replace(piece.slice, tp_rank=rank), local.layer):
+            target = whole[row.name].view(row.shape[0], -1)[row.box.slices]
+            target.copy_(values[row.elements].view(target.shape))
     return whole
 
 
@@ -217,9 +212,8 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
     for local in parameters:
         if _is_counted_here(local, coords):
             values = local.parameter.data.reshape(-1)
-            for row in rows_of(local.weight, architecture, local.slice, local.layer):  # without padding
-                part = values[row.start : row.start + row.box.numel]
-                total += torch.linalg.vector_norm(part, dtype=torch.float32).double().square()
+            for row in local.rows(architecture):  # without padding
+                total += torch.linalg.vector_norm(values[row.elements], dtype=torch.float32).double().square()
     groups.all_reduce(total)
     return float(total.sqrt())
 

@@ -31,9 +31,8 @@ from megatune.bridge.block_formats import (
 from megatune.bridge.checked_files import RangedFile
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import FileTensor
-from megatune.families.table import Box, segment_rows, split_rows, whole_box
+from megatune.families.table import Box, Row, split_rows, whole_box
 from megatune.families.weight_index import HeaderEntry, damaged_file, no_weights, read_header, read_whole_index
-from megatune.families.weights import Segment
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -61,35 +60,26 @@ class TensorSource(ABC):
         return self.shapes[name]
 
     @abstractmethod
-    def read(self, segment: Segment) -> Tensor:
-        """Return the rows or columns that the segment names, on the CPU."""
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor, [rows, columns], in the dtype of the source, on the CPU."""
 
     def whole(self, name: str) -> Tensor:
         """Return all of a tensor, on the CPU."""
-        return self.read(Segment(name, 0, 0, self.shape(name)[0]))
+        shape = self.shape(name)
+        return self.read_box(name, whole_box(shape)).reshape(shape)
 
-    def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor, [rows, columns], on the CPU."""
-        whole = whole_box(self.shape(name))
-        if (box.first, box.last) == (whole.first, whole.last) and box != whole:
-            return self.read(Segment(name, 1, box.left, box.right))
-        rows = self.read(Segment(name, 0, box.first, box.last)).reshape(box.last - box.first, whole.right)
-        return rows[:, box.left : box.right]
-
-    def fill(self, target: Tensor, segments: Iterable[Segment], prefix: str = "", *, start: int = 0) -> None:
-        """Fill elements of a flattened engine tensor from its segments; elements outside of them are zero.
-
-        Only boxes with such elements are read, a bucket at a time.
+    def fill(self, target: Tensor, rows: Iterable[Row], prefix: str = "", *, start: int = 0) -> None:
+        """Fill elements of a flattened engine tensor from the rows of its table, a bucket at a time; elements in no row
+        are zero.
 
         Args:
             target: elements of the engine's slice from `start` on, [n], of any dtype and device.
-            segments: of the whole slice, one below the other.
+            rows: of these elements.
             prefix: of the tensors' names in the source.
         """
         filled = 0
-        shapes = segment_rows(segments, lambda name: self.shape(prefix + name), start, start + len(target))
-        for whole in shapes:
-            for row in split_rows(whole, _BUCKET_BYTES // 4) if whole.name else ():
+        for whole in rows:
+            for row in split_rows(whole, _BUCKET_BYTES // 4):
                 first = row.start - start
                 target[filled:first].zero_()
                 filled = first + row.box.numel
@@ -235,15 +225,6 @@ class SafetensorsFolder(ModelFolder):
         shape = self.file_shape(place.name)
         return shape if place.expert is None else (place.rows, *(shape[1:2] if place.transposed else shape[2:]))
 
-    def read(self, segment: Segment) -> Tensor:
-        """Return the rows or columns of the segment, in the file's dtype, on the CPU."""
-        shape = self.shape(segment.name)
-        box = whole_box(shape)
-        if segment.dim == 1:
-            return self.read_box(segment.name, box._replace(left=segment.start, right=segment.stop))
-        rows = self.read_box(segment.name, box._replace(first=segment.start, last=segment.stop))
-        return rows.view(segment.stop - segment.start, *shape[1:])
-
     def read_box(self, name: str, box: Box) -> Tensor:
         place = self._place(name)
         if place.name in self._parts:
@@ -267,7 +248,7 @@ class SafetensorsFolder(ModelFolder):
                 if overlap == box:
                     return values
                 found = values.new_zeros(box.shape) if found is None else found
-                found[overlap.within(box)] = values
+                found[overlap.within(box).slices] = values
         if found is None:
             raise self._parts_missing(name)
         return found

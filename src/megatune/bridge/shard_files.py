@@ -21,7 +21,7 @@ from megatune.bridge.safetensors_files import TensorEntry, part_name
 from megatune.engine import groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.optimizer import MainShard
-from megatune.families.table import Box, Row, rows_of
+from megatune.families.table import Box, Row
 from megatune.families.weights import TensorLayout
 
 # Smaller parameters are not split between the ranks with copies of them: one rank writes all of it.
@@ -139,7 +139,7 @@ def _joined(
     """Yield the table's rows of elements start..stop, merged if they are adjacent in a Hugging Face tensor, each with
     its elements counted from `first`: queries, keys and values alternate."""
     open_rows: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
-    for row in rows_of(local.weight, architecture, local.slice, local.layer, start, stop):
+    for row in local.rows(architecture, start, stop):
         part = (row.start - first, row.start - first + row.box.numel)
         if (before := open_rows.get(row.name)) is not None and (box := _below(before[0].box, row.box)) is not None:
             open_rows[row.name] = before[0]._replace(box=box), [*before[1], part]

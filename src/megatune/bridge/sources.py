@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import LORA_A, MAGNITUDE, adapter_weights
 from megatune.families.dense import SCORE
 from megatune.families.quantized import QuantizedForm, form_of, is_quantized
-from megatune.families.weights import Segment, Weight, all_shapes, hf_shapes
+from megatune.families.table import Box, Row, whole_box
+from megatune.families.weights import Weight, all_shapes, hf_shapes
 
 
 class InitialAdapters(TensorSource):
@@ -40,21 +42,21 @@ class InitialAdapters(TensorSource):
         self._base, self._seed = base, seed
         self.shapes = all_shapes(weights, architecture)
 
-    def read(self, segment: Segment) -> Tensor:
-        shape = self.shapes[segment.name]
-        if segment.name.endswith(MAGNITUDE):
-            rows = Segment(segment.name.removesuffix(MAGNITUDE) + "weight", 0, segment.start, segment.stop)
-            return self._base.read(rows).float().norm(dim=1)
-        if segment.name.endswith(LORA_A):
-            return self.draw(segment, 1 / math.sqrt(shape[1]))
-        return torch.zeros(segment.stop - segment.start, *shape[1:])
+    def read_box(self, name: str, box: Box) -> Tensor:
+        if name.endswith(MAGNITUDE):
+            weight = name.removesuffix(MAGNITUDE) + "weight"
+            rows = whole_box(self._base.shape(weight))._replace(first=box.first, last=box.last)
+            return self._base.read_box(weight, rows).float().norm(dim=1, keepdim=True)
+        if name.endswith(LORA_A):
+            return self.draw(name, box, 1 / math.sqrt(self.shapes[name][1]))
+        return torch.zeros(box.shape)
 
-    def draw(self, segment: Segment, bound: float) -> Tensor:
-        """Draw a tensor uniformly within ±bound, and return the segment of it."""
-        digest = hashlib.blake2b(f"{self._seed} {segment.name}".encode(), digest_size=8).digest()
+    def draw(self, name: str, box: Box, bound: float) -> Tensor:
+        """Draw a tensor uniformly within ±bound, and return a box of it."""
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        drawn = torch.empty(self.shapes[segment.name]).uniform_(-bound, bound, generator=generator)
-        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
+        drawn = torch.empty(whole_box(self.shapes[name]).shape).uniform_(-bound, bound, generator=generator)
+        return drawn[box.slices]
 
 
 class InitialScore(TensorSource):
@@ -68,10 +70,9 @@ class InitialScore(TensorSource):
         self.shapes = hf_shapes(SCORE, architecture, 0) if architecture.num_labels else {}
         self._deviation, self._seed = architecture.initializer_range, seed
 
-    def read(self, segment: Segment) -> Tensor:
+    def read_box(self, name: str, box: Box) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed)
-        drawn = torch.empty(self.shape(segment.name)).normal_(0.0, self._deviation, generator=generator)
-        return drawn.narrow(segment.dim, segment.start, segment.stop - segment.start)
+        return torch.empty(self.shape(name)).normal_(0.0, self._deviation, generator=generator)[box.slices]
 
 
 def weight_sources(
@@ -111,43 +112,27 @@ _MAX_RECENT = 3
 
 @torch.no_grad()
 def fill_quantized(
-    target: QuantizedMatrix, source: TensorSource, segments: list[Segment], shapes: dict[str, tuple[int, ...]]
+    target: QuantizedMatrix, source: TensorSource, rows: Sequence[Row], shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Fill a quantized matrix from the Hugging Face matrices of its segments.
+    """Fill a quantized matrix from the Hugging Face matrices in the rows of its table.
 
     Args:
-        segments: of this rank's slice, in order.
+        rows: of this rank's slice.
         shapes: of all Hugging Face matrices of the weight in this layer; only of this rank's experts.
 
     Raises:
         MegatuneError: a file is damaged (exit code 66).
     """
-    first_statistics, num_statistics = dict[str, int](), 0
-    for name, shape in shapes.items():
-        first_statistics[name] = num_statistics
-        num_statistics += target.form.num_statistics(shape)
-    rows = dict(zip(segments, _start_rows(segments, shapes), strict=True))
-    target.allocate(next(iter(shapes.values()))[1], num_statistics)
-    for name, shape in shapes.items():
-        parts = [segment for segment in segments if segment.name == name]
-        if not parts:
-            continue
-        # Quantize from the compute dtype.
-        values = source.whole(name).to(device.current()).to(target.dtype)
-        whole = quantize(values, target.form)
-        for segment in parts:
-            cut, every = slice(segment.start, segment.stop), slice(0, shape[1 - segment.dim])
-            part = (cut, every) if segment.dim == 0 else (every, cut)
-            target.store(rows[segment], whole, part, first_statistics[name])
-
-
-def _start_rows(segments: list[Segment], shapes: dict[str, tuple[int, ...]]) -> list[int]:
-    """Return the row of the slice at which each segment starts."""
-    rows, row = [], 0
-    for segment in segments:
-        rows.append(row)
-        row += segment.stop - segment.start if segment.dim == 0 else shapes[segment.name][0]
-    return rows
+    num_statistics = {name: target.form.num_statistics(shape) for name, shape in shapes.items()}
+    target.allocate(next(iter(shapes.values()))[1], sum(num_statistics.values()))
+    first_statistic = 0
+    for name, count in num_statistics.items():
+        if parts := [row for row in rows if row.name == name]:
+            # Quantize from the compute dtype.
+            whole = quantize(source.whole(name).to(device.current()).to(target.dtype), target.form)
+            for row in parts:
+                target.store(row.start // target.shape[-1], whole, row.box.slices, first_statistic)
+        first_statistic += count
 
 
 class DequantizedSource(TensorSource):
@@ -160,17 +145,17 @@ class DequantizedSource(TensorSource):
     def __init__(
         self, source: TensorSource, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, form: QuantizedForm
     ) -> None:
-        self._source, self._shapes, self._dtype, self._form = source, shapes, dtype, form
-        self._recent: dict[str, Tensor] = {}
+        self.shapes, self._source, self._dtype, self._form = shapes, source, dtype, form
+        self._dequantized = lru_cache(_MAX_RECENT)(self._dequantize)
 
-    def read(self, segment: Segment) -> Tensor:
-        if segment.name not in self._shapes:
-            return self._source.read(segment)
-        if segment.name not in self._recent:
-            if len(self._recent) == _MAX_RECENT:
-                self._recent.pop(next(iter(self._recent)))
-            shape = self._shapes[segment.name]
-            values = QuantizedMatrix(shape, self._dtype, self._form)
-            fill_quantized(values, self._source, [Segment(segment.name, 0, 0, shape[0])], {segment.name: shape})
-            self._recent[segment.name] = values.dequantized().cpu()
-        return self._recent[segment.name].narrow(segment.dim, segment.start, segment.stop - segment.start)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        return self._dequantized(name)[box.slices] if name in self.shapes else self._source.read_box(name, box)
+
+    def _dequantize(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        values = QuantizedMatrix(shape, self._dtype, self._form)
+        fill_quantized(values, self._source, [Row(name, shape, whole_box(shape), 0)], {name: shape})
+        return values.dequantized().cpu()

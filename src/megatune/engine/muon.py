@@ -16,7 +16,8 @@ from megatune.architecture import Architecture
 from megatune.engine import groups
 from megatune.engine.adam import FusedAdam
 from megatune.engine.weights import rank_slice
-from megatune.families.weights import Slice, Weight, hf_shapes, segments
+from megatune.families.table import rows_of
+from megatune.families.weights import Slice, Weight, hf_shapes
 
 # Keller Jordan's quintic iteration, as in torch.optim.Muon: five steps bring every singular value close to 1.
 _COEFFICIENTS, _STEPS, _SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
@@ -198,11 +199,8 @@ def _pieces(
     weight: Weight, architecture: Architecture, part: Slice, held: Tensor, whole: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of a rank's slice, each with the corresponding view of the whole matrix."""
-    rows, first = held.view(-1, held.shape[-1]), 0
-    for one in segments(weight, architecture, part):
-        of_matrix = whole[one.name].narrow(one.dim, one.start, one.stop - one.start)
-        yield rows[first : first + len(of_matrix)], of_matrix
-        first += len(of_matrix)
+    for row in rows_of(weight, architecture, part):
+        yield held.view(-1)[row.elements].view(row.box.shape), whole[row.name][row.box.slices]
 
 
 def _cost(weight: Weight, architecture: Architecture) -> int:

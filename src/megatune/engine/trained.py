@@ -20,8 +20,9 @@ from megatune.engine.weights import entry_name, named_tensors, named_weights, ra
 from megatune.families import FAMILIES
 from megatune.families.adapters import AdapterWeights, adapter_weights, adapters, scaling
 from megatune.families.selection import Selection
+from megatune.families.table import rows_of
 from megatune.families.trained import first_trained_layer, is_trained
-from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape, segments
+from megatune.families.weights import Slice, Stack, TensorLayout, Weight, by_expert, engine_shape
 
 
 def add_adapters(chunk: Any, architecture: Architecture, settings: FinetuningSettings) -> None:
@@ -76,15 +77,12 @@ def _parallel(weight: Weight, linear: Any, config: TransformerConfig) -> dict[st
 def _rows(entry: AdapterWeights, architecture: Architecture, part: Slice) -> torch.Tensor | None:
     """Return which of a rank's outputs belong to which matrix, bool [o, n]; None if all belong to a single matrix."""
     (one, *_) = by_expert(entry.b, architecture, part)
-    rank = engine_shape(entry.b, architecture, part)[-1]
-    counts: list[tuple[int, int]] = []  # rows, and the index of their matrix, -1 for none
+    *_, outputs, rank = engine_shape(entry.b, architecture, part)
     names = [tensor.name.format(layer=0, expert=one.ep_rank) for tensor in entry.b.hf if tensor.name]
-    for segment in segments(entry.b, architecture, one):
-        if segment.dim or not segment.name:
-            counts.append(((segment.stop - segment.start) // rank, -1))
-        else:
-            counts.append((segment.stop - segment.start, names.index(segment.name)))
-    indices = torch.tensor([index for size, index in counts for _ in range(size)])
+    indices = torch.full((outputs * rank,), -1)  # of each element's matrix
+    for row in rows_of(entry.b, architecture, one):
+        indices[row.elements] = names.index(row.name)
+    indices = indices[::rank]
     if len(names) == 1 and not (indices < 0).any():
         return None
     rows = indices[:, None] == torch.arange(len(names))

@@ -1,17 +1,16 @@
 """The elements of a weight map: how Hugging Face tensors make up an engine tensor, and how it is sharded over ranks.
 
-A map is data, and every entry is invertible: `segments` returns which rows (or columns) of which Hugging Face tensors
-make up the slice of one rank, in order. Loading reads those segments, and saving writes them back; sharding, parameter
-counting and key accounting are derived from the same entries.
+A map is data, and every entry is invertible: `table.rows_of` returns which boxes of which Hugging Face tensors make up
+the slice of one rank, in order. Loading reads those boxes, and saving writes them back; sharding, parameter counting
+and key accounting are derived from the same entries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import product
 from operator import attrgetter
 
 from megatune.architecture import Architecture, LayerKind
@@ -150,17 +149,6 @@ class Slice:
 WHOLE = Slice()
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows (dim 0) or columns (dim 1) start..stop of one Hugging Face tensor; the engine's slice consists of segments
-    in order. Without a name it is `stop` - `start` zero elements that are in no file."""
-
-    name: str
-    dim: int
-    start: int
-    stop: int
-
-
 def layers_of(weight: Weight, architecture: Architecture) -> list[int]:
     """Return the layers that have the weight, counted from 0 in its stack; [0] for a weight outside layers."""
     if not weight.per_layer:
@@ -258,77 +246,3 @@ def engine_shape(weight: Weight, architecture: Architecture, part: Slice) -> tup
         case TensorLayout.VOCABULARY:
             rows = padded_vocab_size(rows, part.tp_size)
     return (*experts, rows // part.tp_size, *rest)
-
-
-def segments(weight: Weight, architecture: Architecture, part: Slice, layer: int = 0) -> list[Segment]:
-    """Return the segments of Hugging Face tensors that make up a slice, in the slice's order.
-
-    Concatenated along rows they fill the engine's tensor, whose leading dimensions are flattened into rows. For
-    TensorLayout.VOCABULARY the padding rows of the slice, which are zero, are in no segment. The rows of a tensor
-    without a name are zero, too, but have a segment.
-    """
-    shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
-    found: list[Segment] = []
-    for expert in experts_of(weight, architecture, part):
-        names = [tensor.name.format(layer=layer, expert=expert) for tensor in weight.hf]
-        if weight.layout is TensorLayout.GROUPED:
-            groups = attrgetter(weight.groups)(architecture)
-            found += _grouped_segments(list(_blocks(weight, names, shapes, architecture)), groups, part)
-        elif weight.layout is TensorLayout.GATE_UP:
-            for name, first, size in _blocks(weight, names, shapes, architecture):
-                rows = size // part.tp_size
-                start = first + part.tp_rank * rows
-                found.append(Segment(name, 0, start, start + rows))
-        else:
-            found += _segments(weight.layout, names, shapes, part)
-    width = math.prod(shapes[0][1:])
-    return [one if one.name else Segment("", 0, 0, (one.stop - one.start) * width) for one in found]
-
-
-def _segments(
-    layout: TensorLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]], part: Slice
-) -> Iterator[Segment]:
-    size, rank = part.tp_size, part.tp_rank
-    match layout:
-        case TensorLayout.REPLICATED:
-            for name, shape in zip(names, shapes, strict=True):
-                yield Segment(name, 0, 0, shape[0])
-        case TensorLayout.COLUMNS:
-            columns = shapes[0][1] // size
-            yield Segment(names[0], 1, rank * columns, (rank + 1) * columns)
-        case TensorLayout.VOCABULARY:
-            rows = padded_vocab_size(shapes[0][0], size) // size
-            start, stop = (min(edge * rows, shapes[0][0]) for edge in (rank, rank + 1))
-            if stop > start:
-                yield Segment(names[0], 0, start, stop)
-        case TensorLayout.ROWS:
-            for name, shape in zip(names, shapes, strict=True):
-                rows = shape[0] // size
-                yield Segment(name, 0, rank * rows, (rank + 1) * rows)
-
-
-def _blocks(
-    weight: Weight, names: Sequence[str], shapes: Sequence[tuple[int, ...]], architecture: Architecture
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks of rows that are grouped or sharded separately: tensor name, first row, number of rows."""
-    for tensor, name, shape in zip(weight.hf, names, shapes, strict=True):
-        first = 0
-        for rows in [attrgetter(block)(architecture) for block in tensor.blocks] or [shape[0]]:
-            yield name, first, rows
-            first += rows
-
-
-def _grouped_segments(blocks: Sequence[tuple[str, int, int]], groups: int, part: Slice) -> Iterator[Segment]:
-    """Yield the segments of a rank's rows of the engine's whole matrix, which has for each group its rows of each
-    block.
-
-    With more tensor-parallel ranks than groups, a rank's rows may begin or end within a group.
-    """
-    length = sum(rows for *_, rows in blocks) // part.tp_size
-    start, position = part.tp_rank * length, 0
-    for group, (name, block, rows) in product(range(groups), blocks):
-        size = rows // groups
-        first, last = max(start - position, 0), min(start + length - position, size)
-        if first < last:
-            yield Segment(name, 0, block + group * size + first, block + group * size + last)
-        position += size

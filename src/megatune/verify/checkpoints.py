@@ -32,8 +32,8 @@ from megatune.families.adapters import LORA_B, MAGNITUDE, adapter_weights
 from megatune.families.forms import find_form
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.families.selection import Selection
+from megatune.families.table import Box
 from megatune.families.weight_index import read_header, read_weight_index
-from megatune.families.weights import Segment
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import CONFIG, INDEX, WEIGHTS
 
@@ -179,13 +179,16 @@ def write_random_adapter(
 class _RandomAdapter(InitialAdapters):
     """New adapters without zero matrices."""
 
-    def read(self, segment: Segment, prefix: str = "") -> Tensor:
-        if not self.has(segment.name):
-            return self._base.read(segment).float()
-        if segment.name.endswith(LORA_B):
-            return self.draw(segment, _LARGEST_B)
-        begun = super().read(segment)
-        return begun * (1 + self.draw(segment, 0.25)) if segment.name.endswith(MAGNITUDE) else begun
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name] if self.has(name) else self._base.shape(name)
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        if not self.has(name):
+            return self._base.read_box(name, box).float()
+        if name.endswith(LORA_B):
+            return self.draw(name, box, _LARGEST_B)
+        begun = super().read_box(name, box)
+        return begun * (1 + self.draw(name, box, 0.25)) if name.endswith(MAGNITUDE) else begun
 
 
 def is_new(folder: Path) -> bool:

@@ -33,6 +33,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES
 from megatune.families.forms import CheckpointForm
 from megatune.families.megatron_names import LANGUAGE_MODEL, Part, check_arranged, is_stacked, written
+from megatune.families.table import rows_of
 from megatune.families.weights import (
     WHOLE,
     Stack,
@@ -42,7 +43,6 @@ from megatune.families.weights import (
     hf_shape,
     hf_shapes,
     layers_of,
-    segments,
 )
 from megatune.hub.megatron import METADATA
 
@@ -113,7 +113,7 @@ class MegatronModel:
                     shapes = [hf_shape(tensor, architecture) for tensor in weight.hf]
                     shape = sum(each[0] for each in shapes), *shapes[0][1:]
                     whole = torch.empty(shape, dtype=self._dtype(weight, layer))
-                    self._source.fill(whole.view(-1), segments(weight, architecture, part, layer))
+                    self._source.fill(whole.view(-1), rows_of(weight, architecture, part, layer))
                     for key, places in groupby(
                         sorted(written(weight, architecture, layer, expert), key=attrgetter("key", "row")),
                         attrgetter("key"),

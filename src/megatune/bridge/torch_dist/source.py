@@ -16,23 +16,21 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from megatune.architecture import Architecture
 from megatune.bridge.checked_files import RangedFile
 from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
-from megatune.bridge.torch_dist.table import Box, Chunk, StoredTensor, check_common_file, read_table, unsafe_name_error
+from megatune.bridge.torch_dist.table import Chunk, StoredTensor, check_common_file, read_table, unsafe_name_error
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.forms import CheckpointForm
 from megatune.families.megatron_names import LANGUAGE_MODEL, Part, candidates, check_arranged
+from megatune.families.table import Box, rows_of
 from megatune.families.weight_index import key_findings
 from megatune.families.weights import (
     WHOLE,
-    Segment,
     Slice,
     TensorLayout,
     Weight,
     by_expert,
     experts_of,
     hf_shape,
-    hf_shapes,
     layers_of,
-    segments,
 )
 from megatune.hub.megatron import METADATA, iteration_folder
 
@@ -84,9 +82,12 @@ class TorchDistFolder(ModelFolder):
         return set(self._file_shapes)
 
     def entry(self, name: str) -> TensorEntry:
-        first = self._pieces[self._first_of[name]][0]
-        # A tensor stored with a difference is read in the dtype in which adding it back is exact.
-        return TensorEntry(name, self._file_shapes[name], torch.float32 if first.less else first.stored.dtype)
+        return TensorEntry(name, self._file_shapes[name], self._dtype(self._first_of[name]))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor: if it is stored with a difference, that in which adding it back is exact."""
+        first = self._pieces[name][0]
+        return torch.float32 if first.less else first.stored.dtype
 
     def check_files(self) -> None:
         """Compare the headers of all chunks with the table, before any weight is read."""
@@ -95,29 +96,30 @@ class TorchDistFolder(ModelFolder):
         }.values():
             self._reader.check(stored)
 
-    def read(self, segment: Segment) -> Tensor:
-        name = segment.name
-        rows, *rest = self.shapes[name]
-        first, last, columns = segment.start, segment.stop, (0, rest[0] if rest else 0)
-        if segment.dim == 1:
-            first, last, columns = 0, rows, (segment.start, segment.stop)
+    def read_box(self, name: str, box: Box) -> Tensor:
+        _, *rest = self.shapes[name]
+        # Of a tensor with more dimensions whole rows are read, and cut afterwards.
+        low, high = ([box.left], [box.right]) if len(rest) == 1 else ([0] * len(rest), rest)
         found = []
         for piece in self._pieces[name]:
-            start, stop = (min(max(-((piece.first - edge) // piece.step), 0), piece.rows) for edge in (first, last))
+            edges = box.first, box.last
+            start, stop = (min(max(-((piece.first - edge) // piece.step), 0), piece.rows) for edge in edges)
             if start < stop:
-                low, high = [*piece.at, piece.row + start], [*(each + 1 for each in piece.at), piece.row + stop]
-                if rest:
-                    low, high = [*low, columns[0], *(0 for _ in rest[1:])], [*high, columns[1], *rest[1:]]
-                box = self._reader.read(piece.stored, low, high)
-                box = box.float() + piece.less if piece.less else box
-                place = piece.first + start * piece.step - first
-                found.append((place, piece.step, box.view(box.shape[len(piece.at) :])))
+                corners = (
+                    [*piece.at, piece.row + start, *low],
+                    [*(each + 1 for each in piece.at), piece.row + stop, *high],
+                )
+                part = self._reader.read(piece.stored, *corners).view(stop - start, -1)
+                place = piece.first + start * piece.step - box.first
+                found.append((place, piece.step, part.float() + piece.less if piece.less else part))
         if len(found) == 1:
-            return found[0][2]
-        whole = found[0][2].new_empty(last - first, *found[0][2].shape[1:])
-        for place, step, box in found:
-            whole[place : place + len(box) * step : step] = box
-        return whole
+            whole = found[0][2]
+        else:
+            width = box.shape[1] if len(rest) == 1 else math.prod(rest)
+            whole = torch.empty(box.last - box.first, width, dtype=self._dtype(name))
+            for place, step, part in found:
+                whole[place : place + len(part) * step : step] = part
+        return whole[:, box.left : box.right] if len(rest) > 1 else whole
 
     def _locate(self, table: dict[str, StoredTensor]) -> None:
         """Find every weight in the table, and a weight for every tensor in the table."""
@@ -161,21 +163,18 @@ class TorchDistFolder(ModelFolder):
         self, weight: Weight, layer: int, part: Slice, way: Sequence[Part], table: dict[str, StoredTensor]
     ) -> None:
         """Record where the rows of a weight's Hugging Face tensors are."""
-        shapes = hf_shapes(weight, self._architecture, layer, part)
-        position = 0
-        for segment in segments(weight, self._architecture, part, layer):
-            shape = shapes[segment.name]
-            first, last = (segment.start, segment.stop) if segment.dim == 0 else (0, shape[0])
-            self.shapes[segment.name] = shape
-            pieces = self._pieces.setdefault(segment.name, [])
+        for row in rows_of(weight, self._architecture, part, layer):
+            self.shapes[row.name] = row.shape
+            pieces = self._pieces.setdefault(row.name, [])
+            count, width = row.box.shape
+            position = row.start // width
             for one in way:
-                edges = position, position + last - first
+                edges = position, position + count
                 start, stop = (min(max(-((one.first - edge) // one.step), 0), one.rows) for edge in edges)
                 if start < stop:
-                    offset = first + one.first + start * one.step - position
+                    offset = row.box.first + one.first + start * one.step - position
                     piece = _Piece(offset, stop - start, one.step, table[one.key], one.at, one.row + start, one.less)
                     pieces.append(piece)
-            position += last - first
 
     def _check_complete(self, missing: Sequence[str], unknown: Collection[str], wrong: Sequence[str]) -> None:
         where = str(self.folder)
@@ -198,7 +197,7 @@ class _Place(NamedTuple):
     """The location of a chunk's elements in its file: the byte offset of element 0, and the strides."""
 
     start: int
-    stride: Box
+    stride: tuple[int, ...]
 
 
 class ChunkReader:

@@ -23,7 +23,7 @@ import torch
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.megatron import METADATA
 
-Box = tuple[int, ...]
+Shape = tuple[int, ...]
 _MAX_DIMENSIONS = 8
 # Ignored: optimizer state, random number states, the states of quantized layers and of the rerun state machine, and
 # multi-token prediction layers, which are not trained.
@@ -36,8 +36,8 @@ _IGNORED = re.compile(
 class Chunk:
     """A part of a tensor: its corner and shape in the tensor, and its location in a file."""
 
-    offsets: Box
-    sizes: Box
+    offsets: Shape
+    sizes: Shape
     path: Path
     start: int
     length: int
@@ -53,7 +53,7 @@ class StoredTensor:
 
     name: str
     dtype: torch.dtype
-    shape: Box
+    shape: Shape
     by_first: dict[int | None, list[Chunk]]
 
     def near(self, first: int, last: int) -> Iterable[Chunk]:
@@ -89,7 +89,7 @@ class _Table:
         self._folder, self._where = folder, str(folder / METADATA)
         self._entries: dict[str, Record] = metadata.get("state_dict_metadata")
         self._files: dict[str, int] = {}
-        self._places: dict[tuple[str, Box], Record] = {}
+        self._places: dict[tuple[str, Shape], Record] = {}
         for index, info in metadata.get("storage_data").items():
             if index.get("offset") is not None:
                 self._places[index.get("fqn"), _box(index.get("offset"))] = info
@@ -121,7 +121,7 @@ class _Table:
                 raise self._invalid(f"{name!r} has {list(chunk.sizes)} of {dtype} in {chunk.length} bytes")
         return StoredTensor(name, dtype, shape, by_first)
 
-    def _chunk(self, name: str, offsets: Box, sizes: Box) -> Chunk:
+    def _chunk(self, name: str, offsets: Shape, sizes: Shape) -> Chunk:
         info = self._places.get((name, offsets))
         if info is None:
             raise self._invalid(f"{name!r} has a chunk at {list(offsets)} without a file")
@@ -154,7 +154,7 @@ class _Table:
         return MegatuneError(Finding(what[:300], self._where, why, fix), ExitCode.INPUT)
 
 
-def _box(values: Any) -> Box:
+def _box(values: Any) -> Shape:
     """Validate sizes or offsets."""
     if not isinstance(values, tuple) or len(values) > _MAX_DIMENSIONS:
         raise ValueError(f"{values!r:.60} is not a valid shape")
@@ -163,13 +163,13 @@ def _box(values: Any) -> Box:
     return values
 
 
-def cover_problem(shape: Box, boxes: Iterable[tuple[Box, Box]]) -> str:
+def cover_problem(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> str:
     """Describe where boxes (offsets, sizes) do not cover a tensor exactly once; "" if they do.
 
     The corners of a box get alternating signs along each dimension. Boxes cover the tensor once if and only if the sums
     of their signs equal those of the tensor at its corners, and are zero everywhere else.
     """
-    signs: Counter[Box] = Counter()
+    signs: Counter[Shape] = Counter()
     for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((*box, 1) for box in boxes)]:
         if not len(offsets) == len(sizes) == len(shape):
             return "a chunk has another number of dimensions"
