@@ -23,7 +23,7 @@ def test_whole_rows_take_the_chosen_kernels_in_order(monkeypatch, backend, order
     monkeypatch.setattr(device, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(core, "sdpa_kernel", lambda kernels, set_priority: asked.extend(kernels) or torch.no_grad())
     query = torch.ones(4, 1, 2, 16, dtype=torch.bfloat16)
-    core.attend_rows(query, query, query, (0, 4), 1.0, backend)
+    core.attend_rows(query, query, query, core.Attention((0, 4), 1.0, backend))
     assert asked[:2] == order
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatune.engine.layers.attention.core import attend_rows
+from megatune.engine.layers.attention.core import Attention, attend_rows
 from megatune.engine.sequences import Runs, picture_runs
 
 S, ROWS = 23, 2
@@ -43,7 +43,7 @@ def test_tokens_of_a_picture_see_each_other(backend: str, window: int | None) ->
     shapes = (S, ROWS, 4, 8), (S, ROWS, 2, 8), (S, ROWS, 2, 8)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    found = attend_rows(*tensors, BOUNDARIES, 0.4, AttnBackend[backend], window, pictures=RUNS)
+    found = attend_rows(*tensors, Attention(BOUNDARIES, 0.4, AttnBackend[backend], window, pictures=RUNS))
     expected = defined(*tensors, window)
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad((each * weights).sum(), tensors) for each in (found, expected))

@@ -4,15 +4,14 @@ Legend: s tokens of a whole row, cp context-parallel ranks, b rows, n query head
 channels of queries and keys, e channels of values.
 
 Every variant computes [s, b, n, e] from query [s, b, n, d], key [s, b, g, d] and value [s, b, g, e], with s / cp tokens
-per rank if there is a context-parallel group; `boundaries` are those of the sequences in the whole row, and `sinks` [n]
-the scores of the heads' attention sinks, see `kernels.add_sinks`.
+per rank if there is a context-parallel group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -39,7 +38,6 @@ from megatune.engine.layers.attention.kernels import (
 from megatune.engine.layers.attention.spans import RingStep, causal_spans, gather_order, later_tokens, prefixes, ring
 from megatune.engine.sequences import Runs, Sequences
 
-Boundaries: TypeAlias = tuple[int, ...]
 Group: TypeAlias = torch.distributed.ProcessGroup
 Steps: TypeAlias = Sequence[RingStep]
 
@@ -54,21 +52,30 @@ _SDPA = {
 }
 
 
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Boundaries,
-    scale: float,
-    backend: AttnBackend,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    pictures: Runs = (),
-) -> Tensor:
-    """Attend causally within each sequence, with the fastest kernel that the backend allows; the tokens of each run in
-    `pictures` also see the whole run."""
-    spans = causal_spans(boundaries, window)
-    if (later := later_tokens(pictures, query.shape[1], len(query))) is not None:
+class Attention(NamedTuple):
+    """How the tokens of whole rows attend to each other: causally within each sequence.
+
+    Attributes:
+        boundaries: of the sequences in a row.
+        scale: multiplies the scores.
+        backend: the kernels that may be used.
+        window: the largest number of keys that a query sees, counted back from its own; None for all.
+        sinks: [n], the scores of the heads' attention sinks, see `kernels.add_sinks`; None without sinks.
+        pictures: runs of image tokens, which also see their whole run.
+    """
+
+    boundaries: tuple[int, ...]
+    scale: float
+    backend: AttnBackend
+    window: int | None = None
+    sinks: Tensor | None = None
+    pictures: Runs = ()
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
+    """Attend in whole rows, with the fastest kernel that the backend allows."""
+    spans, scale, backend, sinks = causal_spans(how.boundaries, how.window), how.scale, how.backend, how.sinks
+    if (later := later_tokens(how.pictures, query.shape[1], len(query))) is not None:
         assert sinks is None, "no family has both"
         return attend_with_pictures(query, key, value, spans, later, scale, backend)
     if spans.is_one_square and backend.name not in PLAIN_BACKENDS and sinks is None:
@@ -91,42 +98,21 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, scale: float, backe
     return output.permute(2, 0, 1, 3)[..., :channels]
 
 
-def attend_all_gather(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Boundaries,
-    scale: float,
-    backend: AttnBackend,
-    group: Group,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_all_gather(query: Tensor, key: Tensor, value: Tensor, how: Attention, group: Group) -> Tensor:
     """Gather all keys and values first; the backward pass reduce-scatters their gradients."""
-    order, spans = prefixes(boundaries, group.rank(), group.size(), window)
+    order, spans = prefixes(how.boundaries, group.rank(), group.size(), how.window)
     both = torch.cat((key.flatten(1, 2), value.flatten(1, 2)), -1)
     whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
     keys, values = whole.split((key.shape[-1], value.shape[-1]), -1)
-    output = attend(query.flatten(1, 2), keys, values, spans, scale, backend, sinks)
+    output = attend(query.flatten(1, 2), keys, values, spans, how.scale, how.backend, how.sinks)
     return output.unflatten(1, query.shape[1:3])
 
 
-def attend_all_to_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Boundaries,
-    scale: float,
-    backend: AttnBackend,
-    group: Group,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    pictures: Runs = (),
-) -> Tensor:
+def attend_all_to_all(query: Tensor, key: Tensor, value: Tensor, how: Attention, group: Group) -> Tensor:
     """Exchange sequence for heads (DeepSpeed-Ulysses, arXiv:2309.14509): attention on whole rows of n / cp heads,
     between two all-to-alls; n is a multiple of cp."""
     cp_size = group.size()
-    to_row, _ = gather_order(boundaries, cp_size)
+    to_row, _ = gather_order(how.boundaries, cp_size)
     # Key/value heads that cannot be split evenly over ranks are copied; autograd sums the gradients of the copies.
     copies = math.lcm(key.shape[2], cp_size) // key.shape[2]
     if copies > 1:
@@ -137,12 +123,12 @@ def attend_all_to_all(
     rows = all_to_all(group, sent).flatten(0, 1).index_select(0, to_row)
     parts = rows.split([share[0, 0, 0].numel() for share in shares], -1)
     heads = [part.unflatten(2, share.shape[3:]) for part, share in zip(parts, shares, strict=True)]
-    sinks = None if sinks is None else sinks.chunk(cp_size)[group.rank()]
-    output = attend_rows(heads[0], heads[1], heads[2], boundaries, scale, backend, window, sinks, pictures)
-    return back_to_tokens(output, boundaries, group)
+    sinks = None if how.sinks is None else how.sinks.chunk(cp_size)[group.rank()]
+    output = attend_rows(heads[0], heads[1], heads[2], how._replace(sinks=sinks))
+    return back_to_tokens(output, how.boundaries, group)
 
 
-def back_to_tokens(rows: Tensor, boundaries: Boundaries, group: Group) -> Tensor:
+def back_to_tokens(rows: Tensor, boundaries: tuple[int, ...], group: Group) -> Tensor:
     """Exchange heads for sequence: from whole rows of a rank's heads, [s, b, n / cp, ...], to its tokens of all heads,
     [s / cp, b, n, ...]."""
     _, from_row = gather_order(boundaries, group.size())
@@ -150,24 +136,15 @@ def back_to_tokens(rows: Tensor, boundaries: Boundaries, group: Group) -> Tensor
     return all_to_all(group, back).movedim(0, 2).flatten(2, 3)
 
 
-def attend_ring(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Boundaries,
-    scale: float,
-    backend: AttnBackend,
-    group: Group,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_ring(query: Tensor, key: Tensor, value: Tensor, how: Attention, group: Group) -> Tensor:
     """Send keys and values around a ring while computing (Ring Attention, arXiv:2310.01889).
 
     After k steps a rank holds the keys and values of the rank k positions before it. Results for different keys are
     merged by their log-sum-exps; the backward pass sends keys and values around again, followed by their gradients.
     """
-    steps = ring(boundaries, group.size())
-    sinks = None if sinks is None else sinks.repeat(query.shape[1])
-    arguments = (sinks, steps, scale, pick(query, value, backend), group)
+    steps = ring(how.boundaries, group.size())
+    sinks = None if how.sinks is None else how.sinks.repeat(query.shape[1])
+    arguments = (sinks, steps, how.scale, pick(query, value, how.backend), group)
     output = _RingAttention.apply(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), *arguments)
     return output.unflatten(1, query.shape[1:3])
 
@@ -312,12 +289,10 @@ class CoreAttention(torch.nn.Module):
         Padding is at the end of its sequence, so no real token sees it and no mask is needed.
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
-        boundaries = packed_seq_params.boundaries
-        options: dict[str, Any] = {} if self.window is None else {"window": self.window}
-        options |= {} if self.softmax_offset is None else {"sinks": self.softmax_offset}
-        if self.bidirectional_images and packed_seq_params.pictures:
-            options["pictures"] = packed_seq_params.pictures
+        pictures = packed_seq_params.pictures if self.bidirectional_images else ()
+        how = Attention(packed_seq_params.boundaries, scale, self.backend, self.window, self.softmax_offset, pictures)
         if self.cp_comm_type is None:
-            return attend_rows(query, key, value, boundaries, scale, self.backend, **options).flatten(2)
+            return attend_rows(query, key, value, how).flatten(2)
+        assert not how.pictures or self.cp_comm_type == "a2a", "the settings' rules require whole rows for images"
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()
-        return across(query, key, value, boundaries, scale, self.backend, group, **options).flatten(2)
+        return across(query, key, value, how, group).flatten(2)
