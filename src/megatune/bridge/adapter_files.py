@@ -50,8 +50,7 @@ class AdapterFolder(TensorSource):
         place = self.adapter.tensors[name]
         if not place.stack:
             return self._files.read_box(place.name, box)
-        part: Tensor = place.part(self._stack(place.name))
-        return part[box.slices]
+        return self._stack(place.name)[place.slices][box.slices]
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter replaces a tensor of the model, or has an adapter of it."""
@@ -60,7 +59,7 @@ class AdapterFolder(TensorSource):
     def has_separate_ranks(self, name: str) -> bool:
         """Return whether the two matrices of a stacked B [out, r · experts] have separate ranks: all else is zero."""
         tensor = self._stack(name)
-        parts = [place.part(tensor) for place in self.adapter.tensors.values() if place.name == name]
+        parts = [tensor[place.slices] for place in self.adapter.tensors.values() if place.name == name]
         return bool(sum(part.count_nonzero() for part in parts) == tensor.count_nonzero())
 
 
@@ -169,7 +168,7 @@ def _read_tensor(source: TensorSource, entry: TensorEntry, parts: Sequence[tuple
         return next(tensors)
     stack = torch.zeros(entry.shape, dtype=entry.dtype)
     for (_, place), tensor in zip(parts, tensors, strict=True):
-        place.part(stack).copy_(tensor)
+        stack[place.slices].copy_(tensor)
     return stack
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,8 +44,8 @@ _NAME = "default"  # the adapter's name in peft's layers
 # The name of one expert's A or B in an adapter; the group is the matrix.
 _OF_EXPERT = re.compile(r".*\.layers\.\d+\..*\.experts\.\d+\.(\w+)\.lora_[AB]\.weight")
 
-# A parameter, and a function that returns the view of a tensor in it, given the parameter or its gradient.
-Place = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
+# A parameter, and the part of it and of its gradient that is a tensor; () for all of it.
+Place = tuple[nn.Parameter, tuple[slice, ...]]
 
 
 @dataclass(slots=True)
@@ -69,9 +69,9 @@ class AppliedAdapter:
         """Return the adapter's gradients, under the names of the family's weight map, with separate experts."""
         found = {}
         for name, place in read_adapter(self.folder, architecture, halve=True).tensors.items():
-            parameter, part = self.places[place.name.removeprefix(PREFIX)]
+            parameter, slices = self.places[place.name.removeprefix(PREFIX)]
             if parameter.grad is not None:
-                found[name] = place.part(part(parameter.grad)).contiguous()
+                found[name] = parameter.grad[slices][place.slices].contiguous()
         return found
 
 
@@ -202,7 +202,7 @@ def _places(peft: Any, tensors: Collection[str], architecture: Architecture | No
     parameters = {name: each for path, name, each in found if path in own or name in tensors}
     of_experts = dict(_expert_places(parameters, tensors, architecture)) if architecture is not None else {}
     stacks = {parameter for parameter, _ in of_experts.values()}
-    return {name: (each, _whole) for name, each in parameters.items() if each not in stacks} | of_experts
+    return {name: (each, ()) for name, each in parameters.items() if each not in stacks} | of_experts
 
 
 def _expert_places(
@@ -219,17 +219,13 @@ def _expert_places(
             for name, place in stacked_tensors(weight, architecture, layer, pair, rank, halve=True):
                 if leaf(_module_of(name)) in names:
                     own = next((each for each in names_of(name, architecture) if each in tensors), name)
-                    yield own, (parameters[place.name], place.part)
+                    yield own, (parameters[place.name], place.slices)
 
 
 def _in_files(path: str) -> str:
     """Return the name of an adapter's parameter in files."""
     name = path.removeprefix(PREFIX).replace(f".modules_to_save.{_NAME}", "").replace(f".{_NAME}", "")
     return name.removesuffix(".weight") if "lora_magnitude" in name else name
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @torch.no_grad()
@@ -247,7 +243,7 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
     if unknown:
         what = f"{len(unknown)} tensors of the adapter do not fit the model: {list_names(unknown, 3)}"
         findings.append(Finding(what, str(folder), "", fix))
-    shapes = {name: tuple(part(parameter.data).shape) for name, (parameter, part) in places.items()}
+    shapes = {name: tuple(parameter.data[slices].shape) for name, (parameter, slices) in places.items()}
     wrong = [name for name in places if name in tensors and tuple(tensors[name].shape) != shapes[name]]
     if wrong:
         one = wrong[0]
@@ -257,8 +253,8 @@ def _fill(applied: AppliedAdapter, tensors: dict[str, Tensor], absent: Sequence[
         raise MegatuneError(findings, ExitCode.INPUT)
     for parameter in {parameter for parameter, _ in places.values()}:
         parameter.zero_()  # parts of a stack without a matrix of an expert
-    for name, (parameter, part) in places.items():
-        part(parameter.data).copy_(tensors[name])
+    for name, (parameter, slices) in places.items():
+        parameter.data[slices].copy_(tensors[name])
 
 
 def _cannot_apply(folder: Path, finding: Finding) -> MegatuneError:

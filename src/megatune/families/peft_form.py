@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatune.architecture import Architecture
 from megatune.families import FAMILIES, read_architecture
-from megatune.families.adapters import LORA_A, LORA_B, adapters, alpha_of, module_path, takes_adapter
+from megatune.families.adapters import LORA_A, LORA_B, adapters, alpha_of, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
 from megatune.families.selection import Selection
 from megatune.families.trained import trained_weights
@@ -39,10 +39,6 @@ class AdapterTensor(NamedTuple):
     shape: Shape
     slices: tuple[slice, ...] = ()
     stack: Shape = ()
-
-    def part(self, in_file: Any) -> Any:
-        """Return a view of this tensor in the file's tensor."""
-        return in_file[self.slices]
 
 
 def stacked_tensors(
@@ -77,7 +73,7 @@ def stacked_tensors(
 def expert_weights(architecture: Architecture) -> list[Weight]:
     """List the experts' weights that may have adapters: gate and up, and down; empty without experts."""
     weights = FAMILIES[architecture.model_type].weight_map(architecture) if architecture.moe is not None else ()
-    return [weight for weight in weights if weight.per_expert and takes_adapter(weight)]
+    return [weight for weight in weights if weight.per_expert and weight.is_matrix]
 
 
 _STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
