@@ -54,6 +54,17 @@ def _load(folder: Path, content: str) -> None:
         ({"routed_scaling_factor": "2"}, "routed_scaling_factor = '2' is not a number"),
         ({"text_config": {"rope_scaling": {"factor": 0}}}, "text_config: rope_scaling: factor = 0 is impossible"),
         ({"initializer_range": []}, "initializer_range = [] is not a number"),
+        ({"rope_parameters": {"full_attention": 5}}, "rope_parameters: full_attention = 5 is not an object"),
+        (
+            {"text_config": {"rope_parameters": {"sliding_attention": {"rope_theta": "1e4"}}}},
+            "text_config: rope_parameters: sliding_attention: rope_theta = '1e4' is not a number",
+        ),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries, but num_hidden_layers is 2"),
+        ({"per_layer_config": {"3": 16}}, "per_layer_config: 3 = 16 is not an object"),
+        ({"per_layer_config": {"3": {"head_dim": "16"}}}, "per_layer_config: 3: head_dim = '16' is not a whole number"),
+        ({"moe_layer_end_index": "last"}, "moe_layer_end_index = 'last' is not a whole number"),
+        ({"rope_parameters": {"llama_4_scaling_beta": 10**400}}, "rope_parameters: llama_4_scaling_beta = a number"),
+        ({"vision_config": {"position_embedding_size": {}}}, "position_embedding_size = {} is not a whole number"),
     ],
 )
 def test_an_impossible_value_is_named(tmp_path: Path, change: dict[str, Any], what: str) -> None:

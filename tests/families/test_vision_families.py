@@ -314,3 +314,11 @@ def test_the_decoder_of_mistral3_has_the_defaults_of_its_family():
 def test_what_of_mistral3_is_not_computed_is_refused(text, vision, root, what):
     with pytest.raises(MegatuneError, match=what):
         read_architecture(mistral3(text, vision, **root), "config.json")
+
+
+def test_layers_of_which_the_file_states_only_the_kinds() -> None:
+    """Their number is then the family's default."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
+    with pytest.raises(MegatuneError, match="layer_types has 2 entries, but num_hidden_layers is 26"):
+        read_architecture(config, "config.json")

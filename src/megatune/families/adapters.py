@@ -77,17 +77,10 @@ def is_standard_lora(architecture: Architecture, selection: Selection) -> bool:
     return not any(each.per_expert for each in adapter_weights(architecture, selection))
 
 
-def takes_adapter(weight: Weight) -> bool:
-    """Return whether a weight belongs to linear layers of attention or a feed-forward. Word embeddings, the output
-    layer and the router, which is not a linear layer in Transformers, have no adapters."""
-    is_matrix = all(len(tensor.shape) == 2 for tensor in weight.hf)
-    return weight.linear and is_matrix and weight.role is Role.BASE and weight.layout is not TensorLayout.VOCABULARY
-
-
 def matrices(architecture: Architecture) -> Iterator[tuple[Weight, HFTensor]]:
     """Yield the matrices of a model that may have adapters."""
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if takes_adapter(weight) and layers_of(weight, architecture):
+        if weight.is_matrix and layers_of(weight, architecture):
             yield from ((weight, tensor) for tensor in weight.hf)
 
 
@@ -130,7 +123,7 @@ def engine_layer(weight: Weight) -> str:
 def _adapters(architecture: Architecture, selection: Any) -> dict[str, AdapterWeights]:
     found = {}
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if not takes_adapter(weight) or is_frozen(weight.stack, selection):
+        if not weight.is_matrix or is_frozen(weight.stack, selection):
             continue
         names = {
             tensor.name

@@ -57,6 +57,9 @@ def problems(config: Config) -> Iterator[tuple[str, str]]:
         yield f"head_dim = {head_dim!r} is not supported", f"it must be qk_rope_head_dim = {rotary}"
 
 
+EXPERT_DIMENSIONS = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+)  # fmt: skip
 FAMILY = Family(
     model_type="deepseek_v3",
     weights=(*FRAME, *LATENT_ATTENTION, *EXPERTS, EXPERT_BIAS, *shared_experts("shared_experts")),
@@ -65,10 +68,7 @@ FAMILY = Family(
         # Transformers ignores these keys and computes with these values.
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
     },
-    dimensions=(
-        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
-        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    ),
+    dimensions=(*EXPERT_DIMENSIONS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     defaults={"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
     # Multi-token prediction layers come after the last layer.

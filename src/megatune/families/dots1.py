@@ -20,9 +20,7 @@ FAMILY = Family(
     weights=(*DECODER, *QK_NORMS, *EXPERTS, EXPERT_BIAS, *shared_experts("shared_experts")),
     constants={"qk_layernorm": True, "has_classifier": False},
     required={"attention_bias": False, "attention_dropout": 0, "hidden_act": "silu", "norm_topk_prob": True},
-    dimensions=(
-        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
-    ),
+    dimensions=deepseek_v3.EXPERT_DIMENSIONS,
     defaults={
         "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 62, "num_key_value_heads": 32,

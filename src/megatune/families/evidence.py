@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatune.families import FAMILIES
-from megatune.families.adapters import takes_adapter
 from megatune.families.family import Family
 from megatune.families.megatron_names import obstacle
 
@@ -60,7 +59,7 @@ def evidence_of(model_types: Iterable[str]) -> list[Evidence]:
 
 def _evidence(family: Family) -> Evidence:
     measured = _measured().get(family.model_type, {})
-    names = [tensor.name for weight in family.weights if takes_adapter(weight) for tensor in weight.hf]
+    names = [tensor.name for weight in family.weights if weight.is_matrix for tensor in weight.hf]
     return Evidence(
         family.model_type,
         family.vision is not None,

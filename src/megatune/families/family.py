@@ -25,7 +25,7 @@ from megatune.families.rope import (
 )
 from megatune.families.scores import num_labels, score_problems
 from megatune.families.sparse import expert_problems
-from megatune.families.values import value_problems
+from megatune.families.values import layer_problems, value_problems
 from megatune.families.vision import VisionDeclaration
 from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
 
@@ -240,6 +240,7 @@ class Family:
         elif method == "fp8" and blocks != list(_FP8_BLOCK):
             what = f"the weights are quantized (fp8 with weight_block_size = {blocks!r})"
             yield what, f"fp8 is read in blocks of {list(_FP8_BLOCK)}"
+        yield from layer_problems(config)  # whose number may be a default
         kinds = {FULL_ATTENTION} | ({LINEAR_ATTENTION} if self.delta_nets else set())
         kinds |= {SLIDING_ATTENTION} if self.windows else set()
         others = sorted(set(config.get("layer_types") or ()) - kinds)

@@ -67,14 +67,12 @@ def _vision(config: Config) -> dict[str, Any]:
 
 
 VISION = VisionDeclaration(
-    sizes=(),
-    dimensions=(),
     keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
     required={
         "vision_config.model_type": "siglip_vision_model", "vision_config.attention_dropout": 0,
         "vision_config.vision_use_head": False,
     },
-    decoder=lambda text: _DECODER,
+    decoders={"gemma3_text": _DECODER},
     defaults={"depth": 12, "num_heads": 12, "hidden_size": 768, "intermediate_size": 3072, "patch_size": 16},
     constants={
         "temporal_patch_size": 1, "video_token_id": -1, "whole": True,

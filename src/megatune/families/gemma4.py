@@ -72,7 +72,8 @@ def _vision(config: Config) -> dict[str, Any]:
 
 
 def _wrong(config: Config) -> Iterator[tuple[str, str]]:
-    vision = {"num_attention_heads": 12, "hidden_size": 768, "head_dim": 64, **config["vision_config"]}
+    written = {key: value for key, value in config["vision_config"].items() if value is not None}
+    vision = {"num_attention_heads": 12, "hidden_size": 768, "head_dim": 64, **written}
     heads, channels = vision["num_attention_heads"], vision["head_dim"]
     if heads * channels != vision["hidden_size"] or (vision.get("num_key_value_heads") or heads) != heads:
         what = f"vision_config: {heads} heads of {channels} channels with {vision.get('num_key_value_heads')} key heads"
@@ -80,8 +81,6 @@ def _wrong(config: Config) -> Iterator[tuple[str, str]]:
 
 
 VISION = VisionDeclaration(
-    sizes=(),
-    dimensions=(),
     keys={
         "depth": "num_hidden_layers", "num_heads": "num_attention_heads", "hidden_act": "hidden_activation",
         "spatial_merge_size": "pooling_kernel_size",

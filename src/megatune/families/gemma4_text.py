@@ -75,7 +75,7 @@ def _global_heads(config: Config) -> GlobalHeads:
     as Transformers writes them."""
     layers = windows(config)
     at = str(layers.index(None)) if None in layers else ""
-    own = {str(layer): heads for layer, heads in (config.get("per_layer_config") or {}).items()}.get(at, {})
+    own = {str(layer): heads for layer, heads in (config.get("per_layer_config") or {}).items()}.get(at) or {}
     are_values = bool(config.get("attention_k_eq_v"))
     groups = config.get("num_global_key_value_heads") if are_values else None
     return GlobalHeads(

@@ -12,9 +12,7 @@ FAMILY = Family(
     constants={"has_classifier": False},
     read={"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
     required={"attention_dropout": 0, "hidden_act": "silu", "norm_topk_prob": True},
-    dimensions=(
-        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
-    ),
+    dimensions=deepseek_v3.EXPERT_DIMENSIONS,
     defaults={
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,

@@ -1,11 +1,12 @@
 """gpt-oss: attention with sinks, every second layer with a window, and experts with biases and clamped gates."""
 
-from megatune.architecture import MixtureOfExperts
+from functools import partial
+
 from megatune.families.dense import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS
-from megatune.families.family import Config, Family
+from megatune.families.family import Family
 from megatune.families.forms import CheckpointForm
 from megatune.families.gemma3_text import windows
-from megatune.families.sparse import aux_loss_coeff, sparse_weight
+from megatune.families.sparse import local_experts, sparse_weight
 from megatune.families.weights import TensorLayout
 
 _EXPERT, _FFN, _GATE_UP = "mlp.experts.{expert}", "moe.moe_ffn_hidden_size", "moe.gate_up_size"
@@ -25,17 +26,6 @@ _IN_FILES = {
 }  # fmt: skip
 
 
-def _experts(config: Config) -> MixtureOfExperts:
-    return MixtureOfExperts(
-        layers=(True,) * config["num_hidden_layers"],
-        num_experts=config["num_local_experts"],
-        router_topk=config["num_experts_per_tok"],
-        moe_ffn_hidden_size=config["intermediate_size"],
-        swiglu_limit=7.0,
-        aux_loss_coeff=aux_loss_coeff(config),
-    )
-
-
 FAMILY = Family(
     model_type="gpt_oss",
     weights=(*(weight for weight in DECODER if ".mlp." not in weight.engine), QKV_BIAS, OUTPUT_BIAS, SINKS, *_EXPERTS),
@@ -52,7 +42,7 @@ FAMILY = Family(
         },
     },
     aliases={"num_experts": "num_local_experts"},
-    experts=_experts,
+    experts=partial(local_experts, swiglu_limit=7.0),
     windows=windows,
     dequantized=("mxfp4",),
     forms=(

@@ -1,6 +1,5 @@
 """InternVL 3 and 3.5 in Transformers' format: a dense Qwen2.5 or Qwen3 with the encoder InternViT."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,6 @@ ENCODER = (
     *with_bias(projector, "linear_1", "linear_1", H, "vision.merged_size"),
     *with_bias(projector, "linear_2", "linear_2", H, H),
 )  # fmt: skip
-_DECODERS = {family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY)}
 
 
 def _vision(config: Config) -> dict[str, Any]:
@@ -56,14 +54,7 @@ def _vision(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _problems(text: Config) -> Iterator[tuple[str, str]]:
-    if (kind := text.get("model_type") or "qwen2") not in _DECODERS:
-        yield f"text_config: model_type = {kind!r} is not supported", f"the decoder is a {' or a '.join(_DECODERS)}"
-
-
 VISION = VisionDeclaration(
-    sizes=(),
-    dimensions=(),
     keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
     required={
         "vision_feature_layer": -1, "vision_feature_select_strategy": "default", "projector_hidden_act": "gelu",
@@ -72,7 +63,7 @@ VISION = VisionDeclaration(
         "vision_config.use_mean_pooling": True, "vision_config.use_mask_token": False,
         **{f"vision_config.{each}": 0 for each in ("hidden_dropout_prob", "attention_dropout", "projection_dropout")},
     },
-    decoder=lambda text: _DECODERS.get(str(text.get("model_type")), qwen2.FAMILY),
+    decoders={family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY)},
     defaults={
         "depth": 24, "num_heads": 16, "hidden_size": 1024, "intermediate_size": 4096, "hidden_act": "gelu",
     },
@@ -93,7 +84,6 @@ FAMILY = replace(
         for kind, name in (("qwen2", "add_qkv_bias"), ("qwen3", "qk_layernorm"))
     },
     head_dim_default=None,
-    problems=_problems,
     vision=VISION,
     forms=FORMS,
 )

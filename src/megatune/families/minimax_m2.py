@@ -1,23 +1,11 @@
 """MiniMax-M2: partial rotary embedding, norms over the queries and the keys of all heads, and experts chosen by sigmoid
 scores plus a bias."""
 
-from megatune.architecture import MixtureOfExperts
+from functools import partial
+
 from megatune.families.dense import DECODER, WIDE_QK_NORMS
-from megatune.families.family import Config, Family
-from megatune.families.sparse import aux_loss_coeff, expert_bias, routed_experts
-
-
-def _experts(config: Config) -> MixtureOfExperts:
-    return MixtureOfExperts(
-        layers=(True,) * config["num_hidden_layers"],
-        num_experts=config["num_local_experts"],
-        router_topk=config["num_experts_per_tok"],
-        moe_ffn_hidden_size=config["intermediate_size"],
-        score_function="sigmoid",
-        expert_bias=True,
-        aux_loss_coeff=aux_loss_coeff(config),
-    )
-
+from megatune.families.family import Family
+from megatune.families.sparse import expert_bias, local_experts, routed_experts
 
 FAMILY = Family(
     model_type="minimax_m2",
@@ -35,7 +23,7 @@ FAMILY = Family(
     partial_rotary=True,
     aliases={"num_experts": "num_local_experts"},
     carried_keys=(r"model\.mtp.*",),
-    experts=_experts,
+    experts=partial(local_experts, score_function="sigmoid", expert_bias=True),
     dequantized=("fp8",),
     renamed=((".block_sparse_moe.", ".mlp."),),
 )  # fmt: skip

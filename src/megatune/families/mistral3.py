@@ -7,7 +7,7 @@ from typing import Any
 from megatune.architecture import Architecture
 from megatune.encoders import MediaPlaceholder, VisionLayers
 from megatune.families import ministral3, mistral
-from megatune.families.family import Config, Family
+from megatune.families.family import Config
 from megatune.families.vision import FORMS, PATCH_SHAPE, H, V, VisionDeclaration, as_decoder, layers, projector, tower
 
 
@@ -33,11 +33,6 @@ ENCODER = (
 )  # fmt: skip
 
 
-def _decoder(text: Config) -> Family:
-    """Return the family of the decoder, by default Mistral's."""
-    return ministral3.FAMILY if text.get("model_type") == "ministral3" else mistral.FAMILY
-
-
 def _vision(config: Config) -> dict[str, Any]:
     """Read the vision settings outside vision_config, with the defaults of Transformers' Mistral3Config."""
     vision, text = config["vision_config"], VISION.text_config(config)
@@ -61,22 +56,17 @@ def _numbers(text: Config) -> dict[str, Any]:
 
 
 def _problems(text: Config) -> Iterator[tuple[str, str]]:
-    kind = text.get("model_type") or "mistral"
-    if kind not in ("mistral", "ministral3"):
-        yield f"text_config: model_type = {kind!r} is not supported", "the decoder is a mistral or a ministral3"
-    if kind == "ministral3":
+    if text.get("model_type") == "ministral3":
         yield from ministral3.query_scaling_problems(text)
 
 
 VISION = VisionDeclaration(
-    sizes=(),
-    dimensions=(),
     keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
     required={
         "vision_feature_layer": -1, "projector_hidden_act": "gelu",
         "vision_config.model_type": "pixtral", "vision_config.attention_dropout": 0,
     },
-    decoder=_decoder,
+    decoders={family.model_type: family for family in (mistral.FAMILY, ministral3.FAMILY)},
     defaults={
         "depth": 24, "num_heads": 16, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 16,
         "hidden_act": "gelu",

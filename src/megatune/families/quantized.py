@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from megatune.architecture import Architecture
-from megatune.families.adapters import takes_adapter
 from megatune.families.selection import Selection
 from megatune.families.weights import WHOLE, Slice, Stack, TensorLayout, Weight, engine_shape, hf_shapes
 
@@ -70,7 +69,7 @@ def form_of(selection: Selection) -> QuantizedForm | None:
 def is_quantized(weight: Weight, selection: Selection) -> bool:
     """Return whether a weight is quantized: matrices of the decoder's linear layers are; word embedding, output layer,
     norms, router, the gate of shared experts and vision encoders are not."""
-    return form_of(selection) is not None and weight.stack is Stack.DECODER and takes_adapter(weight)
+    return form_of(selection) is not None and weight.stack is Stack.DECODER and weight.is_matrix
 
 
 def quantized_buffers(

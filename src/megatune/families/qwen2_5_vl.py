@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatune.families import qwen2, qwen2_vl
-from megatune.families.vision import ATTENTION, LAYER, MERGER, PATCHES, as_decoder, part, part_with_bias
+from megatune.families.vision import ATTENTION, LAYER, MERGER, PATCHES, SIZES, as_decoder, part, part_with_bias
 from megatune.families.weights import Stack
 
 FAMILY = replace(
@@ -25,7 +25,7 @@ FAMILY = replace(
         qwen2_vl.VISION,
         encoder="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
         keys={},
-        dimensions=("hidden_size", "intermediate_size", "out_hidden_size"),
+        dimensions=(*SIZES, "hidden_size", "intermediate_size", "out_hidden_size"),
         read=None,
         defaults={
             "hidden_act": "silu",

@@ -11,6 +11,7 @@ from megatune.families.vision import (
     LAYER_NORMS,
     MERGER,
     PATCHES,
+    SIZES,
     VisionDeclaration,
     as_decoder,
     part_with_bias,
@@ -22,7 +23,7 @@ VISION = VisionDeclaration(
     encoder="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
     # hidden_size is called out_hidden_size in later families.
     keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
-    dimensions=("embed_dim", "hidden_size", "mlp_ratio"),
+    dimensions=(*SIZES, "embed_dim", "hidden_size", "mlp_ratio"),
     defaults={"hidden_act": "quick_gelu"},
     read=lambda config: {
         "intermediate_size": config["vision_config"]["embed_dim"] * config["vision_config"]["mlp_ratio"]

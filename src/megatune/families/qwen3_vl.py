@@ -8,6 +8,7 @@ from megatune.families.vision import (
     LAYER,
     LAYER_NORMS,
     PATCHES,
+    SIZES,
     VisionDeclaration,
     as_decoder,
     part,
@@ -43,7 +44,7 @@ ENCODER = (
 
 VISION = VisionDeclaration(
     encoder="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
-    dimensions=("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"),
+    dimensions=(*SIZES, "hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"),
     defaults={"deepstack_visual_indexes": (8, 16, 24)},
     constants={"timestamps": True},
     mrope=MultimodalRope(section=(24, 20, 20), interleaved=True),

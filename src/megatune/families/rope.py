@@ -42,7 +42,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     and rope_scaling, with the kind as "rope_type" or "type"), with Transformers' defaults."""
     written = config.get("rope_scaling") or config.get("rope_parameters") or {}
     # By kind of layer, if layers with a window have their own.
-    written = written.get(FULL_ATTENTION, written)
+    written = written.get(FULL_ATTENTION) or written
     parameters = {key: value for key, value in written.items() if value is not None}
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     if parameters["rope_type"] == "su":  # the name in early files of Phi-3

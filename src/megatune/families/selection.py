@@ -62,14 +62,8 @@ class Selection(Protocol):
 
 def is_frozen(stack: Stack, selection: Selection) -> bool:
     """Return whether a part of the model is frozen, including adapters."""
-    match stack:
-        case Stack.DECODER:
-            return selection.freeze_language_model
-        case Stack.PROJECTOR:
-            return selection.freeze_multi_modal_projector
-        case Stack.DEEPSTACK if selection.freeze_deepstack_mergers is not None:
-            return selection.freeze_deepstack_mergers
-    return selection.freeze_vision_tower
+    frozen: bool | None = getattr(selection, FREEZE_SETTINGS[stack])
+    return selection.freeze_vision_tower if frozen is None else frozen  # deepstack mergers by default like the tower
 
 
 _SECONDS = 1.0  # timeout of a match: nested repetitions may backtrack forever, all others take microseconds

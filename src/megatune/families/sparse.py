@@ -111,6 +111,18 @@ def qwen_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts
     )
 
 
+def local_experts(config: Mapping[str, Any], **declared: Any) -> MixtureOfExperts:
+    """Read experts of every layer by Mixtral's keys."""
+    return MixtureOfExperts(
+        layers=(True,) * config["num_hidden_layers"],
+        num_experts=config["num_local_experts"],
+        router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["intermediate_size"],
+        aux_loss_coeff=aux_loss_coeff(config),
+        **declared,
+    )
+
+
 def aux_loss_coeff(config: Mapping[str, Any]) -> float:
     """Read the coefficient of the load-balancing loss, with Transformers' default for Qwen and Mixtral."""
     return float(config.get("router_aux_loss_coef", 0.001) or 0.0)

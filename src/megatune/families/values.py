@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Keys whose values are objects.
-_OBJECTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling", "quantization_config", "id2label")
-_DEPTH = 3  # of nested objects, such as rope_scaling in text_config
+_OBJECTS = (
+    "text_config", "vision_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention",
+    "quantization_config", "id2label", "per_layer_config",
+)  # fmt: skip
+_DEPTH = 3  # of nested objects, such as full_attention in rope_parameters in text_config
 _BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "qkv_bias",
     "rope_interleave", "multimodal_projector_bias", "mrope_interleaved", "use_qk_norm", "use_bias", "truncate",
@@ -34,13 +37,14 @@ _WHOLE = {
             "in_chans", "spatial_merge_size", "out_hidden_size", "num_position_embeddings", "window_size",
             "tokens_per_second", "moe_k", "num_shared_experts", "moe_layer_interval",
             "no_rope_layer_interval", "query_pre_attn_scalar",
-            "rotary_dim", "num_channels", "image_size", "mm_tokens_per_image",
+            "rotary_dim", "num_channels", "image_size", "mm_tokens_per_image", "position_embedding_size",
         ),
         (1, 2**31 - 1),
     ),
     "num_labels": (0, 100_000),
     "sliding_window": (0, 2**31 - 1),
     "pad_token_id": (-1, 2**31 - 1),
+    "moe_layer_end_index": (-1, 1000),
     **dict.fromkeys(
         (
             "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -54,7 +58,10 @@ _FINITE = 1e30
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
     "downsample_ratio": (0.0, 1.0),
-    **dict.fromkeys(("initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim"), (-1e-9, _FINITE)),
+    **dict.fromkeys(
+        ("initializer_range", "router_aux_loss_coef", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
+        (-1e-9, _FINITE),
+    ),
     **dict.fromkeys(
         (
             "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
@@ -80,11 +87,14 @@ def side(size: Any) -> int:
 def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[str, str]]:
     values = {key: value for key, value in config.items() if value is not None}
     values |= {key: side(values[key]) for key in _SIDES if _is_square(values.get(key))}
-    for key in (key for key in _OBJECTS if key in values):
-        if not isinstance(values[key], Mapping):
-            yield f"{of}{key} = {_short(values[key])} is not an object", "it holds settings by name"
+    nested = {key: values[key] for key in _OBJECTS if key in values}
+    if isinstance(layers := nested.get("per_layer_config"), Mapping):
+        nested |= {f"per_layer_config: {layer}": each for layer, each in layers.items() if each is not None}
+    for key, value in nested.items():
+        if not isinstance(value, Mapping):
+            yield f"{of}{key} = {_short(value)} is not an object", "it holds settings by name"
         elif depth:
-            yield from _problems(values[key], f"{of}{key}: ", depth - 1)
+            yield from _problems(value, f"{of}{key}: ", depth - 1)
     for key in (key for key in _BOOLEANS if key in values):
         # Some published files have 0 and 1.
         if values[key] not in (True, False):
@@ -107,16 +117,25 @@ def _problems(config: Mapping[str, Any], of: str, depth: int) -> Iterator[tuple[
             below = f" and below {high:g}" if high < _FINITE else ""
             yield f"{of}{key} = {_short(value)} is impossible", f"it is a finite number above {max(low, 0):g}{below}"
     yield from _list_problems(values, of)
-    kinds, layers = values.get("layer_types"), values.get("num_hidden_layers")
-    if isinstance(kinds, list) and layers is not None and len(kinds) != layers:
-        what = f"{of}layer_types has {len(kinds)} entries, but num_hidden_layers is {_short(layers)}"
-        yield what, "it must have one entry for each layer"
+    yield from layer_problems(values, of)
     for key in (key for key in ("dtype", "torch_dtype") if key in values):
         if str(values[key]).removeprefix("torch.") not in _DTYPES:
             yield (
                 f"{of}{key} = {_short(values[key])} is not a supported dtype of weights",
                 f"one of {', '.join(_DTYPES)}",
             )
+
+
+def layer_problems(config: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
+    """Yield lists of layers' kinds that lack layers or, for kinds of attention, have others."""
+    layers: Any = config.get("num_hidden_layers")
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(key)
+        if not isinstance(kinds, list) or not _is_whole(layers):
+            continue
+        if len(kinds) < layers or (key == "layer_types" and len(kinds) > layers):
+            what = f"{of}{key} has {len(kinds)} entries, but num_hidden_layers is {_short(layers)}"
+            yield what, "it must have one entry for each layer"
 
 
 def _list_problems(values: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:

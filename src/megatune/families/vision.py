@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 LAYER = "blocks.{layer}"
-_SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")
+SIZES = ("depth", "num_heads", "patch_size", "spatial_merge_size")  # keys of vision_config in the Qwen families
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _MODULES = "model.language_model."
 
@@ -37,12 +37,12 @@ class VisionDeclaration:
     Attributes:
         encoder: Transformers' class, as "module:class"; its configuration class is taken from its annotation `config`.
             "" for the engine's own encoder.
-        sizes: keys of vision_config that must be whole numbers above 0.
         required: keys of config.json, or "part.key" within a part of it, with the only supported value.
         wrong: yields further problems of config.json, with reasons.
-        decoder: returns the family of a text_config, whose defaults apply; None if all have the same.
+        decoders: families by the model_type of text_config, whose defaults apply, the first one without a model_type;
+            empty if all have the same defaults.
         keys: keys of vision_config by Vision attribute, where the names differ.
-        dimensions: further keys like `sizes`, which differ between families.
+        dimensions: keys of vision_config that must be whole numbers above 0.
         defaults: Transformers' defaults of Vision attributes that a vision_config may omit.
         constants: Vision attributes that are fixed for the family.
         read: computes further Vision attributes from config.json.
@@ -52,12 +52,11 @@ class VisionDeclaration:
     """
 
     encoder: str = ""
-    sizes: tuple[str, ...] = _SIZES
     required: Mapping[str, Any] = field(default_factory=dict)
     wrong: Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]] | None = None
-    decoder: Callable[[Mapping[str, Any]], Family] | None = None
+    decoders: Mapping[str, Family] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
-    dimensions: tuple[str, ...] = ("hidden_size", "intermediate_size", "out_hidden_size")
+    dimensions: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
@@ -71,7 +70,7 @@ class VisionDeclaration:
         if not isinstance(vision, Mapping):
             yield "'vision_config' is missing", "the model has a vision encoder"
             return
-        for key in (*self.sizes, *self.dimensions):
+        for key in self.dimensions:
             if not isinstance(vision.get(key), int) or vision[key] < 1:
                 yield f"vision_config: {key} = {vision.get(key)!r} is not a whole number above 0", ""
         for key, value in self.required.items():
@@ -79,6 +78,10 @@ class VisionDeclaration:
             written = (config.get(part) or {} if part else config).get(name)
             if written is not None and written != value:
                 yield f"{key} = {written!r} is not supported", f"the encoder is computed with {key} = {value!r}"
+        kind = (config.get("text_config") or config).get("model_type")
+        if len(self.decoders) > 1 and kind and str(kind) not in self.decoders:
+            what = f"text_config: model_type = {kind!r} is not supported"
+            yield what, f"the decoder is a {' or a '.join(self.decoders)}"
         if self.wrong is not None:
             yield from self.wrong(config)
         if self.mrope is None:
@@ -94,8 +97,8 @@ class VisionDeclaration:
         # Transformers uses the root's value; without one the decoder's family decides.
         root, own = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
         text["tie_word_embeddings"] = own if root is None or (own and self.text_ties) else root
-        if self.decoder is not None:
-            own = self.decoder(text)
+        if self.decoders:
+            own = self.decoders.get(str(text.get("model_type")), next(iter(self.decoders.values())))
             defaults = {"head_dim": own.head_dim_default, **own.defaults}
             text |= {
                 key: value

@@ -113,10 +113,11 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it consists of matrices of linear layers, which Muon orthogonalizes: no embedding, output layer,
-        router, adapter or vector."""
+        """Whether it consists of matrices of linear layers of attention or a feed-forward, which may have adapters, and
+        which Muon orthogonalizes: no embedding, output layer, vector, or router, which is not a linear layer in
+        Transformers."""
         is_linear = self.linear and self.role is Role.BASE and self.layout is not TensorLayout.VOCABULARY
-        return is_linear and all(tensor.name and len(tensor.shape) == 2 for tensor in self.hf)
+        return is_linear and all(len(tensor.shape) == 2 for tensor in self.hf)
 
     @property
     def is_buffer(self) -> bool:

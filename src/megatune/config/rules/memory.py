@@ -13,7 +13,6 @@ from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.rule import Context, Problem, divisors, nearest, needs_of
 from megatune.families import FAMILIES
-from megatune.families.adapters import takes_adapter
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
 
 _FP8_MULTIPLE = 16  # required by the kernels of cuBLAS and torch
@@ -101,7 +100,7 @@ def fp8_sides(context: Context) -> Iterator[Problem]:
     if context.settings.precision.fp8 is None or architecture is None or not tensor_parallel_fits(architecture, tp):
         return
     for weight in FAMILIES[architecture.model_type].weight_map(architecture):
-        if weight.stack is not Stack.DECODER or weight.per_expert or not takes_adapter(weight):
+        if weight.stack is not Stack.DECODER or weight.per_expert or not weight.is_matrix:
             continue
         rows, columns = engine_shape(weight, architecture, Slice(tp))
         if layers_of(weight, architecture) and (rows % _FP8_MULTIPLE or columns % _FP8_MULTIPLE):
