@@ -57,11 +57,9 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("takes_inputs", [True, False], ids=["inputs from the host", "inputs of its own"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features_and_gradients_agree(model_dir, monkeypatch, family, takes_inputs):
+def test_features_and_gradients_agree(model_dir, family):
     model = model_dir(family)
-    monkeypatch.setattr(tower, "TAKES_INPUTS", takes_inputs)
     encoder, encode = built(model)
     stock = plain(model, encoder)
     output = stock(pixels(model), grid_thw=GRIDS)

@@ -21,6 +21,12 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.initialization import no_init_weights
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from megatune.architecture import Architecture
 from megatune.encoders import Vision
@@ -29,18 +35,6 @@ from megatune.engine.layers.attention.kernels import attend
 from megatune.engine.layers.attention.spans import Spans
 from megatune.engine.layers.vision.encoder import VisionEncoder
 from megatune.families import FAMILIES
-
-try:
-    from transformers.vision_utils import (
-        get_vision_cu_seqlens,
-        get_vision_interpolation_indices_and_weights,
-        get_vision_position_ids,
-        get_vision_window_index,
-    )
-
-    TAKES_INPUTS = True
-except ImportError:  # before 5.15 encoders compute these themselves, and synchronize with the device
-    TAKES_INPUTS = False
 
 # Transformers passes the bounds of all images together to attention implementations with "flash" in their name.
 _ATTENTION = "megatune_flash"
@@ -117,9 +111,7 @@ class Tower:
         Returns:
             [n / m², 1 + k, h]: features of tokens, and what is added to them after the decoder's first layers.
         """
-        on_host = TAKES_INPUTS or self._vision.layers is not None
-        inputs = encoder_inputs(grids, self._vision) if on_host and self._vision.layers is None else {}
-        grids = grids if on_host else device.send(grids)
+        inputs = encoder_inputs(grids, self._vision) if self._vision.layers is None else {}
         output = self._encoder(pixel_values, grid_thw=grids, backend=self._backend, **inputs)
         features = output.pooler_output
         return torch.stack((features, *(getattr(output, "deepstack_features", None) or ())), 1)
@@ -165,14 +157,13 @@ def _attend(
     attention_mask: None,
     *,
     scaling: float,
-    cu_seq_lens_q: Spans | Tensor,
+    cu_seq_lens_q: Spans,
     backend: AttnBackend,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attend within images or windows: [1, heads, n, channels], each, to [n, heads, channels]."""
-    spans = cu_seq_lens_q if isinstance(cu_seq_lens_q, Spans) else _squares(cu_seq_lens_q)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    return attend(query, key, value, spans, scaling, backend), None
+    return attend(query, key, value, cu_seq_lens_q, scaling, backend), None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
