@@ -42,6 +42,15 @@ def test_factories_make_cpu_tensors(where):
     assert torch.empty_like(torch.ones(2), device=where).device.type == "cpu"
 
 
+def test_the_norm_of_a_large_tensor_is_precise():
+    """torch adds up squares one by one on a CPU: of this many the norm is 0.01 % too small."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator) for size in (4_000_000, 0, 3)]
+    expected = sum(tensor.double().square().sum() for tensor in tensors).sqrt().item()
+    assert device.norm(tensors).item() == pytest.approx(expected, rel=1e-6)
+    assert device.norm(tensors).shape == ()
+
+
 def test_a_gpu_is_still_not_there():
     assert not torch.cuda.is_available()
     assert torch.cuda.device_count() == 0

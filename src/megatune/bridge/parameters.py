@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatune.architecture import Architecture
-from megatune.engine import groups
+from megatune.engine import device, groups
 from megatune.engine.groups import RankCoordinates
 from megatune.engine.layers.quantized import QuantizedMatrix
 from megatune.engine.weights import named_weights, rank_slice
@@ -213,7 +213,7 @@ def parameters_norm(parameters: Sequence[LocalParameter], architecture: Architec
         if _is_counted_here(local, coords):
             values = local.parameter.data.reshape(-1)
             for row in local.rows(architecture):  # without padding
-                total += torch.linalg.vector_norm(values[row.elements], dtype=torch.float32).double().square()
+                total += device.norm([values[row.elements]]).double().square()
     groups.all_reduce(total)
     return float(total.sqrt())
 

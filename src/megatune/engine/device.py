@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -125,6 +125,20 @@ def name() -> str:
 def send(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor from the host to the device, without waiting for the device."""
     return tensor.pin_memory().to(current(), non_blocking=True) if HAS_GPU else tensor
+
+
+_NORM_PIECE = 2**14  # elements whose squares a CPU adds up in fp32
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm of all tensors together, fp32 [], without waiting for the device.
+
+    A CPU adds up squares one by one: of 200 million elements the norm would be 3 % too small. So it gets short pieces.
+    """
+    if not HAS_GPU:
+        tensors = (piece for tensor in tensors for piece in tensor.reshape(-1).split(_NORM_PIECE))
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32))
+    return torch.linalg.vector_norm(norms, dtype=torch.float64).float()
 
 
 class HostCopy:

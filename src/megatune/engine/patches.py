@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import layers, random
 from torch import Tensor
 
 from megatune.config.settings import OptimizerSettings
+from megatune.engine import device
 from megatune.engine.adam import FusedAdam
 from megatune.engine.layers.feed_forward import fused_swiglu
 from megatune.engine.layers.gradients import add_weight_gradient, placeholder_gradient
@@ -300,7 +301,7 @@ class _WideGradients(DistributedOptimizer):
 
 def _norm(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """Compute the norm of all tensors together, fp32 [1]; Megatron-Core's synchronizes with the GPU once per tensor."""
-    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().reshape(1), None
+    return device.norm(tensor_lists[0]).reshape(1), None
 
 
 def _scale(chunk_size: int, flag: Tensor, tensor_lists: list[list[Tensor]], factor: float) -> None:
