@@ -282,8 +282,8 @@ def _peft_steps(
     # peft stacks gate and up of all experts in one pair, whose B would also learn to take the ranks of one for the rows
     # of the other.
     masks = {parameter: torch.zeros_like(parameter) for parameter, _ in adapter.places.values()}
-    for parameter, part in adapter.places.values():
-        part(masks[parameter]).fill_(1)
+    for parameter, slices in adapter.places.values():
+        masks[parameter][slices].fill_(1)
     for index in range(NUM_STEPS):
         compute_reference(model, step_samples(index, architecture), adapter=adapter)
         for parameter, own in masks.items():
@@ -296,7 +296,7 @@ def _peft_steps(
 
 
 def _adapter_copy(adapter: Any) -> dict[str, Tensor]:
-    return {name: part(parameter.detach()).clone() for name, (parameter, part) in adapter.places.items()}
+    return {name: parameter.detach()[slices].clone() for name, (parameter, slices) in adapter.places.items()}
 
 
 def engine_steps(model_dir: Path, settings: Settings, folder: Path) -> None:

@@ -63,7 +63,7 @@ def trl_steps(model_dir: Path, optimizer: dict[str, Any], folder: Path, adapter:
     def copied() -> dict[str, Tensor]:
         if applied is None:
             return _checkpoint_copy(model)
-        return {PREFIX + name: part(each).detach().clone() for name, (each, part) in applied.places.items()}
+        return {PREFIX + name: each[slices].detach().clone() for name, (each, slices) in applied.places.items()}
 
     before, is_adam = copied(), optimizer["optimizer"] == "adam"
     trainer = RewardTrainer(
