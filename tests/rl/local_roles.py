@@ -26,7 +26,7 @@ from megatune.rl.pipeline.run import drive
 from megatune.rl.pipeline.startup import Roles, with_folders
 from megatune.rl.problems import Problems
 from megatune.rl.rewards.answer import Answer
-from megatune.rl.rewards.judge_client import judge_context, judges_of
+from megatune.rl.rewards.judge_client import judge_context
 from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rewards.task import RewardSpec, cached_reward, score_answer
 from megatune.rl.rollout.server import EngineServer, engine_server
@@ -148,11 +148,12 @@ def _run(
 
     channel, rank = distributed.new_group(), distributed.get_rank()
     context = RankContext(RankEnv(rank, rank, channel.size(), channel.size(), "127.0.0.1", 1, 0), run_dir)
-    frozen = [settings.reference, *settings.teachers.values(), *settings.scorers.values()]
     policy = PolicyWorker if settings.actor_train.teacher is None else DistillationWorker
-    hosts = [(policy, settings.actor_train), (ValueWorker, settings.critic)]
-    hosts += [(ReferenceWorker, role) for role in frozen]
-    workers = {role.name: host(context, settings, role) for host, role in hosts if role is not None}
+    kinds = {"actor_train": policy, "critic": ValueWorker}
+    workers = {
+        role.name: kinds.get(role.name, ReferenceWorker)(context, settings, role)  # type: ignore[abstract]
+        for role in settings.models
+    }
     if rank:
         return serve(workers, channel)
     models_of = {name: ModelGroup(worker.role, RankGroup(worker, channel)) for name, worker in workers.items()}
@@ -165,15 +166,13 @@ def _run(
         return EngineGroup(role, LocalGroup(*made, loop=loop), max_running, level)  # type: ignore[arg-type]
 
     longest = max(rollout.sequence_length, rollout.val_sequence_length or 0)
-    judges = {role.name: role for role in judges_of(settings.rewards, settings.reward_model).values()}
     roles = Roles(
         engines(settings.actor_infer, rollout.max_running_requests, longest),
-        models_of["actor_train"],
-        models_of.get("reference"),
-        models_of.get("critic"),
-        {name: models_of[role.name] for name, role in settings.teachers.items()},
-        {name: engines(role, role.infer_batch_size, judge_context(rollout, role)) for name, role in judges.items()},
-        {name: models_of[role.name] for name, role in settings.scorers.items()},
+        {
+            role.name: engines(role, role.infer_batch_size, judge_context(rollout, role))
+            for role in settings.samplers[1:]
+        },
+        models_of,
     )
     # Drawing takes longer than all steps of most runs; test_rl_command.py has it drawn.
     with contextlib.closing(loop), mock.patch.object(LossPlot, "on_train_end"):

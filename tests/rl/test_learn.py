@@ -31,7 +31,7 @@ def _sample(place: int, tokens: int, finish: str = "stop") -> Sample:
 
 
 def _learner(found: RLSettings) -> Learner:
-    return Learner(found, None, None, None, None, {})  # type: ignore[arg-type]
+    return Learner(found, None, {"actor_train": None})  # type: ignore[arg-type, dict-item]
 
 
 def test_outliers_of_the_mismatch_and_responses_of_the_greatest_length_do_not_train() -> None:

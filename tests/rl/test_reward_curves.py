@@ -76,7 +76,7 @@ def curve(settings: RLSettings) -> list[float]:
         order.at, {"digits": rollout.rollout_batch_size}, {},
         rollout.num_return_sequences_in_group,
     )  # fmt: skip
-    learner = Learner(settings, scheduler, policy, None, None, {})
+    learner = Learner(settings, scheduler, {"actor_train": policy})
     rewards, sender = [], Sender(Route("file"), torch.device("cpu"))
     for step in range(STEPS):
         buckets = list(worker.weights(range(len(settings.actor_train.devices))))

@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from digits import settings
 from layouts import Layout
 from local_roles import LocalGroup
 from worker_kit import settings_of
@@ -29,8 +30,8 @@ from megatune.rl.pipeline.startup import evaluation_settings
 from megatune.rl.rewards import answer
 from megatune.rl.rewards.answer import Answer, RewardError
 from megatune.rl.rewards.judge import Judge, read_judgement
-from megatune.rl.rewards.judge_client import JudgeClient, judges_of
-from megatune.rl.rollout.server import EngineServer, engine_server
+from megatune.rl.rewards.judge_client import JudgeClient
+from megatune.rl.rollout.server import EngineServer, engine_server, load_engine
 
 ANSWER = Answer(
     "<think>hm</think>4 {reference}",
@@ -74,6 +75,14 @@ def test_a_reward_model_is_no_judge(tmp_path: Path) -> None:
         evaluation_settings(settings, model)
     assert caught.value.exit_code == ExitCode.INPUT
     assert "fix: write worker_cls: reward_model in rewards.DOMAIN" in str(caught.value)
+
+
+def test_an_evaluation_of_a_dense_model_replays_no_experts(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3", tmp_path, num_layers=1, hidden_size=32, num_attention_heads=2, num_query_groups=1)
+    settings = settings_of(model, Layout(1, {}))
+    replayed = settings.actor_infer.model_copy(update={"return_routing": True, "dtype": "fp32"})
+    role = evaluation_settings(replace(settings, actor_infer=replayed), model).actor_infer
+    load_engine(role, seed=0, max_running=1, context=8)  # which refuses to return the experts of a dense model
 
 
 def test_a_model_of_the_run_is_asked() -> None:
@@ -199,7 +208,7 @@ def test_a_model_of_the_run_judges_many_at_once(tmp_path: Path) -> None:
         engines.run(_asked(ask, ["long " * 300]))
 
 
-def test_judges_are_found_by_domain() -> None:
+def test_judges_are_found_by_domain(tmp_path: Path) -> None:
     own, shared = (
         InferRole(device_mapping=[0], model_name_or_path="m", name=name) for name in ("rewards.a", "reward_model")
     )
@@ -208,4 +217,6 @@ def test_judges_are_found_by_domain() -> None:
         "b": RewardRole("b", "llm_judge", arguments={"judge_model_type": "cluster"}),
         "c": RewardRole("c", "math_rule"),
     }
-    assert judges_of(rewards, shared) == {"a": own, "b": shared}
+    found = replace(settings(tmp_path, tmp_path), rewards=rewards, reward_model=shared)
+    assert found.judges == {"a": own, "b": shared}
+    assert found.samplers == [found.actor_infer, shared, own]

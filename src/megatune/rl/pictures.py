@@ -151,9 +151,9 @@ def check_images(settings: RLSettings, problems: Iterable[Problem]) -> None:
 
 def _others(settings: RLSettings) -> dict[str, str]:
     """Return the folders of the other models that read prompts, by their names in messages."""
-    teachers, actor = settings.teachers.values(), settings.actor_train
-    roles = {role.name: role.settings for role in (settings.reference, settings.critic, *teachers) if role is not None}
-    engines = roles | ({} if actor.teacher is None else {"teacher": actor.teacher})
+    actor, scorers = settings.actor_train, settings.scorers.values()
+    engines = {role.name: role.settings for role in settings.models if role is not actor and role not in scorers}
+    engines |= {} if actor.teacher is None else {"teacher": actor.teacher}
     return {name: str(engine.model.model_name_or_path) for name, engine in engines.items()}
 
 

@@ -97,8 +97,7 @@ def _placed(key: str, places: Mapping[str, str]) -> str:
 
 def missing_engines(settings: RLSettings, places: Mapping[str, str], builtin: str = _BUILTIN) -> list[Finding]:
     """Return findings for roles whose engine is missing in their environment."""
-    roles = [settings.actor_infer, settings.reward_model, *(reward.judge for reward in settings.rewards.values())]
-    found = (_missing_engine(role, places, builtin) for role in roles if role is not None)
+    found = (_missing_engine(role, places, builtin) for role in settings.samplers)
     return [finding for finding in found if finding is not None]
 
 

@@ -351,16 +351,14 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
     """Check that roles which run at the same time have different devices."""
     infer, ratio = set(settings.actor_infer.devices), "async_generation_ratio"
     ahead = settings.rollout.async_generation_ratio > 0
-    models = [settings.actor_train, settings.reference, settings.critic]
-    models += [*settings.teachers.values(), *settings.scorers.values()]
-    others = {role.name: role.devices for role in models if role}
+    others = {role.name: role.devices for role in settings.models}
     for name, devices in others.items():
         if ahead and (shared := infer & set(devices)):
             why = f"{_numbers(shared)}: roles that run at the same time cannot time-share a device"
             fix = f"write {ratio}: 0, or another device_mapping for actor_infer"
             roles.top.report(f"{ratio} above 0, and actor_infer shares devices with {name}", ratio, why=why, fix=fix)
-    judges = [role.judge for role in settings.rewards.values()]
-    for judge in filter(None, (*judges, settings.reward_model)):
+    judges = settings.samplers[1:]
+    for judge in judges:
         own, part = f"another device_mapping for {judge.name}", roles.parts[judge.name]
         if shared := infer & set(judge.devices):
             what = f"{judge.name} shares devices with actor_infer"
@@ -371,7 +369,7 @@ def _devices(settings: RLSettings, roles: Roles) -> None:
                 what = f"{ratio} above 0, and {judge.name} shares devices with {name}"
                 why = f"{_numbers(shared)}: responses are scored during training, so they cannot time-share a device"
                 part.report(what, "device_mapping", why=why, fix=f"write {ratio}: 0, or {own}")
-    _memory_shares([judge for judge in (*judges, settings.reward_model) if judge is not None], roles)
+    _memory_shares(judges, roles)
 
 
 def _memory_shares(judges: Sequence[InferRole], roles: Roles) -> None:

@@ -182,6 +182,27 @@ class RLSettings:
         return {domain: role.model for domain, role in self.rewards.items() if role.model is not None}
 
     @property
+    def models(self) -> list[ModelRole]:
+        """The roles with a model that runs in our engine, in the order in which a step uses them."""
+        found = (self.actor_train, *self.scorers.values(), self.reference, *self.teachers.values(), self.critic)
+        return [role for role in found if role is not None]
+
+    @property
+    def samplers(self) -> list[InferRole]:
+        """The roles that sample responses: actor_infer, then the judges."""
+        judges = (self.reward_model, *(reward.judge for reward in self.rewards.values()))
+        return [self.actor_infer, *(judge for judge in judges if judge is not None)]
+
+    @property
+    def judges(self) -> dict[str, InferRole]:
+        """The judges, by domain; domains may share a judge and its engines."""
+        own = {domain: role.judge for domain, role in self.rewards.items() if role.judge is not None}
+        if self.reward_model is None:
+            return own
+        shared = [name for name, role in self.rewards.items() if role.arguments.get("judge_model_type") == "cluster"]
+        return own | dict.fromkeys(shared, self.reward_model)
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.num_return_sequences_in_group
 

@@ -37,7 +37,7 @@ from megatune.plan.rl.answer import (
     RLAnswer,
     plan_rl,
 )
-from megatune.plan.rl.question import RLQuestion, infer_roles, model_roles, teacher_inside
+from megatune.plan.rl.question import RLQuestion, teacher_inside
 from megatune.plan.rl.roles import (
     GRAPHS,
     OLD_PASS,
@@ -84,8 +84,8 @@ def _role_lines(found: RLAnswer) -> Iterator[Item]:
     """Yield a row for each role, or a paragraph if it is too wide."""
     question = found.question
     rows = [["role", "devices", "layout", "batch"]]
-    rows += [[role.name, ranges(role.devices), *_layout(question, role)] for role in model_roles(question.settings)]
-    rows += [[role.name, ranges(role.devices), *_engine(found, role)] for role in infer_roles(question.settings)]
+    rows += [[role.name, ranges(role.devices), *_layout(question, role)] for role in question.settings.models]
+    rows += [[role.name, ranges(role.devices), *_engine(found, role)] for role in question.settings.samplers]
     yield Table(rows, range(4), [f"{row[0]}: {'; '.join(row[1:])}" for row in rows[1:]])
 
 
@@ -93,8 +93,8 @@ def _models(question: RLQuestion) -> str:
     """List each model with its roles."""
     roles: dict[str, list[str]] = {}
     settings = question.settings
-    models = (*model_roles(settings), teacher_inside(settings))
-    every: list[ModelRole | InferRole] = [*filter(None, models), *infer_roles(settings)]
+    models = (*settings.models, teacher_inside(settings))
+    every: list[ModelRole | InferRole] = [*filter(None, models), *settings.samplers]
     for role in every:
         words = "not known"
         if model := question.models.get(role.name):

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from megatune.architecture import Architecture
 from megatune.config.dialects.roll import read_roll
-from megatune.config.rl.settings import InferRole, ModelRole, RLSettings
+from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import PlannedModel
@@ -88,13 +88,6 @@ class Lengths:
         return [(tokens, math.exp(-self.hazard * tokens), step) for tokens in middles]
 
 
-def model_roles(settings: RLSettings) -> tuple[ModelRole, ...]:
-    """Return the roles with a trainer model, in the order in which a step uses them."""
-    scorers = settings.scorers.values()
-    roles = (settings.actor_train, *scorers, settings.reference, *settings.teachers.values(), settings.critic)
-    return tuple(role for role in roles if role is not None)
-
-
 def teacher_inside(settings: RLSettings) -> ModelRole | None:
     """Return the teacher in the processes of actor_train as a role with the same batches, or None."""
     actor = settings.actor_train
@@ -103,16 +96,9 @@ def teacher_inside(settings: RLSettings) -> ModelRole | None:
     return actor.model_copy(update={"name": TEACHER, "settings": actor.teacher, "training": False, "teacher": None})
 
 
-def infer_roles(settings: RLSettings) -> tuple[InferRole, ...]:
-    """Return the roles that sample responses, the policy's first; the others are judges."""
-    judges = (settings.reward_model, *(reward.judge for reward in settings.rewards.values()))
-    return (settings.actor_infer, *(judge for judge in judges if judge is not None))
-
-
 def world_size(settings: RLSettings) -> int:
     """Return the number of devices: one more than the largest in a device_mapping."""
-    roles = (*model_roles(settings), *infer_roles(settings))
-    return 1 + max(device for role in roles for device in role.devices)
+    return 1 + max(device for role in (*settings.models, *settings.samplers) for device in role.devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +123,7 @@ class RLQuestion:
     def steps_ahead(self) -> float:
         """Steps that rollouts run ahead of training on separate devices; 0 if devices are shared."""
         infer = self.settings.actor_infer.devices
-        apart = all(set(role.devices).isdisjoint(infer) for role in model_roles(self.settings))
+        apart = all(set(role.devices).isdisjoint(infer) for role in self.settings.models)
         return self.settings.rollout.async_generation_ratio if apart else 0.0
 
     @property
@@ -192,10 +178,10 @@ class RLQuestionReader(PlanReader):
         """Return the models by role; unknown models of judges are left out, with a note."""
         found = {
             role.name: self._model(role.settings.model.model_name_or_path or "", role.settings.run.stage)
-            for role in (*model_roles(settings), teacher_inside(settings))
+            for role in (*settings.models, teacher_inside(settings))
             if role is not None
         }
-        policy, *judges = infer_roles(settings)
+        policy, *judges = settings.samplers
         found[policy.name] = self._model(policy.model_name_or_path)
         for judge in judges:
             try:

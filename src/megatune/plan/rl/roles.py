@@ -41,8 +41,6 @@ from megatune.plan.rl.question import (
     ROLLOUT,
     Lengths,
     RLQuestion,
-    infer_roles,
-    model_roles,
     teacher_inside,
 )
 
@@ -329,14 +327,14 @@ def phases(question: RLQuestion) -> tuple[str, ...]:
 
 def memory_of_roles(question: RLQuestion) -> list[RoleDevices]:
     """Return the memory of every role."""
-    engines = (role for role in infer_roles(question.settings) if role.name in question.models)
-    trainers = (_of_trainer(question, role) for role in model_roles(question.settings))
+    engines = (role for role in question.settings.samplers if role.name in question.models)
+    trainers = (_of_trainer(question, role) for role in question.settings.models)
     return [*trainers, *(_of_engine(question, role) for role in engines)]
 
 
 def shared_devices(question: RLQuestion) -> frozenset[int]:
     """Return the devices that several models, rollouts or judges time-share."""
-    roles = (*model_roles(question.settings), *infer_roles(question.settings))
+    roles = (*question.settings.models, *question.settings.samplers)
     counts = Counter(device for role in roles for device in set(role.devices))
     return frozenset(device for device, count in counts.items() if count > 1)
 

@@ -6,18 +6,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megatune.config.rl.settings import RLSettings
+from megatune.data.encode import load_tokenizer
 from megatune.rl.cluster.timeline import PhaseTimer
 from megatune.rl.pipeline.collector import Collector, ProblemOrder, StepGroups
 from megatune.rl.pipeline.files import Progress, dump_samples, record_step, replay_step
 from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports, report_failures, validation_metrics
-from megatune.rl.pipeline.sampler import Sampler, SamplerFactory, sample_all
+from megatune.rl.pipeline.roles import DeviceScheduler
+from megatune.rl.pipeline.sampler import make_sampler_factory, sample_all
 from megatune.rl.pipeline.scores import RewardModels
 from megatune.rl.pipeline.startup import Roles
 from megatune.rl.pipeline.weights import Weights
@@ -27,51 +28,53 @@ from megatune.training.callbacks.base import EvalReport
 from megatune.training.storage.files import new_folder, writing
 
 
-@dataclass(slots=True, kw_only=True)
 class Driver:
     """Runs the steps of a run.
 
-    Attributes:
-        scores: adds the scores of reward models.
+    Args:
+        source: the folder of the initial policy.
         progress: the state of the run; every step updates it.
         note: called with each phase as it begins, and the step, counted from 1.
     """
 
-    settings: RLSettings
-    roles: Roles
-    weights: Weights
-    learner: Learner
-    pool: RewardPool
-    scores: RewardModels
-    sampler: SamplerFactory
-    problems: Problems
-    validation: Problems | None
-    reports: Reports
-    progress: Progress
-    stop_requested: Callable[[], bool]
-    note: Callable[[str, int], None]
-    _sampler: Sampler = field(init=False)
-    _collector: Collector = field(init=False)
-    _synced: bool = field(default=False, init=False)
-    _version: int = field(default=0, init=False)  # version of the engines' weights
-
-    def __post_init__(self) -> None:
-        run, rollout = self.settings.run, self.settings.rollout
-        order = ProblemOrder(self.problems.by_domain, run.seed)
-        self._sampler = self.sampler(self.settings.actor_infer.generating_args, "train")
+    def __init__(
+        self,
+        settings: RLSettings,
+        source: Path,
+        problems: Problems,
+        validation: Problems | None,
+        roles: Roles,
+        scheduler: DeviceScheduler,
+        pool: RewardPool,
+        reports: Reports,
+        progress: Progress,
+        stop_requested: Callable[[], bool],
+        note: Callable[[str, int], None],
+    ) -> None:
+        self.settings, self.problems, self.validation = settings, problems, validation
+        self.engines, self.pool, self.reports, self.progress = roles.engines, pool, reports, progress
+        self.stop_requested, self.note = stop_requested, note
+        self.weights = Weights(settings, scheduler, roles.models["actor_train"], roles.engines)
+        self.learner = Learner(settings, scheduler, roles.models)
+        self.scores = RewardModels(settings, scheduler, roles.models, pool, load_tokenizer(source))
+        self._make_sampler = make_sampler_factory(settings, roles.engines, pool, source)
+        self._synced, self._version = False, 0  # whether the engines have weights of this process, and their version
+        run, rollout = settings.run, settings.rollout
+        order = ProblemOrder(problems.by_domain, run.seed)
+        self._sampler = self._make_sampler(settings.actor_infer.generating_args, "train")
         self._collector = Collector(
             self._sampler,
             order.at,
-            self.settings.data.prompts_of_domains(rollout.rollout_batch_size),
-            {name: role.group_filter for name, role in self.settings.rewards.items()},
+            settings.data.prompts_of_domains(rollout.rollout_batch_size),
+            {name: role.group_filter for name, role in settings.rewards.items()},
             rollout.num_return_sequences_in_group,
             rollout.async_generation_ratio,
             rollout.max_additional_running_prompts if rollout.is_use_additional_prompts else 0,
             rollout.partial_rollout_steps,
         )
-        if self.progress.step:
-            self._collector.load_state(self.progress.collector, self.progress.routing)
-            self.learner.state.load_state_dict(self.progress.algorithm)
+        if progress.step:
+            self._collector.load_state(progress.collector, progress.routing)
+            self.learner.state.load_state_dict(progress.algorithm)
 
     def run(self) -> Literal["finished", "stopped"]:
         """Run the remaining steps, or until a stop is requested; the last step is always saved."""
@@ -121,7 +124,7 @@ class Driver:
                         self._wake(step)
             self._sampler.takes_answers = not samples
             with phases("rollout"):
-                batch = self.roles.engines.run(self._collector.take())
+                batch = self.engines.run(self._collector.take())
             if self.scores:
                 with phases("scores"):
                     self.scores.score(batch.groups)
@@ -133,7 +136,7 @@ class Driver:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Pause the sampling of training groups inside the block."""
-        self.roles.engines.run(self._collector.pause())
+        self.engines.run(self._collector.pause())
         yield
         self._collector.resume()
 
@@ -144,7 +147,7 @@ class Driver:
         weights to sample with), when an engine was restarted, and when the engines have lost their weights."""
         often, save_steps = self.settings.actor_train.model_update_frequency, self.settings.run.save_steps
         is_due = not self._synced or step % often == 0 or step % save_steps == 0
-        is_due |= self.roles.engines.admit()
+        is_due |= self.engines.admit()
         found: dict[str, float] = {}
         if is_due or self.weights.engines_lose_weights:
             with phases("sync"):
@@ -160,18 +163,18 @@ class Driver:
 
     def _wake(self, step: int) -> None:
         """Give the engines their devices back, which a reward model may have used during the validation."""
-        if self.roles.engines.needs_weights:
+        if self.engines.needs_weights:
             self._sync(step + 1)
         elif self.scores:
             self.weights.resume()
 
     def _sync(self, version: int) -> dict[str, float]:
         """Send the weights to the engines, including restarted ones, which sample again from here on."""
-        engines, self._version = self.roles.engines, version
-        engines.resend_weights = partial(self._sync, version)
-        engines.admit()
+        self._version = version
+        self.engines.resend_weights = partial(self._sync, version)
+        self.engines.admit()
         found = self.weights.sync(version)
-        engines.mark_updated()
+        self.engines.mark_updated()
         return found
 
     def _replay(self, step: int) -> StepGroups:
@@ -191,8 +194,8 @@ class Driver:
         assert self.validation is not None
         assert self.settings.validation is not None
         began, generating = time.monotonic(), self.settings.validation.generating_args
-        sampler = self.sampler(generating, "eval")
-        groups = self.roles.engines.run(sample_all(self.validation.all(), sampler, generating))
+        sampler = self._make_sampler(generating, "eval")
+        groups = self.engines.run(sample_all(self.validation.all(), sampler, generating))
         self.scores.score(groups)
         report = EvalReport(
             step=step,
@@ -216,15 +219,12 @@ class Driver:
         return found
 
     def _save(self) -> None:
-        """Save a checkpoint: the critic first, so that a checkpoint of the policy implies a complete one."""
-        step = self.progress.step
+        """Save a checkpoint."""
         with self._paused():
             self.progress.routing = {}
             self.progress.collector = self._collector.state(self.progress.routing)
         self.progress.algorithm = self.learner.state.state_dict()
-        if self.roles.critic is not None:
-            self.learner.save(self.roles.critic, step)
-        path = self.learner.save(self.roles.policy, step, self.progress.files())
+        path = self.learner.save(self.progress.step, self.progress.files())
         self.reports.callbacks.on_save(path)
         if self.settings.run.checkpoint_config.output_dir:
             _copy(path, Path(self.settings.run.checkpoint_config.output_dir) / path.name)

@@ -14,11 +14,10 @@ from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pipeline.files import dump_samples
 from megatune.rl.pipeline.groups import Group
 from megatune.rl.pipeline.report import report_failures, validation_metrics
-from megatune.rl.pipeline.roles import DeviceScheduler
 from megatune.rl.pipeline.run import read_validation
 from megatune.rl.pipeline.sampler import make_sampler_factory, sample_all
 from megatune.rl.pipeline.scores import RewardModels
-from megatune.rl.pipeline.startup import evaluation_settings, samplers, start_engines
+from megatune.rl.pipeline.startup import evaluation_settings, start_roles
 from megatune.rl.rewards.judge_client import judge_clients
 from megatune.training.storage.files import write_atomically, writing
 
@@ -49,29 +48,28 @@ def evaluate(settings: RLSettings, model: str) -> int:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     print(f"evaluating {model} on {len(problems.all()):,} problems", flush=True)
-    devices = {device for role in (*samplers(settings), *settings.scorers.values()) for device in role.devices}
+    devices = {device for role in (*settings.samplers, *settings.scorers.values()) for device in role.devices}
     found: dict[str, dict[str, float]] = {}
     per_node, limit = settings.run.num_gpus_per_node, settings.run.rpc_timeout
     with Cluster(folder / "launch", devices, devices_per_node=per_node, call_limit=limit) as cluster:
-        pool, (engines, judges, scorers) = cluster.reward_pool(settings.rewards), start_engines(cluster, settings)
-        pool.clients |= judge_clients(settings, judges)
-        scheduler = DeviceScheduler(engines, [*scorers.values()], [*judges.values()])
-        for scorer in scorers.values():
+        pool, roles = cluster.reward_pool(settings.rewards), start_roles(cluster, settings, evaluates=True)
+        pool.clients |= judge_clients(settings, roles.judges)
+        scheduler = roles.scheduler
+        for scorer in roles.models.values():
             scorer.group.call("join")
             scheduler.load(scorer)
-        scores = RewardModels(settings, scheduler, scorers, pool, load_tokenizer(source))
-        make = make_sampler_factory(settings, engines, pool, source)
+        scores = RewardModels(settings, scheduler, roles.models, pool, load_tokenizer(source))
+        make = make_sampler_factory(settings, roles.engines, pool, source)
         for name, generating in _decodings(asked).items():
             scheduler.sample()
-            groups = engines.run(sample_all(problems.all(), make(generating, "eval"), generating))
+            groups = roles.engines.run(sample_all(problems.all(), make(generating, "eval"), generating))
             scores.score(groups)
             found[name] = validation_metrics(groups)
             print(_line(name, found[name], groups), flush=True)
             report_failures(groups, "count as wrong")
             with writing(folder):
                 dump_samples(folder / f"{name}.jsonl", 0, groups)
-        for group in (engines, *judges.values()):
-            group.close()
+        roles.close()
     with writing(folder):
         write_atomically(folder / "metrics.json", json.dumps({"model": model, **found}, indent=1) + "\n")
     print(f"numbers and responses are in {folder}", flush=True)

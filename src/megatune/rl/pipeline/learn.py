@@ -42,20 +42,17 @@ class Learner:
     """Trains the models on samples.
 
     Args:
-        teachers: by name.
+        models: by role name.
     """
 
-    def __init__(
-        self,
-        settings: RLSettings,
-        scheduler: DeviceScheduler,
-        policy: ModelGroup,
-        reference: ModelGroup | None,
-        critic: ModelGroup | None,
-        teachers: Mapping[str, ModelGroup],
-    ) -> None:
+    def __init__(self, settings: RLSettings, scheduler: DeviceScheduler, models: Mapping[str, ModelGroup]) -> None:
         self._settings, self._scheduler = settings, scheduler
-        self._policy, self._reference, self._critic, self._teachers = policy, reference, critic, teachers
+        self._policy, self._reference, self._critic = (
+            models["actor_train"],
+            models.get("reference"),
+            models.get("critic"),
+        )
+        self._teachers = {name: models[role.name] for name, role in settings.teachers.items()}
         self.state = AlgorithmState(settings.algorithm)
         precision = settings.actor_train.settings.precision
         dtypes = {settings.actor_infer.dtype, "bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32"}
@@ -102,10 +99,14 @@ class Learner:
         self._scheduler.compute(model, "weights")
         return model.token_values(method, rollouts)
 
-    def save(self, model: ModelGroup, step: int, extra_files: Mapping[str, bytes] | None = None) -> Path:
-        """Save a checkpoint of a trained model and return its folder."""
-        self._scheduler.compute(model, *PARTS)
-        return Path(model.call("save", step, extra_files)[0])
+    def save(self, step: int, extra_files: Mapping[str, bytes]) -> Path:
+        """Save a checkpoint, and return the policy's folder. The critic comes first, so that a checkpoint of the policy
+        implies a complete one."""
+        if self._critic is not None:
+            self._scheduler.compute(self._critic, *PARTS)
+            self._critic.call("save", step, None)
+        self._scheduler.compute(self._policy, *PARTS)
+        return Path(self._policy.call("save", step, extra_files)[0])
 
     def _model_outputs(self, samples: Sequence[Sample], rollouts: Rollouts, phases: PhaseTimer) -> dict[str, Any]:
         """Compute the log-probabilities and values that the algorithm needs."""

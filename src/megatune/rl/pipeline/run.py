@@ -23,13 +23,9 @@ from megatune.rl.cluster.cluster import Cluster
 from megatune.rl.pictures import check_images, vision_of
 from megatune.rl.pipeline.driver import Driver
 from megatune.rl.pipeline.files import Progress, fixed_settings, read_progress
-from megatune.rl.pipeline.learn import Learner
 from megatune.rl.pipeline.report import Reports
-from megatune.rl.pipeline.roles import DeviceScheduler
-from megatune.rl.pipeline.sampler import make_sampler_factory
-from megatune.rl.pipeline.scores import RewardModels, check_scored
-from megatune.rl.pipeline.startup import Roles, check_resume, devices_of, load_roles, start_roles, with_folders
-from megatune.rl.pipeline.weights import Weights
+from megatune.rl.pipeline.scores import check_scored
+from megatune.rl.pipeline.startup import Roles, check_resume, load_roles, start_roles, with_folders
 from megatune.rl.problems import Problems, read_problems
 from megatune.rl.rewards.code.sandbox import best_isolation
 from megatune.rl.rewards.judge_client import judge_clients
@@ -71,7 +67,7 @@ def start(settings: RLSettings, run_yaml: str) -> int:
         run = settings.run
         with Cluster(
             output_dir / "launch",
-            devices_of(settings),
+            {device for role in (*settings.models, *settings.samplers) for device in role.devices},
             devices_per_node=run.num_gpus_per_node,
             bytes_in_flight=settings.samples_per_step * settings.rollout.max_sequence_length * _BYTES_PER_TOKEN,
             call_limit=run.rpc_timeout,
@@ -99,30 +95,17 @@ def drive(
     """
     output_dir = Path(settings.run.output_dir)
     pool.clients |= judge_clients(settings, roles.judges)
-    scheduler = DeviceScheduler(roles.engines, roles.models, list(roles.judges.values()))
+    scheduler = roles.scheduler
     checkpoint, notes = load_roles(roles, scheduler, settings)
     fixed = fixed_settings(settings, problems.by_domain)
     progress = Progress(fixed=fixed) if checkpoint is None else read_progress(checkpoint, fixed)
     print("\n".join(notes), end="\n" if notes else "", flush=True)
     reports = Reports(settings, load_architecture(source), output_dir / "launch" / "logs", progress.step)
     driver = Driver(
-        settings=settings,
-        roles=roles,
-        weights=Weights(settings, scheduler, roles.policy, roles.engines),
-        learner=Learner(settings, scheduler, roles.policy, roles.reference, roles.critic, roles.teachers),
-        pool=pool,
-        scores=RewardModels(settings, scheduler, roles.scorers, pool, load_tokenizer(source)),
-        sampler=make_sampler_factory(settings, roles.engines, pool, source),
-        problems=problems,
-        validation=validation,
-        reports=reports,
-        progress=progress,
-        stop_requested=stop_requested,
-        note=note,
+        settings, source, problems, validation, roles, scheduler, pool, reports, progress, stop_requested, note
     )
     outcome = _run_with_callbacks(driver, reports, settings)
-    for engines in (roles.engines, *roles.judges.values()):
-        engines.close()
+    roles.close()
     if outcome == "stopped":
         how = "" if settings.run.resume_from_checkpoint is True else " with resume_from_checkpoint=true"
         print(f"stopped on request after step {progress.step}; the same command{how} resumes from there", flush=True)
@@ -240,14 +223,12 @@ def watch_for_stop(stop_file: Path) -> Iterator[Any]:
 def start_lines(settings: RLSettings) -> list[str]:
     """Return the lines about a step, the roles, and the sampling that a run prints at its start."""
     generating, rollout, infer = settings.actor_infer.generating_args, settings.rollout, settings.actor_infer
-    models = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
-    models += settings.scorers.values()
     ahead = rollout.async_generation_ratio
     phases = f"rollouts run up to {ahead:g} steps ahead" if ahead else "one phase after the other"
     step = f"{rollout.rollout_batch_size} prompts x {rollout.num_return_sequences_in_group} responses"
     return [
         f"run        {settings.run.exp_name}: {settings.run.max_steps} steps of {step}, {phases}",
-        *(_line(role) for role in models if role is not None),
+        *(_line(role) for role in settings.models),
         f"role       actor_infer: {infer.engine}, {infer.num_engines} engines on devices {ranges(infer.devices)}",
         *(
             f"role       rewards.{name}: {reward_line(role)}"

@@ -91,7 +91,7 @@ class RewardModels:
     """Adds the scores of reward models to the scores that samples have.
 
     Args:
-        models: the loaded reward models, by domain.
+        models: loaded models by role name, among them the reward models.
         policy: the policy's tokenizer.
     """
 
@@ -103,8 +103,9 @@ class RewardModels:
         pool: RewardPool,
         policy: PreTrainedTokenizerBase,
     ) -> None:
-        self._settings, self._scheduler, self._models, self._pool = settings, scheduler, models, pool
-        self._texts = {domain: ScoredText(model.role, policy) for domain, model in models.items()}
+        self._settings, self._scheduler, self._pool = settings, scheduler, pool
+        self._models = {domain: models[role.name] for domain, role in settings.scorers.items()}
+        self._texts = {domain: ScoredText(role, policy) for domain, role in settings.scorers.items()}
 
     def __bool__(self) -> bool:
         return bool(self._models)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatune.generation.inputs import check_writes, find_model
 from megatune.generation.vllm import lora_arguments
 from megatune.hub.models import is_hub_id, open_model
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.cluster.role import RoleGroup, RoleSpec
+from megatune.rl.cluster.role import RoleSpec
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rewards.judge_client import judge_context
 from megatune.training.source import RunModel
@@ -35,26 +35,25 @@ _DISTILLED = "megatune.rl.worker.distillation:DistillationWorker"  # for a role 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The actors of a run.
+    """The actors of a run, by role name; an evaluation has no other models than reward models.
 
     Attributes:
-        judges: by role name.
-        scorers: reward models, by domain.
+        engines: of the policy.
     """
 
     engines: EngineGroup
-    policy: ModelGroup
-    reference: ModelGroup | None
-    critic: ModelGroup | None
-    teachers: Mapping[str, ModelGroup]
     judges: Mapping[str, EngineGroup]
-    scorers: Mapping[str, ModelGroup] = field(default_factory=dict)
+    models: Mapping[str, ModelGroup]
 
     @property
-    def models(self) -> list[ModelGroup]:
-        """All roles whose model runs in megatune's engine."""
-        found = [self.policy, self.critic, self.reference, *self.teachers.values(), *self.scorers.values()]
-        return [each for each in found if each is not None]
+    def scheduler(self) -> DeviceScheduler:
+        """A new scheduler of the devices of these roles."""
+        return DeviceScheduler(self.engines, list(self.models.values()), list(self.judges.values()))
+
+    def close(self) -> None:
+        """Let all engines end their subprocesses."""
+        for engines in (self.engines, *self.judges.values()):
+            engines.close()
 
 
 def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
@@ -121,7 +120,8 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
 
 def evaluation_settings(settings: RLSettings, model: Path) -> RLSettings:
     """Return the settings with engines that sample from `model`, and local folders of judges and reward models."""
-    infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model)})
+    # The model may have no experts, and nothing replays them.
+    infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model), "return_routing": False})
     return replace(settings, actor_infer=_judge(infer), **_scoring(settings))
 
 
@@ -158,67 +158,31 @@ def _judge(role: InferRole) -> InferRole:
     return _sampled(role).model_copy(update={"config": config})
 
 
-def start_roles(cluster: Cluster, settings: RLSettings) -> Roles:
-    """Start all actors.
+def start_roles(cluster: Cluster, settings: RLSettings, *, evaluates: bool = False) -> Roles:
+    """Start all actors; for an evaluation, of the models only the reward models.
 
     Raises:
         MegatuneError: see `Cluster.start`.
     """
-    trained = {"actor_train": settings.actor_train, "critic": settings.critic, "reference": settings.reference}
-    models = {name: role for name, role in trained.items() if role is not None}
-    models |= {role.name: role for role in (*settings.teachers.values(), *settings.scorers.values())}
-    specs = [_model_spec(settings, name, role) for name, role in models.items()]
-    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
-    groups = {name: ModelGroup(role, found[name]) for name, role in models.items()}
-    engines, judges = _engines(settings, found)
+    infer, most = settings.actor_infer, settings.rollout.max_running_requests
+    models = list(settings.scorers.values()) if evaluates else settings.models
+    specs = [_model_spec(settings, role) for role in models]
+    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in settings.samplers)])
+    level = 1 if evaluates else settings.sleep_level
     return Roles(
-        engines,
-        groups["actor_train"],
-        groups.get("reference"),
-        groups.get("critic"),
-        {name: groups[role.name] for name, role in settings.teachers.items()},
-        judges,
-        {name: groups[role.name] for name, role in settings.scorers.items()},
+        EngineGroup(infer, found[infer.name], most, level, static_weights=evaluates),
+        {
+            role.name: EngineGroup(role, found[role.name], role.infer_batch_size, static_weights=True)
+            for role in settings.samplers[1:]
+        },
+        {role.name: ModelGroup(role, found[role.name]) for role in models},
     )
 
 
-def start_engines(
-    cluster: Cluster, settings: RLSettings
-) -> tuple[EngineGroup, dict[str, EngineGroup], dict[str, ModelGroup]]:
-    """Start the actors of an evaluation: the engines, judges by role name, and reward models by domain.
-
-    Raises:
-        MegatuneError: see `Cluster.start`.
-    """
-    scorers = settings.scorers
-    specs = [_model_spec(settings, role.name, role) for role in scorers.values()]
-    found = cluster.start([*specs, *(_engine_spec(settings, role) for role in samplers(settings))])
-    models = {name: ModelGroup(role, found[role.name]) for name, role in scorers.items()}
-    return *_engines(settings, found, static_weights=True), models
-
-
-def samplers(settings: RLSettings) -> list[InferRole]:
-    """Return the roles that sample: actor_infer, then the judges."""
-    judges = [settings.reward_model, *(role.judge for role in settings.rewards.values())]
-    return [settings.actor_infer, *(role for role in judges if role is not None)]
-
-
-def _engines(
-    settings: RLSettings, found: Mapping[str, RoleGroup], *, static_weights: bool = False
-) -> tuple[EngineGroup, dict[str, EngineGroup]]:
-    judges = {
-        role.name: EngineGroup(role, found[role.name], role.infer_batch_size, static_weights=True)
-        for role in samplers(settings)[1:]
-    }
-    infer, most, level = settings.actor_infer, settings.rollout.max_running_requests, settings.sleep_level
-    group = found[infer.name]
-    return EngineGroup(infer, group, most, 1 if static_weights else level, static_weights=static_weights), judges
-
-
-def _model_spec(settings: RLSettings, name: str, role: ModelRole) -> RoleSpec:
+def _model_spec(settings: RLSettings, role: ModelRole) -> RoleSpec:
     return RoleSpec(
-        name=name,
-        target=_WORKERS.get(name, _FROZEN) if role.teacher is None else _DISTILLED,
+        name=role.name,
+        target=_WORKERS.get(role.name, _FROZEN) if role.teacher is None else _DISTILLED,
         arguments={"settings": settings, "role": role},
         devices=role.devices,
         rendezvous=True,
@@ -257,20 +221,21 @@ def load_roles(roles: Roles, scheduler: DeviceScheduler, settings: RLSettings) -
         MegatuneError: INPUT, SETTINGS: a model or checkpoint cannot be used; CANNOT_WRITE, if the folder has another
             run.
     """
-    for joining in [model.group.start("join") for model in roles.models]:
+    policy, critic = roles.models["actor_train"], roles.models.get("critic")
+    for joining in [model.group.start("join") for model in roles.models.values()]:
         joining.result()
     asked = settings.run.resume_from_checkpoint
     # `true` resumes if there is a checkpoint, and otherwise starts from the beginning.
-    chosen, notes = roles.policy.group.call("find_checkpoint", None if asked is True else asked)[0]
+    chosen, notes = policy.group.call("find_checkpoint", None if asked is True else asked)[0]
     checkpoint = None if chosen is None else Path(chosen)
     _refuse_later(settings, checkpoint)
-    scheduler.load(roles.policy, chosen)
-    if roles.critic is not None:
+    scheduler.load(policy, chosen)
+    if critic is not None:
         wanted = False if checkpoint is None else str(checkpoint.parent / "critic" / checkpoint.name)
-        found, more = roles.critic.group.call("find_checkpoint", wanted)[0]
+        found, more = critic.group.call("find_checkpoint", wanted)[0]
         notes = [*notes, *more]
-        scheduler.load(roles.critic, found)
-    for model in roles.models:
+        scheduler.load(critic, found)
+    for model in roles.models.values():
         if model.info is None:
             scheduler.load(model)
     return checkpoint, notes
@@ -305,10 +270,3 @@ def _refuse_later(settings: RLSettings, resumed: Path | None) -> None:
         why = f"this run begins at step {step}, and the next resume could not distinguish them from this run's"
         fix = "write resume_from_checkpoint: true to continue that run, or another output_dir to keep it"
         raise MegatuneError(Finding(what, "output_dir", why, fix), ExitCode.CANNOT_WRITE)
-
-
-def devices_of(settings: RLSettings) -> set[int]:
-    """Return the devices of all roles."""
-    trained = [settings.actor_train, settings.reference, settings.critic, *settings.teachers.values()]
-    others = (*settings.scorers.values(), *samplers(settings))
-    return {device for role in (*trained, *others) if role is not None for device in role.devices}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatune.config.rl.rollout import Generating, RolloutSettings
-    from megatune.config.rl.settings import InferRole, RewardRole, RLSettings
+    from megatune.config.rl.settings import InferRole, RLSettings
 
 
 class JudgeEngines(Protocol):
@@ -86,7 +86,7 @@ def judge_clients(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> 
     Raises:
         MegatuneError: INPUT, if a judge has no tokenizer or chat template.
     """
-    judges = judges_of(settings.rewards, settings.reward_model)
+    judges = settings.judges
     clients: dict[str, JudgeClient] = {}
     for judge in judges.values():
         if judge.name not in clients:
@@ -94,12 +94,3 @@ def judge_clients(settings: RLSettings, engines: Mapping[str, JudgeEngines]) -> 
             context = judge_context(settings.rollout, judge)
             clients[judge.name] = JudgeClient(engines[judge.name], tokenizer, judge.generating_args, context)
     return {domain: clients[judge.name] for domain, judge in judges.items()}
-
-
-def judges_of(rewards: Mapping[str, RewardRole], reward_model: InferRole | None) -> dict[str, InferRole]:
-    """Return the judge role of each domain; domains may share a judge and its engines."""
-    judges = {domain: role.judge for domain, role in rewards.items() if role.judge is not None}
-    if reward_model is not None:
-        shared = [domain for domain, role in rewards.items() if role.arguments.get("judge_model_type") == "cluster"]
-        judges |= dict.fromkeys(shared, reward_model)
-    return judges
