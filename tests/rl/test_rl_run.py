@@ -151,6 +151,19 @@ def test_an_asynchronous_run_replays_experts(pool, tmp_path):
     assert steps[0]["log_prob_gap_mean"] < 1e-5
 
 
+def test_an_asynchronous_run_samples_greedily(pool, model, tmp_path):
+    """The tokens that tell whether an engine has the weights, too: the trainer's temperature is 1 then."""
+    found = _settings(model, tmp_path, 2)
+    greedy = found.actor_infer.generating_args.model_copy(update={"do_sample": False, "temperature": 0.5})
+    found = replace(
+        found,
+        rollout=found.rollout.model_copy(update={"async_generation_ratio": 1.0}),
+        actor_infer=found.actor_infer.model_copy(update={"device_mapping": [1], "generating_args": greedy}),
+    )
+    pool.run(1, run, found, model, limit=LIMIT)
+    assert [record["log_prob_gap_mean"] < 1e-5 for record in _records(tmp_path) if "reward" in record] == [True] * 2
+
+
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
     found = _settings(model, tmp_path, 2, eval_steps=2)
     engine = found.actor_train.settings

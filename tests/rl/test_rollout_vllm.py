@@ -10,7 +10,10 @@ import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -20,6 +23,8 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.vllm import starting
 from megatune.rl.rollout.engine import check_arguments, check_version
+from megatune.rl.rollout.vllm_engine import VllmEngine
+from megatune.rl.samples import Request
 
 ROLE = InferRole(device_mapping=[0], model_name_or_path="model")
 PYTHON = os.environ.get("MEGATUNE_TEST_VLLM_PYTHON", "")
@@ -69,3 +74,15 @@ def test_what_an_engine_refuses_is_one_line() -> None:
     ):
         Arguments(block_size="many")  # type: ignore[arg-type]
     assert raised.value.exit_code == ExitCode.UNAVAILABLE
+
+
+def test_log_probs_of_greedy_decoding_are_those_at_temperature_1() -> None:
+    piece = SimpleNamespace(
+        token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-0.5)}], finish_reason="length", routed_experts=None
+    )
+    vllm: Any = SimpleNamespace(call=lambda *_: [1], add=lambda *_: None, step=lambda: [("a", piece)])
+    for temperature, known in ((1.0, True), (0.7, False)):
+        engine = VllmEngine(vllm, {}, temperature, has_weights=True, can_sleep=False, never=[])
+        engine.submit([Request("a", np.array([1]), 0, 1, temperature=0.0)])
+        (response,) = engine.step()
+        assert (response.log_probs == np.float32(-0.5)).all() == known

@@ -150,6 +150,5 @@ class Weights:
         return [own[0] for own in found]
 
     def _request(self, number: int, version: int, prompt: np.ndarray) -> Request:
-        generating = self._settings.actor_infer.generating_args
-        max_tokens = min(_PROBE_TOKENS, self._settings.rollout.max_response_length)
-        return Request(f"probe-{version}-{number}-0", prompt, version, max_tokens, generating.temperature)
+        max_tokens, temperature = self._settings.rollout.max_response_length, self._settings.sampling_temperature
+        return Request(f"probe-{version}-{number}-0", prompt, version, min(_PROBE_TOKENS, max_tokens), temperature)

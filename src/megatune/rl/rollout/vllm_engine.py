@@ -149,7 +149,7 @@ class VllmEngine(RolloutEngine):
             self._finished.append(sampled.response(finish, known=known, experts=experts))
 
     def _is_known(self, sampled: SequenceState) -> bool:
-        return sampled.request.temperature == self._temperature
+        return (sampled.request.temperature or 1.0) == self._temperature  # 0 is greedy decoding
 
     def abort(self) -> list[Response]:
         """Abort all requests; see `RolloutEngine.abort`."""
