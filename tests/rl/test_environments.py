@@ -122,7 +122,7 @@ def test_observations_are_kept_by_parts_and_in_checkpoints():
         return replace(_response(ids, (*response.observed, (begun, begun + 2)), "abort"), id=response.id)
 
     group = Group(Problem("0", "", "game", [], np.array([1, 2]), {}), 0, 0, 1)
-    group.parts[0] = _response([3, 4, 5], ((1, 3),), "abort")
+    group.responses[0] = _response([3, 4, 5], ((1, 3),), "abort")
     engines, sampling = Engines(), RequestBuilder(settings(Path(), Path()).actor_infer.generating_args, 0, 16)
     sampler = Sampler(engines, Turns(), sampling, str, extend)  # type: ignore[arg-type]
     asyncio.run(sampler.finish(group))

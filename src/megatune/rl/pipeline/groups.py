@@ -25,8 +25,7 @@ class Group:
         index: position of the problem in the order of its domain, over all epochs.
         size: number of responses.
         attempt: how often the group was regenerated because it was too old.
-        parts: partial responses of aborted requests, by sample.
-        responses: finished responses, by sample.
+        responses: by sample; a partial one, to be continued, has finish "abort".
         samples: scored samples, in the order of the group.
         ended: samples that have a score while others take further turns, by sample.
         longest: maximum number of tokens of a response, including observations.
@@ -37,7 +36,6 @@ class Group:
     index: int
     size: int
     attempt: int = 0
-    parts: dict[int, Response] = field(default_factory=dict)
     responses: dict[int, Response] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     ended: dict[int, Sample] = field(default_factory=dict)
@@ -46,8 +44,7 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """Oldest version of the weights that sampled any token; None before the first token."""
-        found = [*self.responses.values(), *self.parts.values()]
-        return min((version for response in found for _, version in response.versions), default=None)
+        return min((version for each in self.responses.values() for _, version in each.versions), default=None)
 
     @property
     def scores(self) -> np.ndarray:
@@ -56,12 +53,8 @@ class Group:
 
     def add_response(self, response: Response) -> None:
         """Store a finished response, or the part of an aborted one."""
-        index = sample_index(response.id)
-        if response.finish != "abort":
-            self.responses[index] = response
-            self.parts.pop(index, None)
-        elif len(response.response_ids):
-            self.parts[index] = response
+        if response.finish != "abort" or len(response.response_ids):
+            self.responses[sample_index(response.id)] = response
 
     def use_row_answer(self, longest: int) -> None:
         """Use the row's own answer as every response."""
@@ -95,10 +88,11 @@ class RequestBuilder:
 
     def requests(self, group: Group) -> list[Request]:
         """Return a request for each missing response; it continues the partial response if there is one."""
-        return [self._request(group, index) for index in range(group.size) if index not in group.responses]
+        found = [(index, group.responses.get(index)) for index in range(group.size)]
+        return [self._request(group, *each) for each in found if each[1] is None or each[1].finish == "abort"]
 
-    def _request(self, group: Group, index: int) -> Request:
-        generating, part = self.generating, group.parts.get(index)
+    def _request(self, group: Group, index: int, part: Response | None) -> Request:
+        generating = self.generating
         greedy = not generating.do_sample or generating.temperature == 0
         so_far: dict[str, Any] = {}
         if part is not None:
@@ -136,7 +130,7 @@ def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]
     Args:
         routing: receives the experts of the responses by id; they can be gigabytes and go to a file of arrays.
     """
-    for response in (*group.parts.values(), *group.responses.values()):
+    for response in group.responses.values():
         if response.routing is not None:
             routing[response.id] = response.routing
     return {
@@ -145,7 +139,6 @@ def group_record(group: Group, routing: dict[str, np.ndarray]) -> dict[str, Any]
         "size": group.size,
         "attempt": group.attempt,
         "longest": group.longest,
-        "parts": [[place, _response_record(part)] for place, part in group.parts.items()],
         "responses": [[place, _response_record(response)] for place, response in group.responses.items()],
         "samples": [
             {"text": sample.text, "score": sample.score, "details": sample.details} for sample in group.samples
@@ -157,8 +150,8 @@ def group_from_record(record: Mapping[str, Any], problem: Problem, routing: Mapp
     """Return the group of a record; `routing` is filled by `group_record`."""
     group = Group(problem, record["number"], record["index"], record["size"], record["attempt"])
     group.longest = record.get("longest", 0)
-    group.parts = {place: _response_from(part, routing) for place, part in record["parts"]}
-    group.responses = {place: _response_from(response, routing) for place, response in record["responses"]}
+    responses = [*record["responses"], *record.get("parts", ())]  # an older version stored partial ones apart
+    group.responses = {place: _response_from(response, routing) for place, response in responses}
     group.samples = [
         Sample(problem, group.number, group.responses[place], sample["text"], sample["score"], sample["details"])
         for place, sample in enumerate(record["samples"])

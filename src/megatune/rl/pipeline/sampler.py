@@ -115,11 +115,8 @@ class Sampler:
         for index, text in observed.items():
             response = group.responses[index]
             longer = self._extend(group.problem, response, text)
-            if len(longer.response_ids) < group.longest:
-                group.parts[index] = longer
-                del group.responses[index]
-            else:
-                group.responses[index] = replace(response, finish="length")
+            fits = len(longer.response_ids) < group.longest
+            group.responses[index] = longer if fits else replace(response, finish="length")
 
 
 # (generating_args, "train" or "eval") -> a sampler
