@@ -130,6 +130,29 @@ def test_rows_that_cannot_be_used_are_named_together(tmp_path: Path, tokenizer: 
     assert "2 rows belong to math_rule" in str(raised.value)
 
 
+AUDIO = {"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}
+
+
+@pytest.mark.parametrize("rules", [None, "ms_swift_4"])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [AUDIO]}, "audio"),
+        ({"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]}, "the model reads text only"),
+    ],
+)
+def test_rows_with_more_than_text_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, rules: Any, row: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "ground_truth": "1"}) + "\n", encoding="utf-8")
+    template = None if rules is None else "qwen3"
+    data = PromptData(file_name=[str(tmp_path / "a.jsonl")], template=template, conversation_rules=rules)
+    with pytest.raises(MegatuneError, match=said) as raised:
+        read(data, tokenizer)
+    assert raised.value.exit_code == ExitCode.DATA
+    assert raised.value.findings[0].where.endswith("a.jsonl:1")
+
+
 def test_a_difficulty_is_a_number_where_it_weighs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [math_row(number, difficulty=value) for number, value in enumerate(("0.5", "hard", "nan", "0.1"))]
     data = data_of(tmp_path, rows)

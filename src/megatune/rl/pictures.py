@@ -15,7 +15,7 @@ from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats.fields import PARTS, Inline, extract_media, files_of, part_value
+from megatune.data.formats.fields import Inline, extract_media, files_of
 from megatune.data.formats.form import Columns
 from megatune.data.media.arguments import media_arguments, rotary_position_ids
 from megatune.data.pictures import unpacked
@@ -47,25 +47,6 @@ def vision_of(source: Path, tokenizer: PreTrainedTokenizerBase, data: PromptData
     )
     found = load_vision_input(source, tokenizer, given)
     return found and replace(found, spare_tags=data.conversation_rules is not None)
-
-
-def text_of(content: object) -> tuple[str, list[object]] | None:
-    """Return the text of a message, with a tag for each part that is an image, and the values of these parts; None if
-    the content is neither text nor a list of such parts."""
-    if isinstance(content, str):
-        return content, []
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
-        return None
-    texts, named = [], list[object]()
-    for part in content:
-        if part.get("type") in PARTS:
-            texts.append(PARTS[part["type"]])
-            named.append(part_value(part))
-        elif isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            return None
-    return "".join(texts), named
 
 
 def with_placeholders(

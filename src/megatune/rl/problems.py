@@ -17,14 +17,15 @@ from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.rl.settings import UNSCORED
 from megatune.config.settings import Settings
-from megatune.data.bad_rows import MOST_NAMED, RowError
+from megatune.data.bad_rows import MOST_NAMED, RowError, UnsupportedRow
 from megatune.data.formats.fields import Inline, encodable, field_names
+from megatune.data.formats.messages import content_of
 from megatune.data.media.processor import pad_media
 from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pictures import text_of, with_images, with_placeholders
+from megatune.rl.pictures import with_images, with_placeholders
 from megatune.rl.prompts import PromptRow, Writer, encode_prompts, prompt_writer, swift_reader
 from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem
@@ -227,8 +228,8 @@ class _Reader:
             try:
                 problem, images[len(found)] = self._problem(raw, domain or "")
                 found.append(problem)
-            except RowError as error:
-                found.append(error)
+            except (RowError, UnsupportedRow) as error:
+                found.append(error if isinstance(error, RowError) else RowError("unsupported", error.what))
         texts = [cast(Problem, found[index]).prompt for index in images]
         encoded = encode_prompts(texts, self._tokenizer, is_complete=self._data.conversation_rules is not None)
         for (index, placed), ids in zip(images.items(), encoded, strict=True):
@@ -309,12 +310,13 @@ def read_messages(value: object) -> tuple[list[dict[str, str]], Inline]:
         raise RowError("not-messages", "messages are not a list")
     messages, inline = [], Inline()
     for number, each in enumerate(value):
-        content = text_of(each.get("content")) if isinstance(each, Mapping) else None
-        if content is None or not isinstance(each.get("role"), str):
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
             raise RowError("not-messages", "a message lacks a role or a text as content", str(each)[:80])
-        messages.append({"role": each["role"], "content": content[0]})
-        if content[1]:
-            inline[number] = content[1]
+        values: list[object] = []
+        content = content_of(each, "content", "messages", number + 1, values)
+        messages.append({"role": each["role"], "content": content})
+        if values:
+            inline[number] = values
     return messages, inline
 
 

@@ -99,7 +99,7 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
                 if _kind(raw[0], form, column, 1) == "system":
                     raise RowError("two-system-messages", "two system messages", f"messages 1 and {number}")
                 raise RowError("system-not-first", "the system message is not the first", f"message {number}")
-            system = _content(item, tags.content_tag, column, number, None)
+            system = content_of(item, tags.content_tag, column, number, None)
         else:
             values: list[object] = []
             message = _message(kind, item, tags, column, number, values)
@@ -202,7 +202,7 @@ def _message(
     kind: Kind, item: Mapping[str, Any], tags: Tags, column: str, number: int, values: list[object] | None
 ) -> Message:
     if kind == "user" or kind == "tool":
-        return Message(kind, _content(item, tags.content_tag, column, number, values))
+        return Message(kind, content_of(item, tags.content_tag, column, number, values))
     place = f"message {number}" if number else ""
     if kind == "call":
         owner, given = f"{column}[].{tags.content_tag}", item.get(tags.content_tag)
@@ -214,18 +214,22 @@ def _message(
     calls = tool_calls(raw_calls, f"{column}[].tool_calls", place) if raw_calls else ()
     # OpenAI's API writes null as the text of a message that only calls tools.
     is_bare = calls and item.get(tags.content_tag) is None
-    content = "" if is_bare else _content(item, tags.content_tag, column, number, values)
+    content = "" if is_bare else content_of(item, tags.content_tag, column, number, values)
     if item.get("reasoning_content") is not None:
         reasoning = string(item, "reasoning_content", column, number).strip()
         content = f"<think>\n{reasoning}\n</think>\n\n{content}" if reasoning else content
     return Message("assistant", content, calls, _trained(item, place))
 
 
-def _content(item: Mapping[str, Any], tag: str, column: str, number: int, values: list[object] | None) -> str:
+def content_of(item: Mapping[str, Any], tag: str, column: str, number: int, values: list[object] | None) -> str:
     """Read a message's text; images and videos in OpenAI's list of content parts become tags in it.
 
     Args:
         values: receives the value of each tag if there are images or videos (see `Inline`); None forbids them.
+
+    Raises:
+        RowError: it is neither text nor such a list.
+        UnsupportedRow: it has audio.
     """
     content = item.get(tag)
     if not isinstance(content, list):
