@@ -223,7 +223,7 @@ def answers(base: Path, _: Path) -> None:
         replace(each, text=each.text.rstrip("\ufffd"))
         for each in TransformersBackend(model, tokenizer).write_all(prompts, sampling)
     ]
-    backend = VllmBackend.load(base, tokenizer, [adapter], None, arguments={"dtype": "float32", "max_model_len": 64})
+    backend = VllmBackend.load(base, [adapter], {"dtype": "float32", "max_model_len": 64})
     assert backend.write_all(prompts, sampling) == expected
     pieces: list[str] = []
     assert backend.write(prompts[0], sampling, pieces.append) == expected[0]

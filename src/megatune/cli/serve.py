@@ -93,12 +93,14 @@ def serve(given: ParsedArguments[ServeOptions]) -> int:
 def _serve(options: ServeOptions, config: InferenceConfig, key: str | None, taken: socket) -> None:
     """Load the model and serve it on an address."""
     with quick_imports():
-        from megatune.generation.answering import load_generator, model_folder
+        from megatune.generation.answering import model_folder
+        from megatune.generation.generator import Generator
     from megatune.generation.endpoint.app import App, Limits
     from megatune.generation.endpoint.server import Server
     from megatune.generation.endpoint.streams import Streams
 
-    generator = load_generator(config, model_folder(config, options), accepts_media=True, chats=False)
+    folder, adapters = model_folder(config, options), config.adapted.adapters
+    generator = Generator.load(folder, config.options, adapters, vllm=config.vllm, accepts_media=True, chats=False)
     streams = Streams(generator.backend, options.max_waiting)
     name = options.served_model_name or Path(config.name).resolve().name
     limits = Limits(body_bytes=int(options.max_body_mib * 2**20), seconds=options.request_timeout)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from megatune.data.samples import Replacements, replacements
 from megatune.data.sources import resolve_datasets
 from megatune.errors import MegatuneError
 from megatune.generation.dataset import Outcome, ResultFile, answer_rows, default_path
-from megatune.generation.generator import Generator, LoadBackend, Message
+from megatune.generation.generator import Generator, Message
 from megatune.generation.inference_config import InferenceConfig, model_dir
 from megatune.generation.inputs import find_model
 from megatune.generation.prompt import Reply
-from megatune.generation.transformers_backend import TransformersBackend
 
 _COMMANDS = (
     "exit, quit or Ctrl-D ends, clear forgets the conversation, reset-system asks for another system message,\n"
@@ -43,7 +41,7 @@ def answer(config: InferenceConfig, options: Any, prompt: str | None, *, stream:
     folder = model_folder(config, options)
     with ExitStack() as stack:
         results = stack.enter_context(ResultFile(Path(options.result_path))) if options.result_path else None
-        generator = load_generator(config, folder)
+        generator = Generator.load(folder, config.options, config.adapted.adapters, vllm=config.vllm)
         at_terminal = sys.stdin.isatty() if prompt is None else sys.stdout.isatty()
         stream = at_terminal if stream is None else stream
         if prompt is not None:
@@ -71,7 +69,9 @@ def answer_datasets(
     placeholders = placeholders_of(own, {name: getattr(options, name) for name in ("model_name", "model_author")})
     outcome = Outcome()
     with ResultFile(path) as results:
-        generator = load_generator(config, folder, accepts_media=True)
+        generator = Generator.load(
+            folder, config.options, config.adapted.adapters, vllm=config.vllm, accepts_media=True
+        )
         rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.media is not None)
         size, media_dir = options.max_batch_size, options.dataset_dir
         answer_rows(generator, rows, results, outcome, batch_size=size, media_dir=media_dir, show=stream)
@@ -83,20 +83,6 @@ def answer_datasets(
 def model_folder(config: InferenceConfig, options: Any) -> Path:
     """Return the folder of the model, downloaded if it is on a hub."""
     return find_model(model_dir(config.adapted, options.model_revision, options.cache_dir))
-
-
-def load_generator(
-    config: InferenceConfig, folder: Path, *, accepts_media: bool = False, chats: bool = True
-) -> Generator:
-    """Load the model with Transformers, or with vLLM; see `Generator.load`."""
-    load: LoadBackend = TransformersBackend.load
-    if config.vllm is not None:
-        from megatune.generation.vllm import VllmBackend
-
-        load = partial(VllmBackend.load, arguments=config.vllm)
-    return Generator.load(
-        folder, config.options, config.adapted.adapters, load_backend=load, accepts_media=accepts_media, chats=chats
-    )
 
 
 def placeholders_of(model: Path, values: dict[str, Any]) -> Replacements:

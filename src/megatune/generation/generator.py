@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from megatune.generation.prompt import Backend, OnText, Prompt, Reply
 from megatune.generation.transformers_backend import TransformersBackend, load_tokenizer
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
-LoadBackend = Callable[[Path, PreTrainedTokenizerBase, Sequence[Path], Any], Backend]
 
 
 class TooLongError(MegatuneError):
@@ -61,7 +60,7 @@ class Generator:
         options: GenerationOptions,
         adapters: Sequence[Path] = (),
         *,
-        load_backend: LoadBackend = TransformersBackend.load,
+        vllm: Mapping[str, Any] | None = None,
         accepts_media: bool = False,
         chats: bool = True,
     ) -> Generator:
@@ -69,7 +68,7 @@ class Generator:
 
         Args:
             adapters: folders of adapters to apply, in order; the last one's tokenizer is used if it has one.
-            load_backend: loads the model of a folder.
+            vllm: vLLM's engine arguments; None for Transformers.
             accepts_media: whether later prompts may have their own images and videos.
             chats: see above.
 
@@ -82,7 +81,13 @@ class Generator:
         check_writes(folder, adapters)
         media = load_media(folder, options)
         tokenizer = load_tokenizer(folder, adapters)
-        backend = load_backend(folder, tokenizer, adapters, media.vision if media else None)
+        backend: Backend
+        if vllm is None:
+            backend = TransformersBackend.load(folder, tokenizer, adapters, media.vision if media else None)
+        else:
+            from megatune.generation.vllm import VllmBackend
+
+            backend = VllmBackend.load(folder, adapters, vllm)
         source = str(adapters[-1] if adapters else folder)
         return cls(backend, tokenizer, options, source, media, chats=chats)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.peft_config import read_peft_config
@@ -142,15 +142,7 @@ class VllmBackend:
         self._thread.start()
 
     @classmethod
-    def load(
-        cls,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        adapters: Sequence[Path],
-        vision: object,
-        *,
-        arguments: Mapping[str, Any],
-    ) -> VllmBackend:
+    def load(cls, folder: Path, adapters: Sequence[Path], arguments: Mapping[str, Any]) -> VllmBackend:
         """Load a model and at most one adapter; `arguments` are vLLM's engine arguments."""
         given = dict(arguments)
         if adapters:
