@@ -161,7 +161,9 @@ def test_an_asynchronous_run_samples_greedily(pool, model, tmp_path):
         actor_infer=found.actor_infer.model_copy(update={"device_mapping": [1], "generating_args": greedy}),
     )
     pool.run(1, run, found, model, limit=LIMIT)
-    assert [record["log_prob_gap_mean"] < 1e-5 for record in _records(tmp_path) if "reward" in record] == [True] * 2
+    steps = [record for record in _records(tmp_path) if "reward" in record]
+    assert [record["staleness"] for record in steps] == [0, 1]
+    assert steps[0]["log_prob_gap_mean"] < 1e-5
 
 
 def test_a_reference_on_the_same_device_validation_and_several_updates_a_step(pool, model, tmp_path):
