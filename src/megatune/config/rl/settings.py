@@ -6,7 +6,7 @@ The dialect (`config.dialects.roll`) reads ROLL's files into these classes, whic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -201,6 +201,17 @@ class RLSettings:
             return own
         shared = [name for name, role in self.rewards.items() if role.arguments.get("judge_model_type") == "cluster"]
         return own | dict.fromkeys(shared, self.reward_model)
+
+    def with_role(self, role: ModelRole | InferRole) -> RLSettings:
+        """Return the settings with this role in the place of the one with its name."""
+        kind, _, name = role.name.partition(".")
+        changes: dict[str, Any] = {kind: role}
+        if kind == "teacher":
+            changes = {"teachers": {**self.teachers, name: role}}
+        elif kind == "rewards":
+            own: dict[str, Any] = {"model" if isinstance(role, ModelRole) else "judge": role}
+            changes = {"rewards": {**self.rewards, name: replace(self.rewards[name], **own)}}
+        return replace(self, **changes)
 
     @property
     def samples_per_step(self) -> int:

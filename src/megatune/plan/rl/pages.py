@@ -274,8 +274,8 @@ def advice(found: RLAnswer) -> list[str]:
     is_too_large = group.total(phase) > found.question.machine.device.memory
     texts = [*_of_training(found, group, phase, role)] if role is not None and is_too_large else []
     for tried in _alternatives(found.question.settings):
-        for words, changes in tried:
-            after = plan_rl(replace(found.question, settings=replace(found.question.settings, **changes)))
+        for words, changed in tried:
+            after = plan_rl(replace(found.question, settings=found.question.settings.with_role(changed)))
             if after.fits:
                 held = size(max(each.total(phase) for each in after.groups))
                 texts.append(f"{words}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once")
@@ -300,29 +300,20 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
         yield f"{role.name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
 
 
-def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Yield kinds of changes, the smallest of each first, as text and as new roles by name: a smaller share of the
-    device for the engine, an engine on more devices, or fewer rows in a forward pass."""
+def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, ModelRole | InferRole]]]:
+    """Yield kinds of changes, the smallest of each first, as text and as a new role: a smaller share of the device for
+    the engine, an engine on more devices, or fewer rows in a forward pass."""
     infer = settings.actor_infer
 
     if (key := SHARE_KEYS.get(infer.engine)) is not None:
         configs = [(share, {**infer.config, key: share}) for share in _TRIED_SHARES]
         yield [
-            (f"actor_infer: {key}: {share}", {"actor_infer": infer.model_copy(update={"config": config})})
-            for share, config in configs
+            (f"actor_infer: {key}: {share}", infer.model_copy(update={"config": config})) for share, config in configs
         ]
         if len(infer.devices) % (more := 2 * infer.devices_per_engine) == 0:
             spread = infer.model_copy(update={"devices_per_engine": more})
-            yield [(f"actor_infer: tensor_parallel_size: {more}", {"actor_infer": spread})]
-    for role in (settings.actor_train, settings.reference, settings.critic, *settings.scorers.values()):
-        if role is not None:
-            sizes = [role.infer_batch_size >> power for power in range(1, role.infer_batch_size.bit_length())]
-            fewer = ((size, role.model_copy(update={"infer_batch_size": size})) for size in sizes)
-            yield [(f"{role.name}: infer_batch_size: {size}", _with(settings, each)) for size, each in fewer]
-
-
-def _with(settings: RLSettings, role: ModelRole) -> dict[str, Any]:
-    """Return the field of the settings with this role: that of its name, or the rewards if it is a reward's model."""
-    if (domain := role.name.removeprefix("rewards.")) == role.name:
-        return {role.name: role}
-    return {"rewards": {**settings.rewards, domain: replace(settings.rewards[domain], model=role)}}
+            yield [(f"actor_infer: tensor_parallel_size: {more}", spread)]
+    for role in settings.models:
+        sizes = [role.infer_batch_size >> power for power in range(1, role.infer_batch_size.bit_length())]
+        fewer = ((size, role.model_copy(update={"infer_batch_size": size})) for size in sizes)
+        yield [(f"{role.name}: infer_batch_size: {size}", each) for size, each in fewer]

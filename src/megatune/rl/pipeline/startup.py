@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatune.config.derived import resolve_finetuning
 from megatune.config.rl.settings import InferRole, ModelRole, RLSettings, SentAdapter
@@ -64,24 +63,16 @@ def with_folders(settings: RLSettings) -> tuple[RLSettings, Path]:
         MegatuneError: INPUT, or the error of a hub.
     """
 
-    def trained(role: ModelRole, name: str) -> ModelRole:
-        return _with_folder(role, Path(settings.run.output_dir) / name)
-
-    actor = trained(settings.actor_train, "")
-    source = actor.settings.model.model_name_or_path
+    output, actor = Path(settings.run.output_dir), settings.actor_train
+    for role in settings.models:
+        settings = settings.with_role(_with_folder(role, output if role is actor else output / role.name))
+    source = str(settings.actor_train.settings.model.model_name_or_path)
     infer = settings.actor_infer
-    if infer.model_name_or_path == settings.actor_train.settings.model.model_name_or_path:
-        infer = infer.model_copy(update={"model_name_or_path": str(source)})
-    changed = replace(
-        settings,
-        actor_train=actor,
-        actor_infer=_sampled(infer),
-        **_scoring(settings),
-        reference=trained(settings.reference, "reference") if settings.reference else None,
-        critic=trained(settings.critic, "critic") if settings.critic else None,
-        teachers={name: trained(role, name) for name, role in settings.teachers.items()},
-    )
-    return _with_adapter(changed, Path(str(source))), Path(str(source))
+    if infer.model_name_or_path == actor.settings.model.model_name_or_path:
+        settings = settings.with_role(infer.model_copy(update={"model_name_or_path": source}))
+    for sampler in settings.samplers:
+        settings = settings.with_role(_sampled(sampler, gets_weights=sampler is settings.actor_infer))
+    return _with_adapter(settings, Path(source)), Path(source)
 
 
 def _with_folder(role: ModelRole, output: Path) -> ModelRole:
@@ -115,32 +106,23 @@ def _with_adapter(settings: RLSettings, source: Path) -> RLSettings:
     shapes = {place.name: place.shape for _, place in trained_tensors(architecture, selection)}
     adapter = SentAdapter(adapter_config(architecture, selection, str(source)), shapes)
     config = {**role.config, "load_format": "auto", **lora_arguments(selection.lora_rank)}
-    return replace(settings, actor_infer=role.model_copy(update={"adapter": adapter, "config": config}))
+    return settings.with_role(role.model_copy(update={"adapter": adapter, "config": config}))
 
 
 def evaluation_settings(settings: RLSettings, model: Path) -> RLSettings:
     """Return the settings with engines that sample from `model`, and local folders of judges and reward models."""
     # The model may have no experts, and nothing replays them.
     infer = settings.actor_infer.model_copy(update={"model_name_or_path": str(model), "return_routing": False})
-    return replace(settings, actor_infer=_judge(infer), **_scoring(settings))
+    settings = settings.with_role(infer)
+    for role in settings.scorers.values():
+        settings = settings.with_role(_with_folder(role, Path(settings.run.output_dir) / role.name))
+    for sampler in settings.samplers:
+        settings = settings.with_role(_sampled(sampler, gets_weights=False))
+    return settings
 
 
-def _scoring(settings: RLSettings) -> dict[str, Any]:
-    """Return judges and reward models with local model folders."""
-    output = Path(settings.run.output_dir)
-    rewards = {
-        name: replace(
-            role,
-            judge=_judge(role.judge) if role.judge else None,
-            model=_with_folder(role.model, output) if role.model else None,
-        )
-        for name, role in settings.rewards.items()
-    }
-    return {"rewards": rewards, "reward_model": _judge(settings.reward_model) if settings.reward_model else None}
-
-
-def _sampled(role: InferRole) -> InferRole:
-    """Return a role with a local model folder.
+def _sampled(role: InferRole, *, gets_weights: bool) -> InferRole:
+    """Return a role with a local model folder; it loads its weights itself unless it gets them in updates.
 
     Raises:
         MegatuneError: INPUT, if it is a reward model, which cannot generate text.
@@ -149,13 +131,8 @@ def _sampled(role: InferRole) -> InferRole:
     folder = str(open_model(name).fetch()) if is_hub_id(name) else name
     is_judge = role.name != "actor_infer"
     check_writes(find_model(Path(folder)), fix="write worker_cls: reward_model in rewards.DOMAIN" if is_judge else None)
-    return role.model_copy(update={"model_name_or_path": folder})
-
-
-def _judge(role: InferRole) -> InferRole:
-    """Return a judge with a local model folder; it loads its own weights, since none are sent to it."""
-    config = role.config if role.engine == "builtin" else {**role.config, "load_format": "auto"}
-    return _sampled(role).model_copy(update={"config": config})
+    loads = {} if gets_weights or role.engine == "builtin" else {"load_format": "auto"}
+    return role.model_copy(update={"model_name_or_path": folder, "config": {**role.config, **loads}})
 
 
 def start_roles(cluster: Cluster, settings: RLSettings, *, evaluates: bool = False) -> Roles:
