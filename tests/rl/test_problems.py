@@ -139,9 +139,11 @@ AUDIO = {"role": "user", "content": [{"type": "input_audio", "input_audio": "a.w
     [
         ({"messages": [AUDIO]}, "audio"),
         ({"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]}, "the model reads text only"),
+        ({"messages": 1.5, "query": "?"}, "messages"),
+        ({"query": "?", "history": 1.5}, "history"),
     ],
 )
-def test_rows_with_more_than_text_are_named(
+def test_rows_that_are_no_text_are_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, rules: Any, row: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({**row, "ground_truth": "1"}) + "\n", encoding="utf-8")

@@ -136,8 +136,10 @@ def _standardized(row: Mapping[str, Any], columns: Mapping[str, str], version: i
             raise RowError("wrong-type", "instruction and input are not text", short(query))
     if isinstance(response, list):
         response = response[0] if response else None
-    history = fields.get("history") or []
-    fields["messages"] = _history_messages([*_parsed(history, "history", 3), [query, response]], fields.get("system"))
+    history = _parsed(fields.get("history") or [], "history", 3)
+    if not isinstance(history, list | tuple):
+        raise RowError("bad-history", "field 'history': expected a list of [question, answer] pairs", short(history))
+    fields["messages"] = _history_messages([*history, [query, response]], fields.get("system"))
     return fields
 
 
