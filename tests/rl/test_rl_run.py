@@ -70,6 +70,10 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     assert _curve(parts) == _curve(whole)
     weights = [(each / "model.safetensors").read_bytes() for each in (whole, parts)]
     assert weights[0] == weights[1]
+    # With no step left, the model is in the new folder nevertheless.
+    there = {"resume_from_checkpoint": str(whole / "checkpoint-4")}
+    pool.run(1, run, _seldom_updated(model, tmp_path / "elsewhere", 4, **there), model, limit=LIMIT)
+    assert (tmp_path / "elsewhere/model.safetensors").read_bytes() == weights[0]
     lines = [json.loads(line) for line in (tmp_path / "dump" / "step-000004.jsonl").read_text().splitlines()]
     assert len(lines) == 80
     assert sum(line["score"] for line in lines) / 80 == pytest.approx(_curve(whole)[-1][1])

@@ -87,6 +87,8 @@ class Driver:
                 self._save()
             if ends and self.progress.step < run.max_steps:
                 return "stopped"
+        if not (Path(run.output_dir) / f"checkpoint-{self.progress.step}").is_dir():
+            self._save()  # resumed from the last checkpoint of a run in another folder
         if self._validates and not run.rollout_mock.replays:
             with self._paused():
                 self.note("sync", run.max_steps)
