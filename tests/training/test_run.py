@@ -204,6 +204,14 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_are_saved(
         assert all(tensor.isfinite().all() for tensor in tensors(checkpoint).values())
 
 
+def test_a_run_that_has_ended_is_resumed_in_another_folder(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    ended, other = tmp_path / "ended", tmp_path / "other"
+    assert pool.run(1, train, settings_of(model, ended, max_steps=2), tmp_path) == [0]
+    again = {"max_steps": 2, "resume_from_checkpoint": str(ended / "checkpoint-2")}
+    assert pool.run(1, train, settings_of(model, other, **again), tmp_path) == [0]
+    assert_same_tensors(other, ended)
+
+
 def test_checkpoints_of_another_course_go_only_where_the_user_says_so(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:

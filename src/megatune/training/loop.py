@@ -31,6 +31,7 @@ from megatune.objectives.base import TrainingObjective, check_first_step
 from megatune.objectives.choose import evaluation_objective
 from megatune.plan.run.record import RankMemory
 from megatune.progress import say
+from megatune.training.agreement import on_rank_0
 from megatune.training.answers import Answerer
 from megatune.training.bad_steps import BadSteps
 from megatune.training.callbacks import CallbackList
@@ -159,6 +160,10 @@ class Trainer:
                     self._evaluate_and_save(votes)
                 if votes.stop and step + 1 < self.schedule.total_steps:
                     return "stopped"
+        last = self.store.checkpoint(self.state.step)
+        if self.state.step == self._first_step and not on_rank_0(last.is_dir):
+            self._saved_step = -1  # of a run in another folder, which had no step left
+            self._save(background=False)
         return "finished"
 
     # Read
