@@ -7,6 +7,7 @@ import io
 import json
 import resource
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from megatune.rl.rewards.pool import RewardPool
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Sample
 from megatune.rl.worker.policy import PolicyWorker
+from megatune.training.storage.store import list_checkpoints
 
 LIMIT = 120.0
 _GAE = {"adv_estimator": "gae", "norm_mean_type": None, "norm_std_type": None}
@@ -87,17 +89,19 @@ def test_a_run_resumes_exactly_and_is_replayed(pool, model, tmp_path):
     assert (again / "model.safetensors").read_bytes() == weights[0]
 
 
-def test_a_run_with_a_critic_resumes_exactly(pool, model, tmp_path):
-    def of(output: Path, steps: int, **changes: Any) -> RLSettings:
-        found = _settings(model, output, steps, **changes)
-        engine = found.actor_train.settings
-        own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(output / "critic")})})
-        return replace(
-            found,
-            critic=ModelRole(name="critic", device_mapping=[0], settings=own, training=True, infer_batch_size=80),
-            algorithm=found.algorithm.model_copy(update=_GAE),
-        )
+def _with_critic(model: Path, output: Path, steps: int, **changes: Any) -> RLSettings:
+    found = _settings(model, output, steps, **changes)
+    engine = found.actor_train.settings
+    own = engine.model_copy(update={"run": engine.run.model_copy(update={"output_dir": str(output / "critic")})})
+    return replace(
+        found,
+        critic=ModelRole(name="critic", device_mapping=[0], settings=own, training=True, infer_batch_size=80),
+        algorithm=found.algorithm.model_copy(update=_GAE),
+    )
 
+
+def test_a_run_with_a_critic_resumes_exactly(pool, model, tmp_path):
+    of = partial(_with_critic, model)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     pool.run(1, run, of(whole, 3, save_steps=2), model, limit=LIMIT)
     pool.run(1, run, of(parts, 2), model, limit=LIMIT)
@@ -307,6 +311,16 @@ def test_a_disk_that_is_full_at_a_checkpoint(pool, model, tmp_path):
     assert pool.run(1, _run_on_a_full_disk, again, model, limit=LIMIT) == [ExitCode.CANNOT_WRITE]
     assert {path: path.read_bytes() for path in kept} == kept
     assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_disk_that_is_full_between_the_checkpoints_of_critic_and_policy(pool, model, tmp_path):
+    of = partial(_with_critic, model, tmp_path, max_ckpt_to_keep=1)
+    pool.run(1, run, of(1), model, limit=LIMIT)
+    again = of(2, resume_from_checkpoint=True)
+    assert pool.run(1, _run_on_a_full_disk, again, model, limit=LIMIT) == [ExitCode.CANNOT_WRITE]
+    pool.run(1, run, again, model, limit=LIMIT)
+    folders = [[each.name for each in list_checkpoints(folder)] for folder in (tmp_path, tmp_path / "critic")]
+    assert folders == [["checkpoint-2"], ["checkpoint-1", "checkpoint-2"]]
 
 
 def _run_behind(settings: RLSettings, model: Path) -> int:

@@ -105,8 +105,10 @@ class TrainedWorker(ModelWorker):
         resumed = None if checkpoint is None else Path(checkpoint)
         self.context.beat("load", 0, limit=self.settings.run.ddp_timeout)
         source, settings = self._source(resumed)
-        kept = {"checkpoint.save_total_limit": self.rl.run.max_ckpt_to_keep or None}
-        self.settings = settings = with_settings(settings, kept)
+        # The critic is saved before the policy, so a run that ends in between resumes from the critic's last but one.
+        limit = self.rl.run.max_ckpt_to_keep
+        kept = limit + (self.role.name != "actor_train") if limit else None
+        self.settings = settings = with_settings(settings, {"checkpoint.save_total_limit": kept})
         has_adapters = settings.finetuning.finetuning_type == "lora"
         base = digest_base(self.context, source, settings) if has_adapters else ""
         coords = build(settings.parallel, seed=settings.run.seed, timeout=settings.run.ddp_timeout)
