@@ -121,7 +121,7 @@ class RLRunSettings(Group):
     When: Often enough that a machine failure costs little: a step of reinforcement learning takes minutes."""
     max_ckpt_to_keep: Annotated[int, Field(ge=0), "checkpoints"] = 0
     """How many checkpoints are kept; 0 keeps all.
-    How: The oldest are deleted after a newer one is complete.
+    How: The oldest are deleted after a newer one is complete. A critic, saved before the policy, keeps one more.
     When: 2 or 3 if the disk is small: each takes the model's size, plus about 12 bytes per parameter of training
     state."""
     logging_steps: Annotated[Count, "steps"] = 1
