@@ -37,7 +37,7 @@ VALID = [
     ["cutoff_len=8192", "packing=true"],  # documents of a packed row count positions from 0
     [],
     ["tensor_model_parallel_size=2", "sequence_parallel=true", "pipeline_model_parallel_size=2", "bf16=true"],
-    ["tensor_model_parallel_size=12"],  # a multiple of the key/value heads
+    ["tensor_model_parallel_size=4"],  # as many as key/value heads
     [
         "tensor_model_parallel_size=2",
         "pipeline_model_parallel_size=2",
