@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,36 @@ def test_another_model_can_be_the_reference(
     own = preference(model, data, tmp_path / "own", ref_model=str(model), max_steps=1)
     run(pool, 1, own, tmp_path)
     assert metrics(tmp_path / "own")[1]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def rewrite(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_equal_weights_with_another_configuration_are_another_reference(
+    pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """Values of the first configuration would stop the run, as those of another model."""
+    shutil.copytree(models["qwen3"], tmp_path / "model")
+    for number, theta in enumerate((1e4, 1e2), 1):
+        rewrite(tmp_path / "model/config.json", rope_parameters={"rope_type": "default", "rope_theta": theta})
+        run(pool, 1, preference(tmp_path / "model", data, tmp_path / f"{number}", max_steps=1), tmp_path)
+        assert len(reference_files(tmp_path)) == number
+
+
+def test_equal_adapters_with_another_alpha_are_another_reference(
+    pool: RankPool, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    model, adapter = models["qwen3"], tmp_path / "adapter"
+    run(pool, 1, preference(model, data, adapter, max_steps=1, **LORA), tmp_path / "first")
+    margins = []
+    for alpha in (8, 64):
+        rewrite(adapter / "adapter_config.json", lora_alpha=alpha)
+        other = {"ref_model": str(model), "ref_model_adapters": str(adapter), "max_steps": 1}
+        run(pool, 1, preference(model, data, tmp_path / f"{alpha}", **other), tmp_path)
+        margins.append(abs(metrics(tmp_path / f"{alpha}")[1]["rewards/margins"]))
+    assert margins[1] > 2 * margins[0] > 0
+    assert len(reference_files(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])

@@ -4,8 +4,8 @@ Its log-probabilities of all answers are computed once, before training, and cac
 
     ROWS/PART/reference-KEY.npy    fp32 [documents], in the order of `TokenRows.spans`
 
-KEY is a digest of the reference's weights, the rows and the dtype. For streamed rows, the trained model without its
-adapters computes them before each step.
+KEY is a digest of the reference's weights and configuration, the rows and the dtype. For streamed rows, the trained
+model without its adapters computes them before each step.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, evaluate
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.families.peft_config import read_peft_config
 from megatune.hub.models import MAIN
 from megatune.launch.context import RankContext
 from megatune.objectives.choose import make_objective
@@ -53,7 +54,7 @@ from megatune.training.loaders import Loaders, without_unreadable
 from megatune.training.resume import digest_base
 from megatune.training.storage.files import sync
 
-_FORMAT = 1  # version of the file format
+_FORMAT = 2  # version of the file format
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Reference:
     Attributes:
         model_dir, settings: to load its model.
         digest: of its weights.
+        computation: what its configuration, and those of merged adapters, determine besides the weights.
         is_loaded: the trained model, when loaded and without its adapters, is the reference.
         is_start: training starts from the reference, so that the first step has margins of 0. False with ld_alpha,
             which weights the tokens of the policy only.
@@ -72,6 +74,7 @@ class Reference:
     model_dir: Path
     settings: Settings
     digest: str
+    computation: str
     is_loaded: bool
     is_start: bool
 
@@ -141,7 +144,8 @@ class Reference:
         ]
 
     def _path(self, rows: TokenRows) -> Path:
-        key = f"{_FORMAT} {self.digest} {rows.digest} {self.settings.precision.params_dtype}"
+        own = f"{self.digest} {self.computation}"
+        key = f"{_FORMAT} {own} {rows.digest} {self.settings.precision.params_dtype}"
         return rows.directory.absolute() / f"reference-{xxhash.xxh3_128_hexdigest(key.encode())}.npy"
 
     def _is_cached(self, rows: TokenRows) -> bool:
@@ -236,7 +240,15 @@ def open_reference(
         changes["finetuning_type"] = "lora"
     own = settings.model_copy(update={"finetuning": finetuning.model_copy(update=changes)})
     is_start = is_start and preference.ld_alpha is None
-    return Reference(context, model_dir, own, digest or digest_base(context, model_dir, own), is_loaded, is_start)
+    weights = digest or digest_base(context, model_dir, own)
+    return Reference(context, model_dir, own, weights, _computation(model_dir, chain), is_loaded, is_start)
+
+
+def _computation(model_dir: Path, adapters: Sequence[str]) -> str:
+    """Describe what config.json and the configurations of merged adapters determine: equal weights with another
+    `rope_scaling` or `lora_alpha` are another reference."""
+    own = [replace(read_peft_config(Path(each)), base_model_name_or_path=None) for each in adapters]
+    return repr((load_architecture(model_dir), own))
 
 
 def _check_fits(context: RankContext, settings: Settings, architecture: Architecture, model_dir: Path) -> None:
