@@ -15,6 +15,7 @@ from megatune.bridge.auto import register_types
 from megatune.cli import demo_model
 from megatune.demo.checkpoint import make_checkpoint, summarize_checkpoint
 from megatune.demo.family import FAMILIES, demo_family
+from megatune.demo.sizes import ModelSizes
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
@@ -134,15 +135,17 @@ def test_tied_and_untied(tied: bool, tmp_path: Path) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_biases_dtype_and_head_dim_on_request(tmp_path: Path) -> None:
-    folder = make_checkpoint(
-        "llama", tmp_path / "m", **SMALL, head_dim=16, attention_bias=True, mlp_bias=True, dtype="bfloat16"
-    )
+def test_dtype_and_head_dim_on_request(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "m", **SMALL, head_dim=16, dtype="bfloat16")
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
-    assert model.model.layers[1].self_attn.o_proj.bias is not None
-    assert model.model.layers[1].mlp.down_proj.bias is not None
     assert model.model.layers[1].self_attn.q_proj.weight.shape == (4 * 16, 32)
+
+
+def test_a_model_with_any_switch_can_be_trained(tmp_path: Path) -> None:
+    for name, field in ModelSizes.model_fields.items():
+        if field.annotation in (bool, bool | None):
+            load_architecture(make_checkpoint("llama", tmp_path / name, **SMALL, **{name: True}))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_vl_moe"])
@@ -185,8 +188,6 @@ def test_every_bad_number_is_named_with_a_valid_one(tmp_path: Path) -> None:
             hidden_size=66,
             num_query_groups=3,
             vocab_size=100,
-            attention_bias=True,
-            mlp_bias=True,
             dtype="bf16",
             max_shard_size="big",
         )
@@ -196,8 +197,6 @@ def test_every_bad_number_is_named_with_a_valid_one(tmp_path: Path) -> None:
         "--hidden": "--hidden 64",
         "--kv_heads": "--kv_heads 2",
         "--vocab": "--vocab 278",
-        "--attention_bias": "leave it out",
-        "--mlp_bias": "leave it out, or use --family llama",
         "--dtype": "--dtype bfloat16",
         "--max_shard_size": "--max_shard_size 5GB",
     }

@@ -21,7 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 # For random models with gated delta nets. Their first outputs nearly cancel, and a norm with 1e-6 would amplify
 # rounding: Transformers' own fp32 gradients would differ by 5e-5 from those in fp64, more than the tolerance of 1e-5.
 DELTA_NORM_EPSILON = 1e-3
-ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # families with optional attention biases
 
 
 class ModelSizes(Group):
@@ -31,10 +30,6 @@ class ModelSizes(Group):
     """float32, bfloat16 or float16"""
     tie_word_embeddings: Annotated[bool | None, Flag(name="tied")] = None
     """the output layer is the word embedding (as the family has it)"""
-    attention_bias: bool = False
-    """biases on q, k, v and o (llama, qwen3, qwen3_moe)"""
-    mlp_bias: bool = False
-    """biases in the MLP (llama)"""
     num_layers: Annotated[int, Flag(name="layers")] = 4
     """decoder layers"""
     hidden_size: Annotated[int, Flag(name="hidden")] = 64
@@ -94,7 +89,7 @@ def check_sizes(family: DemoFamily, sizes: ModelSizes, max_shard_size: str) -> N
     Raises:
         MegatuneError: SETTINGS, with one finding for every problem.
     """
-    checks = (_below_minimum, _not_divisible, _expert_problems, _vision_problems, _not_in_family)
+    checks = (_below_minimum, _not_divisible, _expert_problems, _vision_problems, _dtype_problems)
     findings = [finding for check in checks for finding in check(family, sizes)]
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
         why = "a size is a whole number with KB, MB, GB or TB"
@@ -192,17 +187,11 @@ def _not_divisible(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
         yield Finding(f"head dimension {head_dim} is odd", "--head_dim", why, f"--head_dim {head_dim + 1}")
 
 
-def _not_in_family(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
+def _dtype_problems(family: DemoFamily, sizes: ModelSizes) -> Iterator[Finding]:
     if sizes.dtype not in DTYPES:
         nearest = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(sizes.dtype, "float32")
         why = f"the dtypes are {', '.join(DTYPES)}"
         yield Finding(f"unknown dtype '{sizes.dtype}'", "--dtype", why, f"--dtype {nearest}")
-    if sizes.attention_bias and family.model_type not in ATTENTION_BIAS:
-        what = f"attention_bias is not an option of {family.model_type}"
-        yield Finding(what, "--attention_bias", f"only {', '.join(ATTENTION_BIAS)} have it", "leave it out")
-    if sizes.mlp_bias and family.model_type != "llama":
-        what, fix = f"mlp_bias is not an option of {family.model_type}", "leave it out, or use --family llama"
-        yield Finding(what, "--mlp_bias", "only llama has it", fix)
 
 
 ROPE_STRETCH = 8.0  # context length relative to that of "pretraining", as in Llama 3.1
@@ -247,10 +236,6 @@ def _text_arguments(family: DemoFamily, sizes: ModelSizes, tokenizer: PreTrained
     }
     if family.vision is None or not family.vision.mrope_section or family.wide_heads:
         arguments["head_dim"] = sizes.head_dim
-    if family.model_type in ATTENTION_BIAS:
-        arguments["attention_bias"] = sizes.attention_bias
-    if family.model_type == "llama":
-        arguments["mlp_bias"] = sizes.mlp_bias
     if family.has_latent_attention:
         # Latent widths that differ from all other sizes.
         arguments |= {"q_lora_rank": sizes.hidden_size // 2 + 4, "kv_lora_rank": sizes.hidden_size // 2}
