@@ -121,7 +121,7 @@ WRONG = [
         ["tensor_model_parallel_size=24"],
         "tensor_model_parallel_size 24 does not split the model's 12 attention heads\n"
         "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
-        "    fix: write tensor_model_parallel_size: 12, the nearest valid size",
+        "    fix: write tensor_model_parallel_size: 4, the nearest valid size",
     ),
     (
         ["virtual_pipeline_model_parallel_size=2"],

@@ -96,7 +96,8 @@ WRONG = [
     (
         SPARSE,
         ["tensor_model_parallel_size=12", "sequence_parallel=true"],
-        "tensor_model_parallel_size 12 does not split the model's 56 channels of the shared experts\n"
+        "tensor_model_parallel_size 12 does not split the model's 160 rows of queries, keys and values, 56 channels of "
+        "the shared experts\n"
         "    why: each process takes an equal number of each; key/value heads may also be shared by several processes\n"
         "    fix: write tensor_model_parallel_size: 4, the nearest valid size",
     ),
@@ -129,7 +130,7 @@ WRONG = [
         "    fix: remove expert_tensor_parallel_size",
     ),
     (
-        dataclasses.replace(SPARSE, num_attention_heads=20, ffn_hidden_size=240,
+        dataclasses.replace(SPARSE, num_attention_heads=20, num_query_groups=20, ffn_hidden_size=240,
                             moe=dataclasses.replace(SPARSE.moe, shared_expert_intermediate_size=0)),
         ["tensor_model_parallel_size=20", "sequence_parallel=true"],
         "expert_tensor_parallel_size 20 (tensor_model_parallel_size, as it is not set) does not divide an expert's "

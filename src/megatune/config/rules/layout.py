@@ -23,11 +23,11 @@ def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
     heads, groups, moe = architecture.num_attention_heads, architecture.num_query_groups, architecture.moe
     shares = [(heads, "attention heads", heads % tp)]
     if architecture.mla is None:  # with MLA every head has its own key and value
-        shares += _key_value_shares(groups, architecture.gated_query_size, architecture.key_value_size, tp, "")
+        shares += _key_value_shares(heads, groups, architecture.gated_query_size, architecture.key_value_size, tp)
     if (others := architecture.global_heads) is not None:
         keys, groups = architecture.global_key_value_size, others.num_query_groups
         queries = architecture.global_query_size - keys * others.keys_are_values  # there are no values
-        shares += _key_value_shares(groups, queries, keys, tp, " of layers without a window")
+        shares += _key_value_shares(heads, groups, queries, keys, tp, " of layers without a window")
     if architecture.delta is not None:
         key_heads = architecture.delta.num_key_heads
         shares.append((key_heads, "key heads of its gated delta nets", key_heads % tp))
@@ -39,11 +39,13 @@ def _shares(architecture: Architecture, tp: int) -> list[tuple[int, str, int]]:
     return shares
 
 
-def _key_value_shares(groups: int, queries: int, keys: int, tp: int, of: str) -> Iterator[tuple[int, str, int]]:
+def _key_value_shares(
+    heads: int, groups: int, queries: int, keys: int, tp: int, of: str = ""
+) -> Iterator[tuple[int, str, int]]:
     """Yield the split of key/value heads; if processes share one, that of all rows of the projection, which they
     exchange."""
     yield groups, f"key/value heads{of}", groups % tp and tp % groups
-    if groups < tp and not tp % groups:
+    if groups < tp and not tp % groups and not heads % tp:
         rows = queries + 2 * keys
         yield rows, f"rows of queries, keys and values{of}", rows % tp
 
