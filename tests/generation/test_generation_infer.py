@@ -138,6 +138,14 @@ def test_an_empty_prompt_is_refused(generator: Generator) -> None:
     assert raised.value.exit_code == ExitCode.DATA
 
 
+@pytest.mark.parametrize("ask", ["complete", "reply"])
+def test_a_prompt_that_is_not_valid_unicode_is_refused(generator: Generator, ask: str) -> None:
+    """As Python reads a byte of a command line that is not UTF-8."""
+    with pytest.raises(MegatuneError, match="half of a surrogate pair") as raised:
+        getattr(generator, ask)(b"caf\xe9".decode("utf-8", "surrogateescape"))
+    assert raised.value.exit_code == ExitCode.DATA
+
+
 def test_every_option_out_of_range_is_named() -> None:
     wrong = {"max_new_tokens": 0, "temperature": -1, "top_p": 1.5, "top_k": 0, "repetition_penalty": 0, "seed": 2**63}
     words = [word for name, value in wrong.items() for word in (f"--{name}", f"{value}")]

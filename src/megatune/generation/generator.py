@@ -159,20 +159,28 @@ class Generator:
         except template_errors() as error:
             finding = Finding(f"the chat template refuses the messages: {error}", self.source, fix="try --raw")
             raise MegatuneError(finding, ExitCode.INPUT) from error
-        text = self._spaced(text)
         # The template writes the special tokens.
-        return self._checked(Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], media))
+        return self._checked(Prompt(self._tokens(text, add_special_tokens=False), media))
 
     def text_prompt(self, text: str, media: tuple[MediaItem, ...] = ()) -> Prompt:
         """Return the prompt of a text that contains the placeholders of `media`.
 
         Raises:
-            MegatuneError: (DATA) it is empty, or fills the model's context.
+            MegatuneError: (DATA) it is empty, is not valid Unicode, or fills the model's context.
         """
-        return self._checked(Prompt(self.tokenizer(self._spaced(text))["input_ids"], media))
+        return self._checked(Prompt(self._tokens(text), media))
 
-    def _spaced(self, text: str) -> str:
-        return text if self.media is None else pad_media(text, self.media.vision.text)
+    def _tokens(self, text: str, **options: bool) -> list[int]:
+        """Tokenize a text, or raise DATA if it has half of a surrogate pair, which UTF-8 cannot express."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"the prompt has {text[error.start]!r}, half of a surrogate pair"
+            why, fix = "bytes of a command line that are not UTF-8 become such characters", "write it as UTF-8"
+            raise MegatuneError(Finding(what, "--prompt", why, fix), ExitCode.DATA) from error
+        spaced = text if self.media is None else pad_media(text, self.media.vision.text)
+        found: list[int] = self.tokenizer(spaced, **options)["input_ids"]
+        return found
 
     def check_template(self) -> None:
         """Raise INPUT if the tokenizer has no chat template."""
