@@ -353,6 +353,13 @@ WRONG_COMMAND_LINE = [
         "    why: expected text, or null\n"
         "    fix: remove --output_dir, or give it text",
     ),
+    (  # a byte that is not UTF-8, as Python reads it; paths may have it
+        ["dataset=half-\udcff.json", "default_system=caf\udce9"],
+        [],
+        "default_system=caf\udce9: default_system is 'caf\\udce9'\n"
+        "    why: only names and paths may have bytes that are not UTF-8\n"
+        "    fix: write it as UTF-8",
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ from megatune.config.rules import RULES, check
 from megatune.config.rules.rule import Rule, either, multiples_around
 from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
-from megatune.config.values import Value, coerce, is_long_name, quoted, shown
+from megatune.config.values import Value, coerce, has_undecoded_bytes, is_long_name, quoted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, names_with, nearest_names
 
 _ORIGIN_COLUMN = 52  # of run.yaml
@@ -295,6 +295,9 @@ class _Reading(Builder):
                 continue
             if target in marked(Mark.NAME) and is_long_name(value):
                 why, fix = "file systems allow at most 255 bytes per name and 4095 per path", "write a shorter one"
+                self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), target)
+            elif target not in marked(Mark.NAME) and has_undecoded_bytes(value):
+                why, fix = "only names and paths may have bytes that are not UTF-8", "write it as UTF-8"
                 self.add(Finding(f"{entry.key} is {quoted(entry.value.data)}", entry.where, why, fix), target)
             elif target in marked(Mark.SECRET) and isinstance(value, str):
                 secrets[target] = value

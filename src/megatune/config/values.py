@@ -227,6 +227,13 @@ def parse(text: str) -> Value:
     return Value(value.data, text.strip(), value.items)
 
 
+def has_undecoded_bytes(value: Any) -> bool:
+    """Return whether a text, or one of a list, has bytes that are not UTF-8, as Python reads them from a command
+    line."""
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and re.search("[\udc80-\udcff]", text) for text in texts)
+
+
 def is_long_name(value: Any) -> bool:
     """Return whether a value, or an item of a list, is longer than file systems allow for a name or a path."""
     if isinstance(value, list | tuple):
