@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_sizes import MakeModel
 
 from megatune.architecture import Architecture, MixtureOfExperts
+from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_architecture
+from megatune.families.trained import trained_weights
 from megatune.rope_scaling import YarnRopeScaling
 
 _DECODER = {"rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "tie_word_embeddings": False}
@@ -252,3 +255,17 @@ def test_ernie_may_have_no_shared_experts():
     names = {weight.engine for weight in FAMILIES["ernie4_5_moe"].weight_map(architecture)}
     assert "decoder.layers.{layer}.mlp.experts.weight1" in names
     assert not [name for name in names if "shared_experts" in name]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
+def test_a_module_is_frozen_by_its_name_in_transformers_or_in_files(family: str, model_dir: MakeModel) -> None:
+    architecture = load_architecture(model_dir(family))
+
+    def trained(*modules: str) -> set[str]:
+        selection = FinetuningSettings(finetuning_type="freeze", freeze_trainable_modules=[*modules])
+        return {weight.engine for weight, _ in trained_weights(architecture, selection)}
+
+    norms = "input_layernorm", "post_attention_layernorm"
+    assert any(".router." in name for name in trained("mlp"))
+    assert any(".experts." in name for name in trained("mlp"))
+    assert trained("block_sparse_moe") == trained("mlp") == trained("all") - trained("self_attn", *norms)

@@ -3,7 +3,7 @@ adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import prod
 
 from megatune.architecture import Architecture
@@ -34,11 +34,18 @@ def is_trained(weight: Weight, layer: int, architecture: Architecture, selection
         return not weight.per_layer and module_of(weight) in selection.additional_target
     if weight.stack is not Stack.DECODER or selection.finetuning_type == "full":
         return True
-    module = module_of(weight)
     if not weight.per_layer:
-        return module in selection.freeze_extra_modules
+        return module_of(weight) in selection.freeze_extra_modules
     names = selection.freeze_trainable_modules
-    return layer in _trained_layers(architecture.num_layers, selection) and (ALL_MODULES in names or module in names)
+    return layer in _trained_layers(architecture.num_layers, selection) and is_named(weight, architecture, names)
+
+
+def is_named(weight: Weight, architecture: Architecture, names: Collection[str]) -> bool:
+    """Return whether names of modules inside a layer, as Transformers or the checkpoint's files have them (mlp or
+    block_sparse_moe), include the module of a weight."""
+    renamed = FAMILIES[architecture.model_type].in_modules(weight.hf[0].name)
+    in_transformers = renamed.partition("{layer}.")[2].partition(".")[0]
+    return any(name in names for name in (ALL_MODULES, in_transformers, module_of(weight)))
 
 
 def _trained_layers(num_layers: int, selection: Selection) -> range:

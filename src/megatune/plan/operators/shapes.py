@@ -15,7 +15,7 @@ from megatune.families import FAMILIES
 from megatune.families.adapters import adapters
 from megatune.families.dense import EMBEDDING, ENGINE_LAYER, GLOBAL_HEADS, OUTPUT_LAYER, output_weight
 from megatune.families.quantized import form_of
-from megatune.families.trained import ALL_MODULES, is_trained, module_of
+from megatune.families.trained import ALL_MODULES, is_named, is_trained
 from megatune.families.weights import Stack, Weight
 from megatune.plan.case import OURS, Case, Engine
 
@@ -219,7 +219,7 @@ def _trained_linears(architecture: Architecture, trainable: FinetuningSettings) 
         return frozenset()
     modules, is_full = trainable.freeze_trainable_modules, trainable.finetuning_type == "full"
     matrices = [weight for weight in _of_layers(architecture) if all(len(one.shape) == 2 for one in weight.hf)]
-    inside = (_name(each) for each in matrices if is_full or ALL_MODULES in modules or module_of(each) in modules)
+    inside = (_name(each) for each in matrices if is_full or is_named(each, architecture, modules))
     return frozenset((*inside, *([OUTPUT] if is_full or ALL_MODULES in modules else [])))
 
 
