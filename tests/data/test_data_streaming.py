@@ -25,12 +25,12 @@ from megatune.config.settings import Settings
 from megatune.data import workers
 from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.batches import Batch, Collator
-from megatune.data.encode import Encoder
+from megatune.data.encode import Encoded, Encoder
 from megatune.data.loader import StepLoader
 from megatune.data.order import mixed_order
 from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
-from megatune.data.rows import TokenRows
+from megatune.data.rows import Document, TokenRows
 from megatune.data.samples import RowMetadata
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
 from megatune.data.streaming.producer import StreamFolder, StreamRequest
@@ -358,15 +358,21 @@ def test_a_machine_that_read_other_rows_tokenises_them_itself(tmp_path: Path, mo
 
 def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     pictures = (DocumentPicture(1, 2, (1, 2, 4), None, False, b"ab"), DocumentPicture(3, 2, (2, 2, 2), 0.5, True, b"c"))
-    results = [(1, True, 7, np.float32(0.5)), LengthError("too-long", "longer", "9 tokens", 9),
-               RowError("bad", "wrong", "\ud800"), UnsupportedRow("audio", "none")]  # fmt: skip
-    metadata = [RowMetadata(("{{name}}",), True, 2**64 - 1, True), RowMetadata()]
-    tokens = np.arange(7, dtype=np.int32)
-    found = sent(workers.EncodedItems(tokens, -tokens, [5, 2], [pictures, ()], results, metadata))
-    assert (found[0].tolist(), found[1].tolist()) == (tokens.tolist(), (-tokens).tolist())
-    assert (found[0].dtype, *found[2:4], found[5]) == (np.int32, [5, 2], [pictures, ()], metadata)
-    assert found[4][0] == results[0]
-    assert [(type(each), vars(each)) for each in found[4][1:]] == [(type(each), vars(each)) for each in results[1:]]
+    documents = tuple(
+        Document(np.arange(size, dtype=np.int32), -np.arange(size, dtype=np.int32), found)
+        for size, found in ((5, pictures), (2, ()))
+    )
+    errors = (LengthError("too-long", "longer", "9 tokens", 9), RowError("bad", "wrong", "\ud800"),
+              UnsupportedRow("audio", "none"))  # fmt: skip
+    metadata = [RowMetadata(("{{name}}",), True, 2**64 - 1, True), *[RowMetadata()] * 3]
+    encoded = Encoded(documents, True, 7, np.float32(0.5), (1.0, 2.0))
+    (first, *others), known = zip(*sent(list(zip((encoded, *errors), metadata, strict=True))), strict=True)
+    assert known == tuple(metadata)
+    assert first == replace(encoded, documents=first.documents)
+    for mine, theirs in zip(documents, first.documents, strict=True):
+        assert (mine.input_ids.tolist(), mine.labels.tolist()) == (theirs.input_ids.tolist(), theirs.labels.tolist())
+        assert (theirs.input_ids.dtype, theirs.labels.dtype, theirs.pictures) == (np.int32, np.int32, mine.pictures)
+    assert [(type(each), vars(each)) for each in others] == [(type(each), vars(each)) for each in errors]
 
 
 class Runs:

@@ -10,22 +10,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import numpy as np
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.pictures import DocumentPicture
-from megatune.data.rows import Document
 from megatune.data.samples import Result, RowMetadata, RowReader, Sample
 from megatune.errors import ExitCode, MegatuneError
 from megatune.processes import when_parent_ends
 
 if TYPE_CHECKING:
+    from megatune.data.streaming.sharing import Chunk as SharedChunk
     from megatune.data.streaming.sharing import Series
 
 CHUNK_ROWS = 256
@@ -33,8 +29,6 @@ CHUNK_BYTES = 2**24  # of images and videos inside rows
 MOST_BYTES = 2**28  # of images and videos in all pending chunks
 CHUNK_TIMEOUT = 600.0  # seconds for one chunk, including the start of its process
 CHUNKS_AHEAD = 3  # pending chunks per process, so that none is idle
-
-_num_frozen = 0  # active calls that need the heap frozen
 
 
 class _Chunk(NamedTuple):
@@ -49,44 +43,8 @@ class _Chunk(NamedTuple):
         return [sample.row.fields for sample in self.samples if sample.row.error is None]
 
 
-class EncodedItems(NamedTuple):
-    """Encoded rows in a few large arrays, which are faster to send between processes than many small ones.
-
-    Attributes:
-        tokens, labels: int32, concatenated over documents.
-        sizes, pictures: length, and images and videos, of each document.
-        results: for each row its number of documents, whether it was truncated, its length before truncation, its
-            margin and its label; or its error. An UnsupportedRow ends the run.
-        metadata: the metadata of each row.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    sizes: list[int]
-    pictures: list[tuple[DocumentPicture, ...]]
-    results: list[tuple[int, bool, int, float, tuple[float, ...] | None] | RowError | UnsupportedRow]
-    metadata: list[RowMetadata]
-
-    def each(self) -> Iterator[tuple[Encoded | RowError | UnsupportedRow, RowMetadata]]:
-        """Yield the result and the metadata of each row."""
-        spans = zip(pairwise(accumulate(self.sizes, initial=0)), self.pictures, strict=True)
-        documents = (
-            Document(self.tokens[start:stop], self.labels[start:stop], found) for (start, stop), found in spans
-        )
-        for result, metadata in zip(self.results, self.metadata, strict=True):
-            if isinstance(result, tuple):
-                yield Encoded(tuple(islice(documents, result[0])), *result[1:]), metadata
-            else:
-                yield result, metadata
-
-
-class _Pending(Protocol):
-    """A chunk that is being encoded: a future, or a chunk of another machine."""
-
-    def result(self, timeout: float | None = None) -> EncodedItems | None: ...
-
-
-Submit = Callable[[_Chunk], "Future[EncodedItems]"]
+# The result and the metadata of each row; an UnsupportedRow ends the run.
+EncodedRows = list[tuple[Encoded | RowError | UnsupportedRow, RowMetadata]]
 
 
 def encode_all(
@@ -111,31 +69,13 @@ def encode_all(
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
     # Set explicitly, so that tokenizers does not warn in the processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    with _frozen_heap():
-        if num_workers > 1:
-            yield from _encode_in_processes(work, chunks, num_workers, series)
-        else:
-            yield from _in_order(work, chunks, 1 if series is None else CHUNKS_AHEAD, work.submit, series)
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Freeze the heap, so that the garbage collector, which runs often for millions of new objects, does not traverse
-    all modules. A heap that is frozen already, such as a rank's, whose pages are shared, is left alone."""
-    global _num_frozen
-    # Counting frozen objects takes tens of milliseconds, and mixed data sets are read at the same time.
-    frozen_here = _num_frozen > 0 or gc.get_freeze_count() == 0
-    if frozen_here:
-        if _num_frozen == 0:
-            gc.freeze()
-        _num_frozen += 1
-    try:
-        yield
-    finally:
-        if frozen_here:
-            _num_frozen -= 1
-            if _num_frozen == 0:
-                gc.unfreeze()
+    # Otherwise the garbage collector, which runs often for millions of new objects, would traverse all modules.
+    if not gc.get_freeze_count():
+        gc.freeze()
+    if num_workers > 1:
+        yield from _encode_in_processes(work, chunks, num_workers, series)
+    else:
+        yield from _in_order(work, chunks, 1 if series is None else CHUNKS_AHEAD, work.submit, series)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +86,19 @@ class _Work:
     reader: RowReader
     most_bytes: int  # see MOST_BYTES
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedItems:
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """Parse and encode rows."""
         read = [self.reader.read(row) for row in rows]
         examples = [each for each, _ in read if not isinstance(each, RowError | UnsupportedRow)]
-        encoded = self.encoder.encode(examples)
-        documents = [one for each in encoded if isinstance(each, Encoded) for one in each.documents]
-        following, none = iter(encoded), np.empty(0, dtype=np.int32)
-        results = [each if isinstance(each, RowError | UnsupportedRow) else next(following) for each, _ in read]
-        return EncodedItems(
-            np.concatenate([none, *(document.input_ids for document in documents)]),
-            np.concatenate([none, *(document.labels for document in documents)]),
-            [len(document.input_ids) for document in documents],
-            [document.pictures for document in documents],
-            [
-                (len(each.documents), each.truncated, each.length, each.margin, each.label)
-                if isinstance(each, Encoded)
-                else each
-                for each in results
-            ],
-            [metadata for _, metadata in read],
-        )
+        encoded = iter(self.encoder.encode(examples))
+        return [
+            (each if isinstance(each, RowError | UnsupportedRow) else next(encoded), metadata)
+            for each, metadata in read
+        ]
 
-    def submit(self, chunk: _Chunk) -> Future[EncodedItems]:
+    def submit(self, chunk: _Chunk) -> Future[EncodedRows]:
         """Encode in this process, at once."""
-        future: Future[EncodedItems] = Future()
+        future: Future[EncodedRows] = Future()
         future.set_result(self.encode(chunk.rows))
         return future
 
@@ -228,12 +156,16 @@ def _start_worker(work: _Work, parent: int) -> None:
     gc.freeze()
 
 
-def _encode_in_worker(rows: list[Mapping[str, Any]]) -> EncodedItems:
+def _encode_in_worker(rows: list[Mapping[str, Any]]) -> EncodedRows:
     return _worker_work.encode(rows)
 
 
 def _in_order(
-    work: _Work, chunks: Iterator[_Chunk], ahead: int, submit: Submit, series: Series | None
+    work: _Work,
+    chunks: Iterator[_Chunk],
+    ahead: int,
+    submit: Callable[[_Chunk], Future[EncodedRows]],
+    series: Series | None,
 ) -> Iterator[Result]:
     """Yield the results of all samples, in their order.
 
@@ -242,7 +174,7 @@ def _in_order(
         series: decides which chunks are encoded here and sent to the other machines; the others are received.
     """
     ahead *= 1 if series is None else series.exchange.machines.total
-    pending: deque[tuple[_Chunk, _Pending]] = deque()
+    pending: deque[tuple[_Chunk, Future[EncodedRows] | SharedChunk]] = deque()
     held = 0  # bytes of images and videos
     while True:
         while len(pending) < ahead and (held < work.most_bytes or not pending):
@@ -261,7 +193,8 @@ def _in_order(
             return
         chunk, result = pending.popleft()
         # None if another machine has read other rows: then the chunk is encoded here.
-        following = (result.result(CHUNK_TIMEOUT) or work.encode(chunk.rows)).each()
+        encoded_rows = result.result(CHUNK_TIMEOUT)
+        following = iter(work.encode(chunk.rows) if encoded_rows is None else encoded_rows)
         held -= chunk.size
         for sample in chunk.samples:
             if sample.row.error is not None:

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 1.0  # interval of checks whether another machine has failed
 _CONNECT_SECONDS = 60.0
 _FAILED = "failed"
-_OWN = ("EncodedItems", "RowError", "LengthError", "UnsupportedRow", "DocumentPicture", "RowMetadata")
+_OWN = ("Encoded", "Document", "DocumentPicture", "RowError", "LengthError", "UnsupportedRow", "RowMetadata")
 _IN_CHUNKS = {("megatune", name) for name in _OWN} | {
     ("numpy", name) for name in ("_reconstruct", "_frombuffer", "ndarray", "dtype", "scalar")
 }
