@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tokenizer_kit import chat_template, deepseek_tokenizer, gemma_tokenizer, mistral_tokenizer, qwen_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megatune.config.groups.data import DataSettings
+from megatune.config.settings import ModelSettings, Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message, ToolCall
 from megatune.data.templates import Thinking, Turn, load_template
 from megatune.data.templates.chat_template import ChatTemplate
-from megatune.data.templates.swift import SwiftRules
-from megatune.data.templates.swift_table import swift_template
+from megatune.data.templates.swift_table import template_of_swift
 from megatune.errors import MegatuneError
 
 ASK = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "Sure?"), Message("assistant", "Yes"))
@@ -271,4 +272,5 @@ def test_the_last_answer_may_end_with_another_token(count: int) -> None:
     [("qwen2", "qwen2_5"), ("qwen3", "qwen3"), ("qwen3_instruct", "qwen3_nothinking"), ("chatml", "chatml")],
 )
 def test_ms_swifts_template_of_a_folder_of_any_name_is_that_of_its_chat_template(kind: str, name: str) -> None:
-    assert swift_template(None, qwen_tokenizer(kind), SwiftRules(4), model="/runs/mine").name == name
+    model, data = ModelSettings(model_name_or_path="/runs/mine"), DataSettings(conversation_rules="ms_swift_4")
+    assert template_of_swift(Settings(model=model, data=data), qwen_tokenizer(kind)).name == name

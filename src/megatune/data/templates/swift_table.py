@@ -22,6 +22,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatune.config.groups.data import DataSettings
     from megatune.config.settings import Settings
 
 _QUANTIZED = re.compile(r"-(gptq|awq|fp8|bf16|bnb|aqlm)[^/]*$")
@@ -50,86 +51,63 @@ SWIFT_TEMPLATES = {name: _template(name) for name in read_table("swift")}
 _PLAIN = SwiftTemplate(name="plain text", prompt="{content}", separator=None, suffix="{eos}", prefix="{bos}")
 
 
-def swift_template(
-    name: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    rules: SwiftRules,
-    *,
-    model: str = "",
-    agent: str | None = None,
-    default_system: str | None = None,
-    day: date | None = None,
-) -> SwiftTemplate:
-    """Return a template of ms-swift for a model.
-
-    Args:
-        name: None chooses the template by the model.
-        model: the model's folder, or its name on a hub.
-        agent: the name of an agent template; None uses the template's default.
-        default_system: the system message of conversations without one; "" writes none, None uses the template's.
-        day: the date that a template may state; None is today.
-
-    Raises:
-        MegatuneError: the name of the template or agent template is unknown (exit code 64), or there is no template
-            for the model (66).
-    """
-    template = _of_model(model, tokenizer) if name is None else swift_template_named(name)
-    if template.system_file and default_system is None:
-        template = replace(template, default_system=_system_of(model, template.system_file))
-    eos = tokenizer.eos_token or ""
-    stop_words = (*template.stop_words, eos)
-    if not rules.has_template:
-        bos, end = _around(tokenizer)
-        plain = _bound(_PLAIN, bos, end or eos, day)
-        kept = ("thinks", "empty_thought", "trims", "system_in_question")
-        template = replace(plain, **{name: getattr(template, name) for name in kept})
-        stop_words = () if end else stop_words
-    agent = agent or template.agent or ("react_en" if rules.version < 4 else None)
-    written = replace(
-        _bound(template, tokenizer.bos_token or "", eos, day),
-        rules=rules,
-        stop_words=stop_words,
-        agent_template=None if agent is None else agent_template(agent, rules.version),
-    )
-    if template.adds_bos:
-        bos, _ = _around(tokenizer)
-        system = None if written.system is None else bos + written.system
-        written = replace(written, prefix=bos + written.prefix, system=system)
-    if default_system is None:
-        return written
-    if written.system is None and not written.system_in_question:
-        what = f"default_system: ms-swift's template {written.name} has no place for a system message"
-        raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
-    return replace(written, default_system=default_system)
-
-
 def template_of_swift(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, *, day: date | None = None
 ) -> SwiftTemplate:
     """Load ms-swift's template for these settings.
 
     Args:
-        day: the date that the template may state, which overrides the settings.
+        day: the date that the template may state, which overrides the settings; without either it is today.
+
+    Raises:
+        MegatuneError: the name of the template or agent template is unknown (exit code 64), or there is no template
+            for the model (66).
     """
-    data, is_text = settings.data, settings.run.stage == "pt"
+    data, model, is_text = settings.data, settings.model.model_name_or_path or "", settings.run.stage == "pt"
     if is_text:
         check_pretraining_tokenizer(tokenizer)
-    rules = SwiftRules(
+    if day is None and data.template_date is not None:
+        day = date.fromisoformat(data.template_date)
+    template = _of_model(model, tokenizer) if data.template is None else swift_template_named(data.template)
+    if template.system_file and data.default_system is None:
+        template = replace(template, default_system=_system_of(model, template.system_file))
+    eos = tokenizer.eos_token or ""
+    stop_words = (*template.stop_words, eos)
+    if is_text:
+        bos, end = _around(tokenizer)
+        plain = _bound(_PLAIN, bos, end or eos, day)
+        kept = ("thinks", "empty_thought", "trims", "system_in_question")
+        template = replace(plain, **{name: getattr(template, name) for name in kept})
+        stop_words = () if end else stop_words
+    agent = data.agent_template or template.agent or ("react_en" if data.swift_version < 4 else None)
+    written = replace(
+        _bound(template, tokenizer.bos_token or "", eos, day),
+        rules=_rules(data, has_template=not is_text),
+        stop_words=stop_words,
+        agent_template=None if agent is None else agent_template(agent, data.swift_version),
+    )
+    if template.adds_bos:
+        bos, _ = _around(tokenizer)
+        system = None if written.system is None else bos + written.system
+        written = replace(written, prefix=bos + written.prefix, system=system)
+    if data.default_system is None:
+        return written
+    if written.system is None and not written.system_in_question:
+        what = f"default_system: ms-swift's template {written.name} has no place for a system message"
+        raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
+    return replace(written, default_system=data.default_system)
+
+
+def _rules(data: DataSettings, *, has_template: bool) -> SwiftRules:
+    return SwiftRules(
         data.swift_version,
         last_round=data.mask_history,
         add_empty_thought=data.add_empty_thought,
         preserve_thinking=data.preserve_thinking,
         enable_thinking=data.enable_thinking,
         masks=None if data.answer_masks is None else tuple(data.answer_masks),
-        has_template=not is_text,
+        has_template=has_template,
     )
-    model = settings.model.model_name_or_path or ""
-    if day is None and data.template_date is not None:
-        day = date.fromisoformat(data.template_date)
-    return swift_template(
-        data.template, tokenizer, rules, model=model, agent=data.agent_template, default_system=data.default_system,
-        day=day,
-    )  # fmt: skip
 
 
 def swift_template_named(name: str) -> SwiftTemplate:
