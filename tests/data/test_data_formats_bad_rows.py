@@ -425,3 +425,30 @@ def test_every_code_is_documented() -> None:
 
 def _name(node: ast.AST) -> str:
     return getattr(node, "id", "")
+
+
+@pytest.mark.parametrize(("history", "shown"), [(5, "5"), (True, "true"), ({"a": 1}, '{"a": 1}'), ("{}", "{}")])
+def test_what_ms_swift_reads_as_a_history_is_a_list(history: object, shown: str) -> None:
+    told = complaint({"query": "a", "response": "b", "history": history}, Form("ms_swift", swift_version=4))
+    assert told == f"bad-history: field 'history': expected a list of [question, answer] pairs ({shown})"
+
+
+@pytest.mark.parametrize(
+    ("ids", "of_results", "in_order"),
+    [
+        ([["x"], {"y": 1}], [{"y": 1}, ["x"]], True),
+        ([1, 2], [2, 1], True),
+        ([1, 2], ["2", "1"], False),
+        (["a", "a"], ["a", "a"], False),
+        ([None, "a"], ["a", None], False),
+    ],
+)
+def test_results_follow_the_order_of_their_calls_whatever_their_ids_are(
+    ids: list[object], of_results: list[object], in_order: bool
+) -> None:
+    calls = [{"id": each, "function": {"name": f"f{number}", "arguments": "{}"}} for number, each in enumerate(ids)]
+    results = [said("tool", f"of {each}", tool_call_id=each) for each in of_results]
+    row = openai(said("user"), said("assistant", "", tool_calls=calls), *results, said("assistant"))
+    example = to_example(row, Form("ms_swift", swift_version=4), "sft")
+    found = [message.content for message in example.messages if message.role == "tool"]
+    assert found == [f"of {each}" for each in (ids if in_order else of_results)]

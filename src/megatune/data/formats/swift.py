@@ -138,7 +138,7 @@ def _standardized(row: Mapping[str, Any], columns: Mapping[str, str], version: i
         response = response[0] if response else None
     history = _parsed(fields.get("history") or [], "history", 3)
     if not isinstance(history, list | tuple):
-        raise RowError("bad-history", "field 'history': expected a list of [question, answer] pairs", short(history))
+        raise _bad_history(history)
     fields["messages"] = _history_messages([*history, [query, response]], fields.get("system"))
     return fields
 
@@ -170,10 +170,14 @@ def _history_messages(history: Any, system: Any) -> Raw:
     messages: Raw = [] if system is None else [{"role": "system", "content": system}]
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RowError("bad-history", "field 'history': expected a list of [question, answer] pairs", short(pair))
+            raise _bad_history(pair)
         said = zip(("user", "assistant"), pair, strict=True)
         messages += [{"role": role, "content": content} for role, content in said if content is not None]
     return messages
+
+
+def _bad_history(value: Any) -> RowError:
+    return RowError("bad-history", "field 'history': expected a list of [question, answer] pairs", short(value))
 
 
 def _messages(value: Any, system: Any, version: int) -> Raw:
@@ -215,10 +219,14 @@ def _split_tool_calls(raw: Raw) -> Raw:
             continue
         written += _call_messages(item, calls)
         results = list(takewhile(lambda each: each.get("role") in ("tool", "tool_response"), rest))
-        order = {call.get("id"): index for index, call in enumerate(calls)}
+        order = [call.get("id") for call in calls]  # of any type
         ids = [result.get("tool_call_id") for result in results]
-        if None not in order and len(order) == len(calls) and sorted(map(str, order)) == sorted(map(str, ids)):
-            results.sort(key=lambda result: order[result["tool_call_id"]])
+        if (
+            None not in order
+            and len(order) == len(ids)
+            and all(order.count(id_) == ids.count(id_) == 1 for id_ in order)
+        ):
+            results.sort(key=lambda result: order.index(result["tool_call_id"]))
             rest[: len(results)] = results
     return written
 
