@@ -1,8 +1,7 @@
 """The producer process of a machine, which reads, tokenizes and writes blocks ahead of the machine's ranks.
 
-It is a process pool of size one. Local rank 0 requests blocks, and the process keeps the stream open between requests.
-It ignores the signals that stop a run, since ranks need rows until their last step. Ranks and their data loader
-processes share its folder:
+Local rank 0 requests blocks, and the process keeps the stream open between requests. It ignores the signals that stop a
+run, since ranks need rows until their last step. Ranks and their data loader processes share its folder:
 
     FOLDER/block-NUMBER-FIRST-ROWS/  a complete block, with rows FIRST to FIRST + ROWS - 1 of the run
     FOLDER/doing.json                the producer's current activity, for users
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,72 +234,47 @@ class StreamRequest:
         return meta
 
 
-class _Producer:
-    def __init__(self, request: StreamRequest, held_out: HeldOut | None) -> None:
-        self.folder, self._request, self._held_out = request.folder, request, held_out
-        self._exchange: Exchange | None = None
-        self._stream: MixedStream | None = None
-        self._failure: MegatuneError | None = None
-        self._has_ended = False
+def produce(request: StreamRequest, held_out: HeldOut | None, connection: Connection, parent: int) -> None:
+    """Write a block for each message of the connection, until END_SIGNAL is received or the parent has exited.
 
-    def write_next(self) -> None:
-        if self._has_ended:  # this task was queued after the one that the signal ended
-            return
-        if self._failure is not None:
-            raise self._failure
-        try:
-            if self._stream is None:
-                machines = self._request.machines
-                self._exchange = None if machines is None else Exchange(machines)
-                self._stream = self._request.stream(self._held_out, self._exchange)
-            self._request.write(self._stream)
-        except Exception as error:
-            self._failure = _as_finding(error, self.folder.path)
-            if self._exchange is not None:
-                with contextlib.suppress(RuntimeError):  # the store is gone, too
-                    self._exchange.fail(str(error))
-            raise self._failure from error
-
-    def end(self) -> None:
-        """Stop the tokenizing processes, and delete the folder."""
-        self._has_ended = True
-        if self._stream is not None:
-            with contextlib.suppress(ValueError):  # the generator is running, and stops them when it exits
-                self._stream.close()
-        self.folder.remove()
-
-
-_producer: _Producer
-
-
-def begin(request: StreamRequest, held_out: HeldOut | None, parent: int) -> None:
-    """Initialize the producer process, which runs until END_SIGNAL is received or the parent has exited."""
-    global _producer
-    _producer = _Producer(request, held_out)
+    Args:
+        connection: to the parent; the MegatuneError with the reason is sent if no more blocks will come.
+        parent: the process id of the parent.
+    """
+    stream: MixedStream | None = None
+    exchange: Exchange | None = None
 
     def end(*_: object) -> None:
-        _producer.end()
+        if stream is not None:
+            with contextlib.suppress(ValueError):  # the generator is running, and stops its processes when it exits
+                stream.close()
+        request.folder.remove()
         sys.exit()
 
     def end_soon() -> None:
         os.kill(os.getpid(), END_SIGNAL)
         time.sleep(END_SECONDS)
-        os._exit(0)  # the main thread hangs, or waits for another task
+        os._exit(0)  # the main thread hangs
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks use the other cores
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, end)
     when_parent_ends(parent, end_soon)
-
-
-def write_next() -> None:
-    """Write the next block, in the producer process.
-
-    Raises:
-        MegatuneError: the reason why it cannot continue.
-    """
-    _producer.write_next()
+    try:
+        exchange = None if request.machines is None else Exchange(request.machines)
+        stream = request.stream(held_out, exchange)
+        with contextlib.suppress(EOFError):  # the parent has ended
+            while True:
+                connection.recv()
+                request.write(stream)
+    except Exception as error:
+        if exchange is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, too
+                exchange.fail(str(error))
+        with contextlib.suppress(OSError):  # the parent has ended
+            connection.send(_as_finding(error, request.folder.path))
+    signal.pause()
 
 
 def _starts(stream: MixedStream) -> tuple[DatasetState, ...]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,16 @@ import numpy as np
 
 from megatune.data.rows import Document, ExtraColumn, TokenRows
 from megatune.data.store import Column
-from megatune.data.streaming import producer
 from megatune.data.streaming.blocks import ORDER_FILE, PART, BlockMeta, StreamState
-from megatune.data.streaming.producer import BlockPlace, HeldOut, StreamFolder, StreamRequest
+from megatune.data.streaming.producer import (
+    END_SECONDS,
+    END_SIGNAL,
+    BlockPlace,
+    HeldOut,
+    StreamFolder,
+    StreamRequest,
+    produce,
+)
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 BLOCKS_AHEAD = 2  # blocks requested ahead of the one that is being trained
@@ -121,20 +126,20 @@ class StartedStream(Stream):
             request.folder.remove()
             raise
         super().__init__(request.folder, request.key, held_out, request.pipeline.settings.run.ddp_timeout)
-        self._tasks: deque[Future[None]] = deque()  # requests not known to have succeeded
         self._asked = request.state.block - 1 if request.state is not None else -1  # the last requested block
+        self._error: MegatuneError | None = None  # of the producer
         # Spawned: forking a rank that has used a GPU, threads or a tokenizer can deadlock.
-        spawn, begins = multiprocessing.get_context("spawn"), (request, held_out, os.getpid())
-        self._pool = ProcessPoolExecutor(1, spawn, initializer=producer.begin, initargs=begins)
-        others = set(multiprocessing.active_children())
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=produce, args=(request, held_out, theirs, os.getpid()))
+        self._process.start()
+        theirs.close()
         self._ask(self._asked + BLOCKS_AHEAD)
-        (self._process,) = set(multiprocessing.active_children()) - others
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, producer.END_SIGNAL)
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._process.join(producer.END_SECONDS)
+            os.kill(self._process.pid or 0, END_SIGNAL)
+        self._process.join(END_SECONDS)
         self._process.kill()
         self.folder.remove()
 
@@ -142,20 +147,16 @@ class StartedStream(Stream):
         self.folder.release(first)
 
     def _ask(self, last: int) -> None:
-        with contextlib.suppress(BrokenProcessPool):  # earlier tasks report it
+        with contextlib.suppress(OSError):  # the producer has ended, which `_failure` reports
             while self._asked < last:
-                self._tasks.append(self._pool.submit(producer.write_next))
+                self._connection.send(None)
                 self._asked += 1
 
     def _failure(self) -> MegatuneError | None:
-        while self._tasks and self._tasks[0].done():
-            error = self._tasks[0].exception()
-            if isinstance(error, MegatuneError):
-                return error
-            if error is not None:
-                break
-            self._tasks.popleft()
-        return None if self._process.is_alive() else self._died()
+        with contextlib.suppress(EOFError, OSError):  # the producer was killed
+            if self._connection.poll():
+                self._error = self._connection.recv()
+        return self._error or (None if self._process.is_alive() else self._died())
 
     def _died(self) -> MegatuneError:
         code = self._process.exitcode or 0
