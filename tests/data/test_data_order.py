@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from megatune.data.order import epoch_order, grouped_order, sample_order, steps_per_epoch, weight_order
-from megatune.data.samples import drawn_rows
+from megatune.data.samples import drawn_samples
 
 SEEDS = st.integers(0, 2**32)
 
@@ -84,10 +84,10 @@ def test_drawing_rows_takes_a_few_bytes_a_row(seed: int | None) -> None:
 
     source: Any = Source()
     tracemalloc.start()
-    drawn = sum(copies for _, _, copies in drawn_rows(source, seed))
+    drawn = sum(sample.copies for sample in drawn_samples(source, seed))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert drawn == size
     assert peak < 30 * number  # most of it for the order of the draw
-    chosen = [row for row, _, _ in drawn_rows(source, seed)]
+    chosen = [sample.row for sample in drawn_samples(source, seed)]
     assert chosen == sorted(range(size) if seed is None else sample_order(number, seed)[:size].tolist())

@@ -201,6 +201,8 @@ def test_tokens_are_those_of_gemma3s_processor(folders: dict[str, Path], tmp_pat
     ("changes", "what"),
     [
         ({"size": {"height": 112, "width": 224}}, "the model needs sides of 224 pixels"),
+        ({"size": 112}, "size = 112, but the model needs sides of 224 pixels"),
+        ({"size": {"height": 224, "width": [224]}}, "the model needs sides of 224 pixels"),
         ({"do_pan_and_scan": True}, "crops are not supported"),
         ({"do_resize": False}, "do_resize = False; only True is supported"),
     ],

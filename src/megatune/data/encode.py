@@ -155,11 +155,9 @@ class Encoder:
 
     def _answered(self, conversation: Conversation) -> Conversation:
         """Append a dummy answer to a classified question, if the template cannot render a question alone."""
-        return (
-            conversation
-            if self._writes(conversation)
-            else replace(conversation, messages=(*conversation.messages, _NO_ANSWER))
-        )
+        if self._writes(conversation):
+            return conversation
+        return replace(conversation, messages=(*conversation.messages, _NO_ANSWER))
 
     def _writes(self, conversation: Conversation) -> bool:
         is_apart = self.template is not None and self.template.answer_end is not None

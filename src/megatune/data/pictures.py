@@ -169,25 +169,26 @@ class PictureTable:
         first, last = np.searchsorted(self._tokens, (start, stop))
         return tuple(self._picture(record, start) for record in self._records[first:last])
 
-    def count(self, spans: np.ndarray) -> PictureCounts:
-        """Count the images and videos of documents, int [documents, 2] as in `TokenRows.spans`."""
-        uses = np.zeros(len(self) + 1, dtype=np.int64)
-        for column, sign in ((0, 1), (1, -1)):
-            np.add.at(uses, np.searchsorted(self._tokens, spans[:, column]), sign)
-        uses = np.cumsum(uses[:-1])
-        tokens, videos = self._records["num_tokens"].astype(np.int64), self._records["is_video"] != 0
-        sums = (int(uses[~videos].sum()), int(uses[videos].sum()), int((uses * tokens).sum()))
-        return PictureCounts(*sums, int(tokens[uses > 0].max(initial=0)))
-
-    def tokens_between(self, spans: np.ndarray) -> np.ndarray:
-        """Return the number of image and video tokens of each document, int64 [documents].
+    def count(self, spans: np.ndarray, rows: np.ndarray) -> PictureCounts:
+        """Count the images and videos of token rows.
 
         Args:
             spans: int [documents, 2] as in `TokenRows.spans`.
+            rows: int [rows + 1], start of each row in `spans`.
         """
-        tokens = np.concatenate(([0], np.cumsum(self._records["num_tokens"], dtype=np.int64)))
-        first, last = (tokens[np.searchsorted(self._tokens, spans[:, column])] for column in (0, 1))
-        return last - first
+        first, last = (np.searchsorted(self._tokens, spans[:, column]) for column in (0, 1))
+        starts, stops = (np.bincount(places, minlength=len(self) + 1) for places in (first, last))
+        uses = np.cumsum(starts - stops)[:-1]
+        tokens, videos = self._records["num_tokens"].astype(np.int64), self._records["is_video"] != 0
+        before = np.append(0, np.cumsum(tokens))
+        of_rows = np.diff(np.append(0, np.cumsum(before[last] - before[first]))[rows])
+        return PictureCounts(
+            images=int(uses[~videos].sum()),
+            videos=int(uses[videos].sum()),
+            tokens=int((uses * tokens).sum()),
+            largest=int(tokens[uses > 0].max(initial=0)),
+            of_row=int(of_rows.max(initial=0)),
+        )
 
     def is_current(self) -> bool:
         """Return whether every file exists with the same size in bytes as when it was measured."""

@@ -18,7 +18,7 @@ from megatune.data.formats import to_example, to_question
 from megatune.data.formats.fields import check_within_media_dir
 from megatune.data.pictures import DocumentPicture
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
-from megatune.data.samples import Replacements, drawn_rows, not_filled, replacements, values_for
+from megatune.data.samples import Replacements, drawn_samples, not_filled, replacements, values_for
 from megatune.data.sources import DatasetSource, prompt_sources
 from megatune.data.vision import VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -65,7 +65,8 @@ def read_questions(
             cannot be read.
     """
     for source in sources:
-        for row, _, copies in drawn_rows(source, _SEED):
+        for sample in drawn_samples(source, _SEED):
+            row = sample.row
             try:
                 if row.error is not None:
                     raise row.error
@@ -89,7 +90,7 @@ def read_questions(
             question = Question(row.where, filled, None)
             if last.role == "assistant":
                 question = Question(row.where, replace(filled, messages=tuple(asked)), last.content)
-            yield from [question] * copies
+            yield from [question] * sample.copies
 
 
 class AnswerPrompt(NamedTuple):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, cast
@@ -178,9 +177,7 @@ class TokenRows:
 
     def count_pictures(self) -> PictureCounts:
         """Count the images and videos of all rows."""
-        tokens = np.concatenate(([0], np.cumsum(self._pictures.tokens_between(self._documents))))
-        of_rows = tokens[self._rows[1:]] - tokens[self._rows[:-1]]
-        return replace(self._pictures.count(self._documents), of_row=int(of_rows.max(initial=0)))
+        return self._pictures.count(self._documents, self._rows)
 
     def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())

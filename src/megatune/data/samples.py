@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatune.config.settings import Settings
     from megatune.data.encode import Encoded  # which imports numpy
 
-_Row = tuple[RawRow, SourcePosition, int]  # row, position after it, number of copies
 # The replacement of each placeholder in rows tagged as Chinese, and in all others; None if the setting is not set.
 Replacements = Mapping[str, tuple[str, str] | None]
 LANGUAGE_FIELD, CHINESE = "tag", "zh"  # of self-cognition data sets
@@ -94,11 +93,8 @@ class RowReader:
             return error, NO_METADATA
         desirable = example.desirable if isinstance(example, Conversation) else None
         added = not isinstance(example, str) and any(picture.tag_added for picture in example.pictures)
-        if self.seed is None and desirable is None and not missing and not added:
-            return example, NO_METADATA
-        return example, RowMetadata(
-            tuple(missing), desirable, 0 if self.seed is None else rank(example, self.seed), added
-        )
+        ranked = 0 if self.seed is None else rank(example, self.seed)
+        return example, RowMetadata(tuple(missing), desirable, ranked, added)
 
     def examples(self, samples: Iterator[Sample]) -> Iterator[tuple[Sample, Example | RowError]]:
         """Yield samples with their examples or errors.
@@ -153,8 +149,7 @@ def read_samples(source: DatasetSource, settings: Settings) -> Iterator[Sample]:
         MegatuneError: a file cannot be read.
     """
     data = settings.data
-    rows = drawn_rows(source, settings.run.seed if data.dataset_shuffle else None)
-    return (Sample(row, copies, position) for row, position, copies in islice(rows, data.max_samples))
+    return islice(drawn_samples(source, settings.run.seed if data.dataset_shuffle else None), data.max_samples)
 
 
 def stream_samples(
@@ -209,14 +204,14 @@ def not_filled(where: Mapping[str, str]) -> MegatuneError:
     return MegatuneError(findings, ExitCode.SETTINGS)
 
 
-def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
+def drawn_samples(source: DatasetSource, seed: int | None) -> Iterator[Sample]:
     """Yield rows with their number of copies: num_samples draws without replacement, in as many rounds as needed.
 
     Args:
         seed: the seed of the draw; None takes the first rows.
     """
     if source.num_samples is None:
-        yield from ((row, position, 1) for row, position in source.rows_from())
+        yield from (Sample(row, position=position) for row, position in source.rows_from())
         return
     import numpy as np  # not needed to read the first rows
 
@@ -231,4 +226,4 @@ def drawn_rows(source: DatasetSource, seed: int | None) -> Iterator[_Row]:
     extra[slice(rest) if seed is None else sample_order(num_rows, seed)[:rest]] = True
     for index, (row, position) in enumerate(source.rows_from()):
         if copies := rounds + int(extra[index]):
-            yield row, position, copies
+            yield Sample(row, copies, position)

@@ -39,14 +39,15 @@ class Placed:
     Attributes:
         entry: its entry, without the position in a document.
         runs: number of placeholder tokens of each of its runs.
+        text: replaces its tag.
     """
 
     entry: DocumentPicture
     runs: tuple[int, ...]
+    text: str
 
 
-# Images and videos by id() of their `RowPicture`, each with the text that replaces its tag.
-KnownPictures = dict[int, tuple[Placed, str]]
+KnownPictures = dict[int, Placed]  # images and videos by id() of their `RowPicture`
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ class VisionInput:
         for each in conversation.pictures:
             if id(each) not in known:
                 known[id(each)] = self._measured(each)
-        placed, texts = zip(*(known[id(each)] for each in conversation.pictures), strict=True)
-        remaining = {kind: [text for each, text in zip(conversation.pictures, texts, strict=True) if each.kind == kind]
+        placed = tuple(known[id(each)] for each in conversation.pictures)
+        remaining = {kind: [each.text for each in placed if each.entry.is_video == (kind == "video")]
                      for kind in ("image", "video")}  # fmt: skip
         system = _with_text(conversation.system or "", remaining) if self.spare_tags else conversation.system
         messages = tuple(replace(each, content=_with_text(each.content, remaining)) for each in conversation.messages)
@@ -102,8 +103,7 @@ class VisionInput:
         )
         return replace(turn, prompt=prompt, completion=completion)
 
-    def _measured(self, picture: RowPicture) -> tuple[Placed, str]:
-        """Return the entry of an image or video, and the text that replaces its tag."""
+    def _measured(self, picture: RowPicture) -> Placed:
         source = media_source(picture.value, picture.kind, self.media_dir)
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
@@ -111,8 +111,10 @@ class VisionInput:
             content = packed(source, measured)
         except OSError as error:
             raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
-        kind = measured.grid, measured.seconds_per_grid, source.kind == "video"
-        return Placed(DocumentPicture(-1, sum(runs), *kind, content), runs), self.processor.short_placeholder(measured)
+        entry = DocumentPicture(
+            -1, sum(runs), measured.grid, measured.seconds_per_grid, source.kind == "video", content
+        )
+        return Placed(entry, runs, self.processor.placeholder(measured, short=True))
 
     def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
         """Expand the runs, and mark the tokens of each image or video with its index (see `truncation.numbered`).

@@ -107,7 +107,8 @@ _Sizes = tuple[list[Finding], dict[str, Any]]
 def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings, where: str) -> _Sizes:
     """Read the bounds of a model with one size for all images (SigLIP, InternViT)."""
     findings, size = _check_steps(config, "images", where), config["size"]
-    if {size.get("height"), size.get("width")} != {vision.square}:
+    sides = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else []
+    if sides != [vision.square] * 2:
         what = f"the processor of images has size = {size!r}, but the model needs sides of {vision.square} pixels"
         findings.append(Finding(what, where))
     if config.get("do_pan_and_scan"):
@@ -125,13 +126,9 @@ def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings,
 
 def _filled_sizes(config: Mapping[str, Any], vision: Vision, where: str) -> _Sizes:
     """Read the bounds of a model whose images use as many tokens as fit (Gemma 4)."""
-    same = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size, "do_normalize": False}
+    wanted = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size, "do_normalize": False}
     findings, tokens = _check_steps({**config, "do_normalize": True}, "images", where), config["max_soft_tokens"]
-    findings += [
-        Finding(f"the processor of images has {key} = {config[key]!r}, but the model has {value}", where)
-        for key, value in same.items()
-        if config[key] != value
-    ]
+    findings += _differing(config, wanted, "the processor of images", where)
     if type(tokens) is not int or tokens < 1:
         findings.append(Finding(f"the processor of images: max_soft_tokens = {tokens!r} is not valid", where))
     return findings, {"tokens": tokens}
@@ -146,10 +143,8 @@ def _edge_sizes(config: Mapping[str, Any], joint: Mapping[str, Any], vision: Vis
     """
     size = config["size"]
     edge = size.get("longest_edge") if isinstance(size, Mapping) else size
-    findings = _check_steps(config, "images", where)
-    for key, value in (("patch_size", vision.patch_size), ("spatial_merge_size", vision.spatial_merge_size)):
-        if joint.get(key, value) != value:
-            findings.append(Finding(f"the processor has {key} = {joint[key]!r}, but the model has {value}", where))
+    wanted = {"patch_size": vision.patch_size, "spatial_merge_size": vision.spatial_merge_size}
+    findings = [*_check_steps(config, "images", where), *_differing(joint, wanted, "the processor", where)]
     if type(edge) is not int or edge < 1:
         what = f"the processor of images: size = {size!r} is not valid"
         findings.append(Finding(what, where, "expected the longest edge in pixels"))
@@ -193,14 +188,19 @@ def _check(config: Mapping[str, Any], what: str, vision: Vision, where: str) -> 
     }
     least, most = _areas(config).values()
     is_valid = type(least) is int and type(most) is int and 0 < least <= most
-    findings = [
-        Finding(f"the processor of {what} has {key} = {config[key]!r}, but the model has {value}", where)
-        for key, value in wanted.items()
-        if config[key] != value
-    ]
+    findings = _differing(config, wanted, f"the processor of {what}", where)
     if not is_valid:
         findings.append(Finding(f"the processor of {what}: its minimum and maximum pixels are not valid", where))
     return findings + _check_steps(config, what, where)
+
+
+def _differing(config: Mapping[str, Any], wanted: Mapping[str, Any], processor: str, where: str) -> list[Finding]:
+    """Return findings for the values of a processor's file that differ from the model's."""
+    return [
+        Finding(f"{processor} has {key} = {config[key]!r}, but the model has {value}", where)
+        for key, value in wanted.items()
+        if config.get(key, value) != value
+    ]
 
 
 def _check_steps(config: Mapping[str, Any], what: str, where: str) -> list[Finding]:

@@ -163,14 +163,6 @@ class PictureProcessor:
         cut = cut_patches(frames, self.patch_size, self.merge_size, depth)
         return normalize(cut, bounds.mean, bounds.std, self.temporal_patch_size)
 
-    def placeholder(self, measured: MediaShape) -> str:
-        """Return the placeholder text of an image or a video, with one pad token per merged patch."""
-        return self._placeholder(measured, self.runs(measured))
-
-    def short_placeholder(self, measured: MediaShape) -> str:
-        """Return the placeholder with one pad token for each of its `runs`."""
-        return self._placeholder(measured, (1,) * len(self.runs(measured)))
-
     def runs(self, measured: MediaShape) -> tuple[int, ...]:
         """Return the lengths of the runs of adjacent pad tokens."""
         t, h, w = measured.grid
@@ -179,9 +171,14 @@ class PictureProcessor:
             return (w // self.merge_size,) * (h // self.merge_size)
         return (tokens // t,) * t if measured.timestamps else (tokens,)
 
-    def _placeholder(self, measured: MediaShape, runs: Sequence[int]) -> str:
-        text = self.text
-        pads = [(text.video if measured.frames else text.image) * run for run in runs]
+    def placeholder(self, measured: MediaShape, *, short: bool = False) -> str:
+        """Return the placeholder text of an image or a video, with one pad token per merged patch.
+
+        Args:
+            short: write one pad token for each of its `runs`.
+        """
+        text, runs = self.text, self.runs(measured)
+        pads = [(text.video if measured.frames else text.image) * (1 if short else run) for run in runs]
         if not measured.timestamps:
             return f"{text.start}{text.row_end.join(pads)}{text.end}"
         blocks = zip(measured.timestamps, pads, strict=True)
