@@ -83,7 +83,8 @@ def test_archives_scripts_and_pickles_are_not_opened(folder: Path, entry: dict[s
     ("..\\a.png", True),
     ({"path": "/etc/passwd"}, True), ("a.png", False), ("a/b..c.png", False),
     ({"bytes": b"x", "path": "/a.png"}, False),
-    ("/9j/" + "4AAQSkZJRgABAQ" * 400, False), ("data:image/png;base64,/../", False),
+    ("/9j/" + "4AAQSkZJRgABAQ" * 400, False), ("/9j/" + "4AAQSkZJRgABAQ" * 60, False),
+    ("/9j/a.jpg", True), ("data:image/png;base64,/../", False),
 ])  # fmt: skip
 def test_rows_of_a_hub_name_pictures_below_media_dir(path: Any, elsewhere: bool) -> None:
     """A user's own rows may name any file, as LLaMA-Factory's do."""

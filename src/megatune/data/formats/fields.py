@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Message, RowPicture, ToolCall
 from megatune.data.formats.form import Columns
-from megatune.data.media import Kind
+from megatune.data.media import Kind, is_base64
 from megatune.data.readers import json_type
 
 IMAGE, VIDEO = "<image>", "<video>"
@@ -25,7 +26,6 @@ PARTS = {"image": IMAGE, "image_url": IMAGE, "input_image": IMAGE, "video": VIDE
 # By index of messages with content parts: the value of each tag, in order; None is a file from a column.
 Inline = dict[int, list[object]]
 
-_MAX_PATH = 4096  # bytes, as in Linux
 _MAX_LISTED = 40  # fields of a row
 
 
@@ -276,8 +276,9 @@ def check_within_media_dir(pictures: Sequence[RowPicture]) -> None:
         if not isinstance(value, str) or value.startswith("data:"):
             continue
         path = value.removeprefix("file://").replace("\\", "/")
-        # A base64 image may start with /9j/, like an absolute path, but is longer than any path.
-        if ".." in path.split("/") or (path.startswith("/") and len(path) < _MAX_PATH):
+        # A base64 image may start with /9j/, like an absolute path.
+        is_path = os.path.isfile(path) or not is_base64(value)
+        if ".." in path.split("/") or (path.startswith("/") and is_path):
             what = f"{kind}: a data set from a hub names a file outside of media_dir"
             raise RowError("picture-outside", what, path)
 

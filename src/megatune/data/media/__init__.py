@@ -85,9 +85,14 @@ def media_source(value: object, kind: Kind, media_dir: str) -> MediaSource:
     for path in (inside, value):
         if os.path.isfile(path):
             return MediaSource(kind, path)
-    if len(value) >= _MIN_BASE64 and _BASE64.match(value):
+    if is_base64(value):
         return MediaSource(kind, data=_from_base64(value, kind))
     return MediaSource(kind, inside)
+
+
+def is_base64(text: str) -> bool:
+    """Return whether a text without a file of its name is an image or a video in base64."""
+    return len(text) >= _MIN_BASE64 and _BASE64.match(text) is not None
 
 
 def _from_base64(text: str, kind: Kind) -> bytes:
