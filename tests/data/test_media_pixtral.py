@@ -86,7 +86,7 @@ def test_rows_of_tokens_end_with_a_token(tmp_path: Path) -> None:
     assert made.runs(measured) == (3, 3)
     row = "[IMG]" * 3
     assert made.placeholder(measured) == f"{row}[IMG_BREAK]{row}[IMG_END]"
-    assert made.short_placeholder(measured) == "[IMG][IMG_BREAK][IMG][IMG_END]"
+    assert made.placeholder(measured, short=True) == "[IMG][IMG_BREAK][IMG][IMG_END]"
 
 
 def test_videos_are_refused(tmp_path: Path) -> None:
