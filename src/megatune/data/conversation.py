@@ -34,10 +34,6 @@ class Message:
     trained: bool | None = None
     whole: bool = False
 
-    def __reduce__(self) -> tuple[type[Message], tuple[object, ...]]:
-        # Five times as fast as the default of dataclasses with slots; every message is sent to worker processes.
-        return Message, (self.role, self.content, self.tool_calls, self.trained, self.whole)
-
 
 class RowPicture(NamedTuple):
     """An image or video as given in a row: a path, bytes, base64 or frames. Worker processes read it later, since its
@@ -68,10 +64,6 @@ class Conversation:
     desirable: bool | None = None
     switches: tuple[tuple[str, bool], ...] = ()
     label: tuple[float, ...] | None = None
-
-    def __reduce__(self) -> tuple[type[Conversation], tuple[object, ...]]:
-        found = self.messages, self.system, self.tools, self.pictures, self.desirable, self.switches, self.label
-        return Conversation, found
 
 
 @dataclass(frozen=True, slots=True)

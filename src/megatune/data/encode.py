@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,20 +65,11 @@ class _Written(NamedTuple):
     pictures: tuple[Placed, ...] = ()
 
 
-class _Plan(NamedTuple):
-    """The documents of one example as segments."""
-
-    documents: list[list[Segment]]
-    truncated: bool
-    length: int  # before truncation
-    pictures: tuple[tuple[Placed, ...], ...] = ()  # of each document
-    margin: float = 0.0
-    label: tuple[float, ...] | None = None
-
-
 _NO_ANSWER = Message("assistant", "-")
 # The segments of one turn: its prompt and its completion.
 _TurnSegments = tuple[Segment, Segment]
+# The documents of an example as segments, whether they were truncated, and the length of the longest before that.
+_Cut = tuple[list[list[Segment]], bool, int]
 
 
 @dataclass(frozen=True)
@@ -112,18 +103,9 @@ class Encoder:
         is the reason."""
         written = self._written(examples)
         turns = iter(self._tokenize([one.turns for each in written if isinstance(each, list) for one in each]))
-        plans = [
-            self._planned(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
-            for example, each in zip(examples, written, strict=True)
-        ]
-        valid = [plan for plan in plans if isinstance(plan, _Plan)]
-        pairs = [pair for plan in valid for pair in zip(plan.documents, plan.pictures, strict=True)]
-        documents = self._documents(pairs)
         return [
-            Encoded(tuple(next(documents) for _ in plan.documents), *plan[1:3], plan.margin, plan.label)
-            if isinstance(plan, _Plan)
-            else plan
-            for plan in plans
+            self._encoded(example, each, [next(turns) for _ in each]) if isinstance(each, list) else each
+            for example, each in zip(examples, written, strict=True)
         ]
 
     def _written(self, examples: Sequence[Example]) -> list[list[_Written] | RowError]:
@@ -271,36 +253,34 @@ class Encoder:
         known = {"_bos": self._bos, **({"_text_ends": self._text_ends} if self.template is None else {})}
         return {**self.__dict__, **known, "tokenizer": None}
 
-    def _planned(
+    def _encoded(
         self, example: Example, written: Sequence[_Written], turns: list[list[_TurnSegments]]
-    ) -> _Plan | RowError:
+    ) -> Encoded | RowError:
         """Cut the documents of an example to cutoff_len."""
         try:
-            if isinstance(example, str):
-                if self.vision is not None:
-                    self._expanded(turns[0], ())
-                before, after = self._text_ends
-                ((((_, _), (tokens, _)),),) = turns
-                text = [*before, *tokens, *after]
-                _check_trained([(text, True)], len(text), truncated=False)
-                return _Plan([[(text, True)]], False, len(text), ((),))
-            pictures = tuple(each.pictures for each in written)
-            if self.vision is not None:
-                turns = [self._expanded(each, placed) for each, placed in zip(turns, pictures, strict=True)]
-            assert self.template is not None
-            if isinstance(example, Conversation) and example.label is not None:
-                turns = [self._whole(example, turns[0])]
-            if self.template.answer_end is not None:
-                plan = self._each_alone(turns)
-            elif isinstance(example, PreferencePair):
-                plan = self._pair(turns)
-            else:
-                plan = self._conversation(turns[0])
+            documents, truncated, length = self._cut(example, written, turns)
         except RowError as error:
             return error
-        if isinstance(example, PreferencePair):
-            return plan._replace(pictures=pictures, margin=example.margin)
-        return plan._replace(pictures=pictures, label=example.label)
+        margin = example.margin if isinstance(example, PreferencePair) else 0.0
+        label = example.label if isinstance(example, Conversation) else None
+        found = (self._document(cut, each.pictures) for cut, each in zip(documents, written, strict=True))
+        return Encoded(tuple(found), truncated, length, margin, label)
+
+    def _cut(self, example: Example, written: Sequence[_Written], turns: list[list[_TurnSegments]]) -> _Cut:
+        if self.vision is not None:
+            turns = [self._expanded(each, one.pictures) for each, one in zip(turns, written, strict=True)]
+        if isinstance(example, str):
+            before, after = self._text_ends
+            ((((_, _), (tokens, _)),),) = turns
+            text = [*before, *tokens, *after]
+            _check_trained([(text, True)], len(text), truncated=False)
+            return [[(text, True)]], False, len(text)
+        assert self.template is not None
+        if isinstance(example, Conversation) and example.label is not None:
+            turns = [self._whole(example, turns[0])]
+        if self.template.answer_end is not None:
+            return self._each_alone(turns)
+        return self._pair(turns) if isinstance(example, PreferencePair) else self._conversation(turns[0])
 
     def _whole(self, conversation: Conversation, turns: list[_TurnSegments]) -> list[_TurnSegments]:
         """Label every token of a classified conversation, without the dummy answer."""
@@ -316,15 +296,15 @@ class Encoder:
         trained = [(tokens, trained) for tokens, (_, trained) in zip(expanded, segments, strict=True)]
         return list(zip(trained[::2], trained[1::2], strict=True))
 
-    def _each_alone(self, turns: list[list[_TurnSegments]]) -> _Plan:
+    def _each_alone(self, turns: list[list[_TurnSegments]]) -> _Cut:
         """Cut each document separately and keep all images and videos, as ms-swift does."""
         pads = () if self.vision is None else self.vision.pads
         documents = [[segment for turn in each for segment in turn] for each in turns]
         length = max(sum(len(tokens) for tokens, _ in segments) for segments in documents)
         cut = [cut_around_pictures(each, self.cutoff_len, self.truncation, pads) for each in documents]
-        return _Plan(cut, length > self.cutoff_len, length)
+        return cut, length > self.cutoff_len, length
 
-    def _conversation(self, turns: list[_TurnSegments]) -> _Plan:
+    def _conversation(self, turns: list[_TurnSegments]) -> _Cut:
         segments = [segment for turn in turns for segment in turn]
         length = sum(len(tokens) for tokens, _ in segments)
         truncated = length > self.cutoff_len
@@ -333,10 +313,10 @@ class Encoder:
             options = {"last_first": self.mask_history, "keep_first": keep_first}
             segments = cut_turns(turns, self.cutoff_len, self.truncation, **options)
         _check_trained(segments, length, truncated=truncated)
-        return _Plan([segments], truncated, length)
+        return [segments], truncated, length
 
-    def _pair(self, turns: list[list[_TurnSegments]]) -> _Plan:
-        """Plan both documents of a pair. If reasoning blocks make its prompts differ, the differing parts belong to the
+    def _pair(self, turns: list[list[_TurnSegments]]) -> _Cut:
+        """Cut both documents of a pair. If reasoning blocks make its prompts differ, the differing parts belong to the
         completions."""
         prompts = [_context(each) for each in turns]
         differing = (i for i, (chosen, rejected) in enumerate(zip(*prompts, strict=False)) if chosen != rejected)
@@ -354,25 +334,17 @@ class Encoder:
         documents: list[list[Segment]] = [[(prompt, False), (completion, True)] for completion in completions]
         for segments in documents:
             _check_trained(segments, length, truncated=truncated)
-        return _Plan(documents, truncated, length)
+        return documents, truncated, length
 
-    def _documents(self, planned: Sequence[tuple[list[Segment], tuple[Placed, ...]]]) -> Iterator[Document]:
-        """Create the arrays of all documents at once: numpy's overhead is per call."""
-        segments = [segment for document, _ in planned for segment in document]
-        sizes = [len(ids) for ids, _ in segments]
-        tokens = np.fromiter(chain.from_iterable(ids for ids, _ in segments), np.int64, sum(sizes))
-        trained = np.repeat([trained for _, trained in segments], sizes)
+    def _document(self, segments: list[Segment], pictures: Sequence[Placed]) -> Document:
+        tokens = np.array([token for ids, _ in segments for token in ids], np.int64)
+        trained = np.repeat([trained for _, trained in segments], [len(ids) for ids, _ in segments])
         ids, numbers = unnumbered(tokens)
         labels = np.where(trained & (numbers < 0), ids, IGNORE_INDEX).astype(np.int32)
-        ids = ids.astype(np.int32)
-        stop = 0
-        for document, pictures in planned:
-            start, stop = stop, stop + sum(len(tokens) for tokens, _ in document)
-            found: tuple[DocumentPicture, ...] = ()
-            if pictures:
-                assert self.vision is not None
-                found = self.vision.remaining(ids[start:stop], numbers[start:stop], pictures)
-            yield Document(ids[start:stop], labels[start:stop], found)
+        found: tuple[DocumentPicture, ...] = ()
+        if self.vision is not None and pictures:
+            found = self.vision.remaining(ids, numbers, pictures)
+        return Document(ids.astype(np.int32), labels, found)
 
 
 def make_encoder(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision: VisionInput | None = None) -> Encoder:
