@@ -375,6 +375,14 @@ def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     assert [(type(each), vars(each)) for each in others] == [(type(each), vars(each)) for each in errors]
 
 
+def test_a_chunk_of_any_size_goes_to_other_machines() -> None:
+    """Also one of long texts or of images; torch's store takes 8 MiB at once."""
+    tokens = np.arange(5 * 2**20, dtype=np.int32)
+    ((found, _),) = sent([(Encoded((Document(tokens, -tokens),)), RowMetadata())])
+    assert np.array_equal(found.documents[0].input_ids, tokens)
+    assert np.array_equal(found.documents[0].labels, -tokens)
+
+
 class Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("ran",)

@@ -31,6 +31,7 @@ _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 1.0  # interval of checks whether another machine has failed
 _CONNECT_SECONDS = 60.0
 _FAILED = "failed"
+_PART_BYTES = 2**22  # of a value: the store closes the connection of a client that sends more than 8 MiB
 _OWN = ("Encoded", "Document", "DocumentPicture", "RowError", "LengthError", "UnsupportedRow", "RowMetadata")
 _IN_CHUNKS = {("megatune", name) for name in _OWN} | {
     ("numpy", name) for name in ("_reconstruct", "_frombuffer", "ndarray", "dtype", "scalar")
@@ -115,8 +116,11 @@ class Chunk:
         """Send the chunk that this machine has encoded."""
         if encoded.cancelled() or encoded.exception() is not None:
             return
-        content = pickle.dumps((self.rows, encoded.result()))
-        self.exchange.store.set(self.key, content)  # type: ignore[arg-type]
+        content, store = pickle.dumps((self.rows, encoded.result())), self.exchange.store
+        starts = range(0, len(content), _PART_BYTES)
+        for part, start in enumerate(starts):
+            store.set(f"{self.key}/{part}", content[start : start + _PART_BYTES])  # type: ignore[arg-type]
+        store.set(self.key, str(len(starts)))
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the chunk; None if the other machine has read other rows.
@@ -134,9 +138,10 @@ class Chunk:
                     what = "the process that reads the data failed on another machine, which tokenizes part of it"
                     raise MegatuneError(Finding(what, why=store.get(_FAILED).decode()), ExitCode.PROCESS_DIED)
             time.sleep(_POLL_SECONDS)
-        rows, encoded = _ChunkUnpickler(io.BytesIO(store.get(self.key))).load()
+        parts = [f"{self.key}/{part}" for part in range(int(store.get(self.key)))]
+        rows, encoded = _ChunkUnpickler(io.BytesIO(b"".join(map(store.get, parts)))).load()
         if store.add(f"{self.key}/read", 1) == self.exchange.machines.total - 1:
-            for key in (self.key, f"{self.key}/read"):
+            for key in (self.key, *parts, f"{self.key}/read"):
                 store.delete_key(key)
         return encoded if rows == self.rows else None
 
