@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatune.data import store
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
@@ -114,6 +115,20 @@ def test_many_documents_are_counted_as_few_are(tmp_path: Path, monkeypatch: pyte
     samples = [[document([(i, i % 3 == 0), (i + 1, True)][: 1 + i % 2])] for i in range(20)]
     rows = built(tmp_path / "made", samples, RowShape("sft", 4, False, 0), train=list(range(19, -1, -1)))
     assert [plain(row) for row in rows["train"]] == [plain(tuple(sample)) for sample in samples[::-1]]
+
+
+def test_tokens_are_digested_once_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digested, write = [], store._write_digests
+
+    def counting(path: Path) -> None:
+        digested.append(path.name)
+        write(path)
+
+    monkeypatch.setattr(store, "_write_digests", counting)
+    samples = [[document([(number, True)] * 3)] for number in range(3)]
+    parts = built(tmp_path / "made", samples, RowShape("sft", 3, False, 0), train=[0, 1], evaluation=[2])
+    assert digested.count("tokens.npy") == 1
+    assert [row[0].input_ids[0] for part in parts.values() for row in part] == [0, 1, 2]
 
 
 def test_rows_are_pickled_by_name_not_by_content(tmp_path: Path) -> None:

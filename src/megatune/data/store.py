@@ -25,6 +25,7 @@ class ColumnWriter:
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._path, self._dtype, self._length = path, np.dtype(dtype), 0
+        self._sealed: int | None = None  # the length of the file when it was complete
         self._file = path.open("xb")
         self._write_header()
 
@@ -36,7 +37,9 @@ class ColumnWriter:
 
     def seal(self) -> None:
         """Complete the file: write the header and the digests of everything appended so far."""
-        end = self._file.tell()
+        if self._sealed == self._length:
+            return
+        self._sealed, end = self._length, self._file.tell()
         self._write_header()
         self._file.seek(end)
         self._file.flush()
