@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from megatune.plan.layouts import (
 )
 from megatune.plan.memory.estimate import library_bytes, workspace_bytes
 from megatune.plan.memory.parameters import StateConfig, stage_state
+from megatune.plan.schedule import bubble_seconds
 from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 sort_key = attrgetter("sort_key")
@@ -97,15 +99,23 @@ def num_kinds(case: Case) -> int:
 def search(request: SearchRequest) -> SearchResult:
     """Search all layouts of the request.
 
-    They are evaluated in the order of a lower bound of their time: that of the layout and batch without recomputation,
-    with even stages and the shortest bubble. Once `request.keep` layouts are found, those are skipped that cannot be
-    faster than the last one, as fast as the first one, or on the frontier.
+    They are evaluated in the order of a lower bound of their time: first that of the layout and batch without
+    recomputation, with even stages and the shortest bubble; then a tighter one from its estimate. Once `request.keep`
+    layouts are found, those are skipped that cannot be faster than the last one, as fast as the first one, or on the
+    frontier.
     """
     space = Space(replace(request, case=replace(request.case, settings=with_free(request))))
     found = _Search(space)
-    for point in sorted(found.points(), key=lambda point: point.shortest):
-        if found.may_be_better(point):
+    waiting = [(point.shortest, number, point) for number, point in enumerate(found.points())]
+    heapify(waiting)
+    while waiting:
+        _, number, point = heappop(waiting)
+        if not found.may_be_better(point):
+            continue
+        if point.is_close:
             found.evaluate(point)
+        elif found.may_be_better(point := found.closer(point)):
+            heappush(waiting, (point.shortest, number, point))
     for changes in VARIANTS:
         found.reshape(changes)
     if request.below == math.inf:
@@ -163,6 +173,7 @@ class _Point(NamedTuple):
     batch: CandidateBatch
     smallest: int
     shortest: float
+    is_close: bool = False
 
 
 class _Search:
@@ -227,13 +238,15 @@ class _Search:
         within = (1 + equal_within(first.case)) * first.time.total
         return keep > 1 and key[0] == first.is_tight and seconds <= within
 
+    def closer(self, point: _Point) -> _Point:
+        """Return the point with the lower bound of its seconds from its estimate."""
+        kept, _ = self.space.ends(point.layout, point.batch, None)
+        bounds = [seconds for seconds, _ in self._virtual_bounds(point)]  # only virtual stages can make it faster
+        return point._replace(shortest=min([kept.time.total, *bounds]), is_close=True)
+
     def evaluate(self, point: _Point) -> None:
         """Estimate the variants of a point that its bounds do not rule out."""
         kept, least = self.space.ends(point.layout, point.batch, None)
-        if not self.space.virtual_stages(point.layout, point.batch):  # only these can make it faster
-            point = point._replace(shortest=kept.time.total)
-        if not self.may_be_better(point):
-            return
         if not kept.fits and not least.fits:
             self._misses[point.layout] = least
             return
@@ -245,7 +258,9 @@ class _Search:
     def _rank(self, point: _Point) -> None:
         """Rank a point with its best number of virtual stages and recomputation."""
         best = plain = self._best_way(*self.space.ends(point.layout, point.batch, None))
-        for virtual in self.space.virtual_stages(point.layout, point.batch):
+        for shortest, virtual in self._virtual_bounds(point):
+            if not self.may_be_better(point._replace(shortest=shortest)):
+                break
             kept, least = self.space.ends(point.layout, point.batch, virtual)
             if not self.may_be_better(point._replace(shortest=kept.time.total)):
                 continue
@@ -258,6 +273,16 @@ class _Search:
             best = plain if plain.time.total <= (1 + CLEARLY) * best.time.total else best
         if best.time.total < self.request.below:
             insort(self.ranked, best, key=sort_key)
+
+    def _virtual_bounds(self, point: _Point) -> list[tuple[float, int]]:
+        """Return the numbers of virtual stages, each with a lower bound of its seconds, ascending: with even stages,
+        without communication between them."""
+        plain, pp = self.space.ends(point.layout, point.batch, None)[0].time, point.layout.pp
+        totals = [sum(chunk.total for chunk in stage) for stage in plain.chunks]
+        even = sum(totals) / pp
+        least = plain.total - plain.pipeline - point.batch.accumulation * (max(totals) - even)
+        numbers = self.space.virtual_stages(point.layout, point.batch)
+        return sorted((least + bubble_seconds([even] * pp, virtual), virtual) for virtual in numbers)
 
     def _best_way(self, kept: Estimate, least: Estimate) -> Estimate | None:
         """Return the best recomputation that fits, and add all that fit to the frontier.
@@ -333,7 +358,14 @@ def _fitting(kept: Estimate, least: Estimate, selective: Iterable[RecomputeSetti
     layers that surely fit, and that are planned to fit."""
     if not kept.is_tight:
         return [kept]
-    found = [each for each in (kept, least, *map(kept.with_recompute, selective)) if each.fits]
+    found = [each for each in (kept, least) if each.fits]
+    enough: list[frozenset[str]] = []
+    for each in map(kept.with_recompute, selective):
+        modules = frozenset(each.case.settings.recompute.recompute_modules)
+        if any(smaller <= modules for smaller in enough):  # recomputes more than necessary
+            continue
+        found += [each] if each.fits else []
+        enough += [] if each.is_tight else [modules]
     for room in (safe_bytes(kept.case), kept.case.machine.device.memory):
         if least.peak_bytes <= room < kept.peak_bytes:
             found += _fewest_layers(kept, least, room)
