@@ -98,7 +98,7 @@ def dump(data: Path) -> dict[str, str]:
             if run.split("/")[0] in ("pt", "rm") or run.startswith(("sft/mixed", "sft/qwen2")):
                 found[f"streamed {run}"] = streamed(folder, data, kind, changes, tokenizer)
         make_models(models := folder / "models")
-        found["pictures"] = pictures(folder, data, models)
+        found["pictures"] = media(folder, data, models)
         for number, case in enumerate(CASES):
             (work := folder / "cases" / str(number)).mkdir(parents=True)
             found[f"case {case['name']}"] = digest(encode(case, models, work), folder)
@@ -125,7 +125,7 @@ def content(rows: TokenRows) -> str:
     for row in rows:
         for document in row:
             state.update(document.input_ids.tobytes() + b"|" + document.labels.tobytes())
-            state.update(repr([(p.start, p.num_tokens, p.grid, p.is_video) for p in document.pictures]).encode())
+            state.update(repr([(p.start, p.num_tokens, p.grid, p.is_video) for p in document.media]).encode())
         state.update(b"\n")
     return state.hexdigest()
 
@@ -145,7 +145,7 @@ def streamed(folder: Path, data: Path, kind: str, changes: dict[str, Any], token
     return digest(parts, folder)
 
 
-def pictures(folder: Path, data: Path, models: Path) -> str:
+def media(folder: Path, data: Path, models: Path) -> str:
     """Digest rows with images."""
     model = models / "Qwen2-VL-7B-Instruct"
     (folder / "vision").symlink_to(model)

@@ -29,7 +29,7 @@ SIDE, ROWS_A_FILE = (1024, 768), 10_000
 BATCH, WORKERS = 4, 2  # rows of a step, and processes that load ahead
 
 
-def pictures(count: int, size: int) -> Iterator[bytes]:
+def media(count: int, size: int) -> Iterator[bytes]:
     """JPEGs of slopes and noise, each with a number of its own inside."""
     draw = np.random.default_rng(0)
     coarse = draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)
@@ -51,7 +51,7 @@ def write_inputs(folder: Path, count: int, size: int, *, inside: bool) -> None:
         {"instruction": f"<image>What is in picture {number}?", "output": f"Slopes of colour and noise, {number}."}
         for number in range(count)
     )
-    found = pictures(count, size)
+    found = media(count, size)
     if inside:
         for number in range(-(-count // ROWS_A_FILE)):
             write_parquet(data / f"{number:03}.parquet", islice(texts, ROWS_A_FILE), found)
@@ -126,7 +126,7 @@ def loaded(folder: Path, steps: int) -> dict[str, float]:
         num_workers=WORKERS,
     )
     for _, batches in loader:
-        assert all(batch.pictures is not None and not batch.unreadable for batch in batches)
+        assert all(batch.media is not None and not batch.unreadable for batch in batches)
     return clock.read()
 
 
@@ -172,7 +172,7 @@ def report(folder: Path, arguments: argparse.Namespace) -> None:
     folder.mkdir(exist_ok=True)
     make_checkpoint("qwen2_vl", folder / "model", overwrite=True)
     if not (folder / "rows").exists():
-        write_inputs(folder, arguments.pictures, arguments.size, inside=arguments.inside)
+        write_inputs(folder, arguments.media, arguments.size, inside=arguments.inside)
     size = sum(path.stat().st_size for path in (folder / "rows").rglob("*") if path.is_file())
     rows = []
     for way, (title, _) in WAYS.items():
@@ -183,7 +183,7 @@ def report(folder: Path, arguments: argparse.Namespace) -> None:
         rows.append([title, *(f"{figure:.2f}" for figure in figures)])
         print(rows[-1], flush=True)
     note = (
-        f"{arguments.pictures:,} rows, each with a JPEG of its own, {size / 2**30:.1f} GiB in "
+        f"{arguments.media:,} rows, each with a JPEG of its own, {size / 2**30:.1f} GiB in "
         f"all, {'in the rows of Parquet files' if arguments.inside else 'in a folder'}; {arguments.steps} steps are "
         f"loaded. Without the imports. Memory: the most that all processes hold at one of the looks, "
         f"{INTERVAL} s apart; a page that several share counts once. Pages of files, which are in the last column, a "

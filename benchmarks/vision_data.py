@@ -23,7 +23,7 @@ from reporting import add_output_flag, finish
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatune.data.media import MediaSource
-from megatune.data.media.processor import Bounds, PictureProcessor
+from megatune.data.media.processor import Bounds, MediaProcessor
 
 SIZES = ((500, 375), (640, 480), (1024, 768), (1920, 1080), (3024, 4032))
 OF_EACH = 3
@@ -69,12 +69,12 @@ def their_patches(made: Qwen2VLImageProcessorPil, first: tuple[int, int], path: 
     return made.get_number_of_image_patches(int(height * factor), int(width * factor))
 
 
-def our_pixels(made: PictureProcessor, path: Path) -> torch.Tensor:
+def our_pixels(made: MediaProcessor, path: Path) -> torch.Tensor:
     source = MediaSource("image", str(path))
     return torch.from_numpy(made.pixels(source, made.measure(source)))
 
 
-def our_patches(made: PictureProcessor, path: Path) -> int:
+def our_patches(made: MediaProcessor, path: Path) -> int:
     return made.measure(MediaSource("image", str(path))).num_patches
 
 
@@ -82,7 +82,7 @@ def ways(first: tuple[int, int]) -> tuple[Way, Way, Way, Way]:
     """Pixels and patches, theirs and ours."""
     theirs = Qwen2VLImageProcessorPil(min_pixels=LEAST, max_pixels=MOST)
     bounds = Bounds(first=first, min_pixels=LEAST, max_pixels=MOST, mean=MEAN, std=STD, resample=3)
-    ours = PictureProcessor(
+    ours = MediaProcessor(
         patch_size=14, temporal_patch_size=2, merge_size=2, image=bounds, video=bounds, video_fps=2.0,
         video_maxlen=128, timestamps=False,
     )  # fmt: skip

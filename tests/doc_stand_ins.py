@@ -43,8 +43,8 @@ def write_data(folder: Path) -> None:
     pictured = [{**row, "instruction": "<image>What?", "images": ["one.png"]} for row in identity[:8]]
     (data / "pictured.json").write_text(json.dumps(pictured), encoding="utf-8")
     rows = {"file_name": "rows.json"}
-    pictures = {"file_name": "pictured.json", "columns": {"images": "images"}}
-    info = {"identity": rows, "alpaca_en_demo": rows, "mllm_demo": pictures}
+    media = {"file_name": "pictured.json", "columns": {"images": "images"}}
+    info = {"identity": rows, "alpaca_en_demo": rows, "mllm_demo": media}
     (data / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     for name in ("my.jsonl", "test.jsonl"):
         write_rows(folder / name, [{"instruction": f"Say {n}.", "output": f"{n}."} for n in range(8)])

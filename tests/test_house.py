@@ -33,7 +33,7 @@ FLOORS = {
         "architecture",
         "encoders",
         "rope_scaling",
-        "picture",
+        "figure",
         "progress",
         "processes",
         "hub",

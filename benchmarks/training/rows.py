@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatune.data.batches import Batch, Collator, Pictures
+from megatune.data.batches import Batch, BatchMedia, Collator
 from megatune.data.media.arguments import rotary_position_ids
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.encoders import Vision
@@ -46,7 +46,7 @@ def micro_batches(case: Case, step: int) -> list[Batch]:
             batches.append(collate([Document(document, document) for document in tokens], case.tokens))
             continue
         documents = [_with_images(document, case.images, vision) for document in tokens]
-        batches.append(_with_pictures(collate(documents, case.tokens), documents, case.images, vision, generator))
+        batches.append(_with_media(collate(documents, case.tokens), documents, case.images, vision, generator))
     return batches
 
 
@@ -62,7 +62,7 @@ def _with_images(tokens: np.ndarray, grids: Sequence[tuple[int, int, int]], visi
     return Document(tokens, labels)
 
 
-def _with_pictures(
+def _with_media(
     batch: Batch,
     documents: Sequence[Document],
     grids: Sequence[tuple[int, int, int]],
@@ -76,14 +76,14 @@ def _with_pictures(
     positions = [
         rotary_position_ids(document.input_ids, [(grid, None) for grid in grids], vision) for document in documents
     ]
-    pictures = Pictures(
+    media = BatchMedia(
         pixel_values=torch.from_numpy(pixels),
         grids=all_grids,
         owners=torch.zeros(len(all_grids), dtype=torch.int64),
         places=(batch.input_ids.flatten() == vision.image_token_id).nonzero()[:, 0],
         rotary_position_ids=torch.from_numpy(np.concatenate(positions, 1))[:, None],
     )
-    return replace(batch, pictures=pictures)
+    return replace(batch, media=media)
 
 
 def transformers_inputs(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
@@ -95,8 +95,8 @@ def transformers_inputs(batch: Batch, device: torch.device) -> dict[str, torch.T
     """
     labels = torch.nn.functional.pad(batch.labels[:, :-1], (1, 0), value=IGNORE_INDEX)
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "labels": labels}
-    if batch.pictures is not None:
-        rows = torch.cat((batch.position_ids[None], batch.pictures.rotary_position_ids))
-        inputs |= {"position_ids": rows, "pixel_values": batch.pictures.pixel_values}
-        inputs["image_grid_thw"] = batch.pictures.grids
+    if batch.media is not None:
+        rows = torch.cat((batch.position_ids[None], batch.media.rotary_position_ids))
+        inputs |= {"position_ids": rows, "pixel_values": batch.media.pixel_values}
+        inputs["image_grid_thw"] = batch.media.grids
     return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import MediaShape, PictureProcessor
+from megatune.data.media.processor import MediaProcessor, MediaShape
 from megatune.encoders import Vision
 
 CLIP: dict[str, list[float]] = {
@@ -51,7 +51,7 @@ def vision(family: str, **changes: Any) -> Vision:
     return Vision(**{**numbers, **changes})
 
 
-def processor(folder: Path, family: str, **settings: Any) -> PictureProcessor:
+def processor(folder: Path, family: str, **settings: Any) -> MediaProcessor:
     """The processor of a family, as its published files and these settings say."""
     for name, content in zip(
         ("preprocessor_config.json", "video_preprocessor_config.json"), FILES[family], strict=True

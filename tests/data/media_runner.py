@@ -9,14 +9,14 @@ import sys
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media import MediaSource
-from megatune.data.media.processor import Bounds, PictureProcessor
+from megatune.data.media.processor import Bounds, MediaProcessor
 from megatune.encoders import MediaPlaceholder
 
 MOST_BYTES = 6 * 2**30  # of address space
 BOUNDS = Bounds(
     first=(1024, 589824), min_pixels=3136, max_pixels=1003520, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resample=3
 )
-PROCESSOR = PictureProcessor(
+PROCESSOR = MediaProcessor(
     patch_size=14, temporal_patch_size=2, merge_size=2, image=BOUNDS, video=BOUNDS, video_fps=2.0, video_maxlen=128,
     timestamps=False, text=MediaPlaceholder(),
 )  # fmt: skip

@@ -94,7 +94,7 @@ def test_rows_of_a_hub_name_pictures_below_media_dir(path: Any, elsewhere: bool)
     fields = {"conversations": chat, "images": [path]}
     for fetched in (True, False):
         source = DatasetSource(*own, name="x", files=(), fetched=fetched)
-        example, _ = RowReader(source, "sft", {}, pictures=True).read(fields)
+        example, _ = RowReader(source, "sft", {}, media=True).read(fields)
         if elsewhere and fetched:
             assert isinstance(example, RowError)
             assert example.code == "picture-outside"
@@ -106,7 +106,7 @@ def test_frames_of_a_video_stay_below_media_dir_too() -> None:
     form: Form = DEFAULT_FORMS["sharegpt"]
     own = (form.formatting, form.columns, form.tags, form.ranking)
     chat = [{"from": "human", "value": "<video>What is it?"}, {"from": "gpt", "value": "A cat."}]
-    reader = RowReader(DatasetSource(*own, name="x", files=(), fetched=True), "sft", {}, pictures=True)
+    reader = RowReader(DatasetSource(*own, name="x", files=(), fetched=True), "sft", {}, media=True)
     example, _ = reader.read({"conversations": chat, "videos": [["a.png", "/etc/passwd"]]})
     assert isinstance(example, RowError)
 

@@ -8,36 +8,36 @@ import pytest
 from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, openai, said, sharegpt
 
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation, PreferencePair, RowPicture
+from megatune.data.conversation import Conversation, PreferencePair, RowMedia
 from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form
 
 URL = "data:image/png;base64,iVBORw0KGgo="
-FIRST, SECOND = RowPicture("image", "1.jpg"), RowPicture("image", "2.jpg")
+FIRST, SECOND = RowMedia("image", "1.jpg"), RowMedia("image", "2.jpg")
 
 
 def read(row: dict[str, Any], form: Form, stage: str = "sft") -> Any:
-    return to_example(row, form, stage, pictures=True)
+    return to_example(row, form, stage, media=True)
 
 
 def test_columns_of_every_form() -> None:
-    video = RowPicture("video", "v.mp4")
+    video = RowMedia("video", "v.mp4")
     said_so = (("human", "<image>Which <video> is it?"), ("gpt", "This."), ("human", "And<image>?"), ("gpt", "That."))
     files = {"images": ["1.jpg", "2.jpg"], "videos": ["v.mp4"]}
     chat = read(sharegpt(*said_so, **files), SHAREGPT)
-    assert chat.pictures == (FIRST, video, SECOND), "in the order of their tags, images and videos mixed"
+    assert chat.media == (FIRST, video, SECOND), "in the order of their tags, images and videos mixed"
     assert chat.messages[0].content == "<image>Which <video> is it?"
     history = [["<image>Which <video> is it?", "This."]]
     row = {"instruction": "And", "input": "<image>?", "output": "That.", "history": history, **files}
-    assert read(row, ALPACA).pictures == (FIRST, video, SECOND)
+    assert read(row, ALPACA).media == (FIRST, video, SECOND)
     one = {"query": "<image>?", "response": "It.", "images": "2.jpg"}
-    assert read(one, QUERY).pictures == (SECOND,), "a file need not be in a list"
+    assert read(one, QUERY).media == (SECOND,), "a file need not be in a list"
     frames = {"query": "<video>", "response": "x", "videos": [["1.jpg", "2.jpg"]]}
-    assert read(frames, QUERY).pictures == (RowPicture("video", ["1.jpg", "2.jpg"]),)
+    assert read(frames, QUERY).media == (RowMedia("video", ["1.jpg", "2.jpg"]),)
     named = Form("alpaca", Columns(images="photo"))
-    assert read({"instruction": "<image>", "output": "x", "photo": "1.jpg"}, named).pictures == (FIRST,)
+    assert read({"instruction": "<image>", "output": "x", "photo": "1.jpg"}, named).media == (FIRST,)
     off = Form("alpaca", Columns(images=None))
-    assert read({"instruction": "<image>", "output": "x", "images": "1.jpg"}, off).pictures == ()
+    assert read({"instruction": "<image>", "output": "x", "images": "1.jpg"}, off).media == ()
 
 
 def test_parts_of_messages_become_tags() -> None:
@@ -53,25 +53,25 @@ def test_parts_of_messages_become_tags() -> None:
     ]
     chat = read(openai(said("user", content), said("assistant")), OPENAI)
     assert chat.messages[0].content == "Compare <image> with <image><image><video><video>."
-    videos = (RowPicture("video", ["f1.png", "f2.png"]), RowPicture("video", "v.mp4"))
-    assert chat.pictures == (FIRST, RowPicture("image", URL), SECOND, *videos)
+    videos = (RowMedia("video", ["f1.png", "f2.png"]), RowMedia("video", "v.mp4"))
+    assert chat.media == (FIRST, RowMedia("image", URL), SECOND, *videos)
 
 
 def test_parts_without_a_file_take_it_from_the_columns() -> None:
     parts = [{"type": "image"}, {"type": "image", "image": "2.jpg"}, {"type": "text", "text": "and <image>?"}]
     chat = read(openai(said("user", parts), said("assistant"), images=["1.jpg", "f1.png"]), OPENAI)
-    assert chat.pictures == (FIRST, SECOND, RowPicture("image", "f1.png"))
+    assert chat.media == (FIRST, SECOND, RowMedia("image", "f1.png"))
 
 
 def test_pictures_of_a_pair_belong_to_its_prompt() -> None:
     row = {"instruction": "<image>What?", "chosen": "A.", "rejected": "B.", "images": ["1.jpg"]}
     pair = read(row, Form("alpaca", ranking=True), "dpo")
     assert isinstance(pair, PreferencePair)
-    assert [pair.chosen.pictures, pair.rejected.pictures] == [(FIRST,)] * 2
+    assert [pair.chosen.media, pair.rejected.media] == [(FIRST,)] * 2
     question = said("user", [{"type": "image", "image": "2.jpg"}, {"type": "text", "text": "What?"}])
     whole = {name: [question, said("assistant", name)] for name in ("chosen", "rejected")}
     form = Form("openai", Columns(messages=None), OPENAI.tags, ranking=True)
-    assert read(whole, form, "dpo").pictures == (SECOND,)
+    assert read(whole, form, "dpo").media == (SECOND,)
     assert complaint({**row, "chosen": "<image>"}, Form("alpaca", ranking=True), "dpo") == (
         "picture-in-answer: an answer of a preference pair has an image or video"
     )
@@ -114,7 +114,7 @@ def test_images_without_a_tag_get_one_in_front(row: dict[str, Any], form: Form, 
     example = read({**row, "images": ["1.jpg", "2.jpg"]}, form, stage)
     chat = example.chosen if isinstance(example, PreferencePair) else example
     assert chat.messages[0].content == "<image><image>What?"
-    assert example.pictures == (RowPicture("image", "1.jpg", True), RowPicture("image", "2.jpg", True))
+    assert example.media == (RowMedia("image", "1.jpg", True), RowMedia("image", "2.jpg", True))
 
 
 def test_a_thought_beside_parts_has_no_tags() -> None:
@@ -133,4 +133,4 @@ def test_a_part_of_a_system_message_is_text() -> None:
 def test_tags_without_any_file_are_text() -> None:
     chat = read({"query": "What is <image> in HTML?", "response": "x"}, QUERY)
     assert isinstance(chat, Conversation)
-    assert chat.pictures == ()
+    assert chat.media == ()

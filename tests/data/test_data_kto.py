@@ -25,8 +25,8 @@ from megatune.data.formats import to_example
 from megatune.data.formats.form import Columns, Form, Tags, detect
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
+from megatune.data.media_table import DocumentMedia, packed
 from megatune.data.order import PreparedSteps
-from megatune.data.pictures import DocumentPicture, packed
 from megatune.data.prepare import prepare
 from megatune.data.preview import read_preview
 from megatune.data.preview.show import show_preview
@@ -298,13 +298,13 @@ def test_pictures_are_those_of_the_prompt(tmp_path: Path) -> None:
     with RowsBuilder(folder, RowShape("kto", 64, False, 0)) as builder:
         for number, content in enumerate((one, one, other)):
             ids = np.array([7, 7, 7, 1000 + number], dtype=np.int32)
-            picture = DocumentPicture(1, 1, (1, 2, 2), None, False, content)
+            picture = DocumentMedia(1, 1, (1, 2, 2), None, False, content)
             builder.add([Document(ids, np.where(ids > 999, ids, np.int32(IGNORE_INDEX)), (picture,))], desirable=True)
         builder.write_part("train", np.arange(3))
     found = [document for (document,) in CompanionRows(folder / "train")]
     assert [partner(document) for document in found] == [2, 2, 0]
-    assert [document.pictures[0].packed for document in found] == [one, one, other]
-    assert [document.pictures[0].start for document in found] == [1, 1, 1]
+    assert [document.media[0].packed for document in found] == [one, one, other]
+    assert [document.media[0].start for document in found] == [1, 1, 1]
 
 
 def test_a_column_and_a_name_of_their_own(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from megatune.config.setting import Mark
 from megatune.config.settings import marked
 from megatune.data.bad_rows import RowError
 from megatune.data.cache.key import prepared_key
-from megatune.data.conversation import Conversation, Message, RowPicture
+from megatune.data.conversation import Conversation, Message, RowMedia
 from megatune.data.encode import Encoded, make_encoder
 from megatune.data.formats.form import DEFAULT_FORMS
 from megatune.data.media import MediaSource, media_source
-from megatune.data.pictures import unpacked
+from megatune.data.media_table import unpacked
 from megatune.data.pipeline import Pipeline
 from megatune.data.readers import RawRow
 from megatune.data.rows import Document, TokenRows
@@ -71,17 +71,17 @@ def document(model: Model, example: Any, **changes: Any) -> Document:
     return found
 
 
-def image(data: Path, name: str) -> RowPicture:
-    return RowPicture("image", str(data / name))
+def image(data: Path, name: str) -> RowMedia:
+    return RowMedia("image", str(data / name))
 
 
-def video(data: Path, count: int) -> RowPicture:
-    return RowPicture("video", [str(data / f"frame{number}.png") for number in range(count)])
+def video(data: Path, count: int) -> RowMedia:
+    return RowMedia("video", [str(data / f"frame{number}.png") for number in range(count)])
 
 
-def chat(*said: str, pictures: tuple[RowPicture, ...] = ()) -> Conversation:
+def chat(*said: str, media: tuple[RowMedia, ...] = ()) -> Conversation:
     roles = ("user", "assistant")
-    return Conversation(tuple(Message(roles[i % 2], text) for i, text in enumerate(said)), pictures=pictures)
+    return Conversation(tuple(Message(roles[i % 2], text) for i, text in enumerate(said)), media=media)
 
 
 # Gemma 3 has text around pictures, which is written after the template: tests/data/test_media_squares.py.
@@ -92,11 +92,11 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     model = models[family]
     changes = {"template": None} if template == "own" else {}
     second = video(data, 5) if model.vision().vision.has_videos else image(data, "b.jpg")
-    pictures = (image(data, "a.png"), second, image(data, "c.webp"))
+    media = (image(data, "a.png"), second, image(data, "c.webp"))
     said = [f"Is <image>this\n<{second.kind}>, or", "No.", "<image>", "Yes: it is."]
-    found = document(model, chat(*said, pictures=pictures), **changes)
+    found = document(model, chat(*said, media=media), **changes)
     processor = model.vision().processor
-    sources = [media_source(each.value, each.kind, "") for each in pictures]
+    sources = [media_source(each.value, each.kind, "") for each in media]
     measured = [processor.measure(each) for each in sources]
     texts = [processor.placeholder(each) for each in measured]
     whole = [said[0].replace("<image>", texts[0], 1).replace(f"<{second.kind}>", texts[1]), said[1], texts[2], said[3]]
@@ -107,20 +107,20 @@ def test_tokens_are_those_of_the_whole_text(models: dict[str, Model], data: Path
     assert found.labels.tolist() == plain.documents[0].labels.tolist()
     vision = model.vision().vision
     pads = np.flatnonzero(np.isin(found.input_ids, (vision.image_token_id, vision.video_token_id)))
-    assert [each.grid for each in found.pictures] == [each.grid for each in measured]
-    assert [each.num_tokens for each in found.pictures] == [
+    assert [each.grid for each in found.media] == [each.grid for each in measured]
+    assert [each.num_tokens for each in found.media] == [
         each.num_patches // processor.merge_size**2 for each in measured
     ]
-    starts = np.cumsum([0, *(each.num_tokens for each in found.pictures)])
-    assert [each.start for each in found.pictures] == pads[starts[:-1]].tolist()
+    starts = np.cumsum([0, *(each.num_tokens for each in found.media)])
+    assert [each.start for each in found.media] == pads[starts[:-1]].tolist()
     assert starts[-1] == len(pads)
-    assert [unpacked(each.packed) for each in found.pictures] == list(zip(sources, measured, strict=True))
-    assert [each.is_video for each in found.pictures] == [False, second.kind == "video", False]
+    assert [unpacked(each.packed) for each in found.media] == list(zip(sources, measured, strict=True))
+    assert [each.is_video for each in found.media] == [False, second.kind == "video", False]
 
 
 def test_pictures_are_never_trained(model: Model, data: Path) -> None:
-    pictures = (image(data, "a.png"), video(data, 4), image(data, "b.jpg"))
-    example = chat("Is it <image><video>?", "See <image>!", pictures=pictures)
+    media = (image(data, "a.png"), video(data, 4), image(data, "b.jpg"))
+    example = chat("Is it <image><video>?", "See <image>!", media=media)
     found = document(model, example, train_on_prompt=True)
     vision = model.vision().vision
     untrained = found.input_ids[found.labels == -100]
@@ -149,13 +149,13 @@ def test_forms_of_rows_make_the_same_tokens(model: Model, data: Path) -> None:
         names.append(f"{name}.jsonl")
     one, two, three = ((each,) for each in model.prepared(data, *names, disable_shuffling=True).train)
     assert plain(one) == plain(two) == plain(three)
-    assert len(one[0][0].pictures) == 2
+    assert len(one[0][0].media) == 2
 
 
 def plain(rows: Any) -> list[Any]:
     """Rows as values that can be compared."""
     return [
-        (each.input_ids.tolist(), each.labels.tolist(), [(*p[:-1], bytes(p.packed)) for p in each.pictures])
+        (each.input_ids.tolist(), each.labels.tolist(), [(*p[:-1], bytes(p.packed)) for p in each.media])
         for row in rows
         for each in row
     ]
@@ -180,10 +180,10 @@ def test_processes_change_nothing(model: Model, data: Path, tmp_path: Path) -> N
     together = model.prepared(data, name, preprocessing_num_workers=2, tokenized_path=str(tmp_path / "rows"))
     assert together.train.digest == alone.train.digest
     assert alone.directory != together.directory
-    counts = alone.report.train.pictures
+    counts = alone.report.train.media
     assert (counts.images, counts.videos) == (225, 75)
-    assert counts.largest == max(p.num_tokens for row in alone.train for d in row for p in d.pictures)
-    assert counts.tokens == sum(p.num_tokens for row in alone.train for d in row for p in d.pictures)
+    assert counts.largest == max(p.num_tokens for row in alone.train for d in row for p in d.media)
+    assert counts.tokens == sum(p.num_tokens for row in alone.train for d in row for p in d.media)
     assert f"; 225 images and 75 videos with {counts.tokens:,} tokens, " in "\n".join(alone.report.lines())
 
 
@@ -199,8 +199,8 @@ def test_pairs_carry_the_prompts_pictures_twice(model: Model, data: Path) -> Non
     row = {"instruction": "<image>What?", "chosen": "A cat.", "rejected": "A dog, perhaps.", "images": ["a.png"]}
     write_rows(data / "pairs.jsonl", [row])
     ((chosen, rejected),) = model.prepared(data, "pairs.jsonl", stage="dpo").train
-    assert [bytes(p.packed) for p in chosen.pictures] == [bytes(p.packed) for p in rejected.pictures]
-    assert chosen.pictures[0].start == rejected.pictures[0].start
+    assert [bytes(p.packed) for p in chosen.media] == [bytes(p.packed) for p in rejected.media]
+    assert chosen.media[0].start == rejected.media[0].start
     assert chosen.input_ids.tolist() != rejected.input_ids.tolist()
 
 
@@ -282,7 +282,7 @@ def test_rows_that_hold_their_pictures(model: Model, data: Path, monkeypatch: py
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data / "held.parquet")
     (data / "b.jpg").unlink()
     found = model.prepared(data, "held.parquet").train
-    sources = [unpacked(p.packed)[0] for row in found for d in row for p in d.pictures]
+    sources = [unpacked(p.packed)[0] for row in found for d in row for p in d.media]
     assert [(each.path, each.data) for each in sources] == [(f"{number}.jpg", content) for number in range(5)]
 
 
@@ -304,7 +304,7 @@ def test_rows_with_pictures_wait_within_a_bound(
             read += 1
             yield Sample(RawRow(f"row {number}", asks(images=[value])))
 
-    reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, pictures=True)
+    reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, media=True)
     encoder = make_encoder(settings, model.tokenizer, model.vision(settings))
     for _, found in encode_all(encoder, reader, samples(), 2, side_by_side=side_by_side):
         assert isinstance(found, Encoded), found
@@ -338,7 +338,7 @@ def test_prepared_rows_follow_the_files_of_pictures(
     again = model.prepared(data, "rows.jsonl")
     assert again.directory == first.directory
     assert "image or video files were removed or changed" in capsys.readouterr().err
-    assert again.train[0][0].pictures[0].grid != first.train[0][0].pictures[0].grid
+    assert again.train[0][0].media[0].grid != first.train[0][0].media[0].grid
     (data / "b.jpg").unlink()
     (report,) = model.prepared(data, "rows.jsonl").report.datasets
     assert (report.trained, list(report.codes.values())) == (1, ["picture-missing"])
@@ -356,15 +356,15 @@ def test_what_determines_pictures_determines_the_key(models: dict[str, Model], d
     model = models["internvl" if name == "crop_to_patches" else "qwen3_vl"]
     write_rows(data / "rows.jsonl", [asks("What?")])
 
-    def key(*, with_pictures: bool, **changes: Any) -> str:
+    def key(*, with_media: bool, **changes: Any) -> str:
         settings = model.settings(data, ["rows.jsonl"], **changes)
-        vision = model.vision(settings) if with_pictures else None
+        vision = model.vision(settings) if with_media else None
         return prepared_key(settings, model.tokenizer, vision=vision).name
 
     value = {name: OTHER_VALUES[name]}
     rules = {"conversation_rules": "ms_swift_4"} if name == "image_scale_pixels" else {}  # it is theirs alone
-    assert key(with_pictures=True, **value, **rules) != key(with_pictures=True, **rules)
-    assert key(with_pictures=False, **value, **rules) == key(with_pictures=False, **rules)
+    assert key(with_media=True, **value, **rules) != key(with_media=True, **rules)
+    assert key(with_media=False, **value, **rules) == key(with_media=False, **rules)
 
 
 def test_rows_with_other_pictures_are_no_copies(model: Model, data: Path) -> None:
@@ -383,9 +383,9 @@ def test_evaluation_rows_have_pictures(model: Model, data: Path) -> None:
     assert found.report.evaluation is not None
     both = sorted(plain(found.train) + plain(found.evaluation))
     assert both == sorted(plain(model.prepared(data, "mixed.jsonl").train))
-    counted = found.report.evaluation.pictures
-    pictures = [p for row in found.evaluation for d in row for p in d.pictures]
-    assert (counted.images + counted.videos, counted.tokens) == (len(pictures), sum(p.num_tokens for p in pictures))
+    counted = found.report.evaluation.media
+    media = [p for row in found.evaluation for d in row for p in d.media]
+    assert (counted.images + counted.videos, counted.tokens) == (len(media), sum(p.num_tokens for p in media))
 
 
 def test_streamed_blocks_hold_pictures(model: Model, data: Path, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_streamed_blocks_hold_pictures(model: Model, data: Path, tmp_path: Path)
         meta = stream.write_block(folder)
         block = TokenRows(folder / PART)
         rows += plain(block)
-        assert meta.tokens.pictures == block.count_pictures()
+        assert meta.tokens.media == block.count_media()
     stream.close()
     assert rows == plain(model.prepared(data, "mixed.jsonl", disable_shuffling=True).train)
 
@@ -413,7 +413,7 @@ def test_a_damaged_table_is_named(model: Model, data: Path) -> None:
     assert caught.value.exit_code == ExitCode.INPUT
 
 
-@pytest.mark.parametrize("name", ["pictures.npy", "files.npy"])
+@pytest.mark.parametrize("name", ["media.npy", "files.npy"])
 def test_a_damaged_record_is_made_again(model: Model, data: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Its place and size are whole, what it says is not."""
     found = model.prepared(data, mixed(data))
@@ -438,7 +438,7 @@ def test_a_tokenizer_of_another_model_is_refused(models: dict[str, Model], tmp_p
 
 def test_a_template_that_leaves_a_picture_out(model: Model, data: Path) -> None:
     vision = model.vision()
-    _, placed = vision.place(chat("<image>", "x", pictures=(image(data, "a.png"),)), {})
+    _, placed = vision.place(chat("<image>", "x", media=(image(data, "a.png"),)), {})
     with pytest.raises(RowError) as caught:
         vision.expanded([[1, 2, 3], [4]], placed)
     assert caught.value.code == "picture-left-out"
@@ -450,7 +450,7 @@ def test_videos_are_read(models: dict[str, Model], data: Path) -> None:
     write_rows(data / "rows.jsonl", [asks("<video>What?", videos=["a.mp4"])])
     for family, model in ((name, each) for name, each in models.items() if each.vision().vision.has_videos):
         ((document,),) = model.prepared(data, "rows.jsonl", preprocessing_num_workers=2).train
-        (video,) = document.pictures
+        (video,) = document.media
         source, measured = unpacked(video.packed)
         assert source == MediaSource("video", str(data / "a.mp4"))
         assert (video.is_video, len(measured.frames), video.grid[0]) == (True, 4, 2)
@@ -462,7 +462,7 @@ def test_huge_images_are_resized_by_the_settings(model: Model, data: Path) -> No
     Image.new("RGB", (2000, 1000)).save(data / "large.png")
     write_rows(data / "rows.jsonl", [asks(images=["large.png"])])
     small, large = (
-        model.prepared(data, "rows.jsonl", image_max_pixels=side * side).train[0][0].pictures[0].num_tokens
+        model.prepared(data, "rows.jsonl", image_max_pixels=side * side).train[0][0].media[0].num_tokens
         for side in (64, 256)
     )
     assert small * 10 < large

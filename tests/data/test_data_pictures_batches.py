@@ -12,12 +12,12 @@ import pytest
 import torch
 from pictures_kit import Model, asks, draw, make_model, write_rows
 
-from megatune.data.batches import Batch, Collator, MediaShard, Pictures
+from megatune.data.batches import Batch, BatchMedia, Collator, MediaShard
 from megatune.data.loader import StepLoader
 from megatune.data.media.arguments import rotary_position_ids
-from megatune.data.media.processor import PictureProcessor
+from megatune.data.media.processor import MediaProcessor
+from megatune.data.media_table import unpacked
 from megatune.data.order import PreparedSteps
-from megatune.data.pictures import unpacked
 from megatune.data.rows import Document, TokenRows
 from megatune.objectives.base import tokens_of_documents
 from megatune.objectives.preference import Preference
@@ -65,32 +65,32 @@ def batch_of(made: Collator, found: Sequence[Document], shard: MediaShard | None
 
 def decoded(model: Model, found: Sequence[Document]) -> list[np.ndarray]:
     processor = model.vision().processor
-    return [processor.pixels(*unpacked(picture.packed)) for each in found for picture in each.pictures]
+    return [processor.pixels(*unpacked(picture.packed)) for each in found for picture in each.media]
 
 
 @pytest.mark.parametrize(("packed", "multiple"), [(False, 1), (True, 1), (True, 8)])
 def test_a_batch_of_all_rows(model: Model, data: Path, packed: bool, multiple: int) -> None:
     found, vision = documents(rows_of(model, data)), model.vision().vision
     batch = batch_of(collator(model, len(found), packed, multiple), found, MediaShard(0, 1))
-    pictures = batch.pictures
-    assert pictures is not None
-    assert pictures.grids.tolist() == [list(picture.grid) for each in found for picture in each.pictures]
-    assert pictures.owners.tolist() == [0] * 7
+    media = batch.media
+    assert media is not None
+    assert media.grids.tolist() == [list(picture.grid) for each in found for picture in each.media]
+    assert media.owners.tolist() == [0] * 7
     expected = np.concatenate(decoded(model, found))
-    assert pictures.pixel_values.dtype == torch.float32
-    assert np.array_equal(pictures.pixel_values.numpy(), expected)
+    assert media.pixel_values.dtype == torch.float32
+    assert np.array_equal(media.pixel_values.numpy(), expected)
     pads = {vision.image_token_id, vision.video_token_id}
     flat = batch.input_ids.reshape(-1).tolist()
-    assert pictures.places.tolist() == [place for place, token in enumerate(flat) if token in pads]
-    assert len(pictures.places) == sum(picture.num_tokens for each in found for picture in each.pictures)
+    assert media.places.tolist() == [place for place, token in enumerate(flat) if token in pads]
+    assert len(media.places) == sum(picture.num_tokens for each in found for picture in each.media)
     s = batch.input_ids.shape[1]
-    assert pictures.rotary_position_ids.shape == (3, 1 if packed else len(found), s)
+    assert media.rotary_position_ids.shape == (3, 1 if packed else len(found), s)
     starts = [s * row for row in range(len(found))] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     stops = [*starts[1:], len(flat)]
-    ids = pictures.rotary_position_ids.reshape(3, -1).numpy()
+    ids = media.rotary_position_ids.reshape(3, -1).numpy()
     for each, start, stop in zip(found, starts, stops, strict=False):
         size = len(each.input_ids)
-        own = rotary_position_ids(each.input_ids, [(p.grid, p.seconds_per_grid) for p in each.pictures], vision)
+        own = rotary_position_ids(each.input_ids, [(p.grid, p.seconds_per_grid) for p in each.media], vision)
         assert np.array_equal(ids[:, start : start + size], own)
         behind = np.arange(own.max() + 1, own.max() + 1 + stop - start - size)
         assert np.array_equal(ids[:, start + size : stop], np.stack([behind] * 3)), "padding counts on"
@@ -103,35 +103,35 @@ def test_shares_are_all_pictures_once(model: Model, data: Path, size: int) -> No
     batches = [batch_of(collator(model, len(found)), found, MediaShard(rank, size)) for rank in range(size)]
     first = pictures_of(batches[0])
     for rank, batch in enumerate(batches):
-        pictures = pictures_of(batch)
-        for each in fields(Pictures):
+        media = pictures_of(batch)
+        for each in fields(BatchMedia):
             if each.name != "pixel_values":
-                assert torch.equal(getattr(pictures, each.name), getattr(first, each.name)), each.name
+                assert torch.equal(getattr(media, each.name), getattr(first, each.name)), each.name
         mine = [pixels for pixels, owner in zip(whole, first.owners.tolist(), strict=True) if owner == rank]
         expected = np.concatenate([whole[0][:0], *mine])
-        assert np.array_equal(pictures.pixel_values.numpy(), expected)
+        assert np.array_equal(media.pixel_values.numpy(), expected)
     assert set(first.owners.tolist()) == set(range(min(size, 7)))
 
 
-def pictures_of(batch: Batch) -> Pictures:
-    assert batch.pictures is not None
-    return batch.pictures
+def pictures_of(batch: Batch) -> BatchMedia:
+    assert batch.media is not None
+    return batch.media
 
 
 def test_later_stages_decode_nothing(model: Model, data: Path) -> None:
     found = documents(rows_of(model, data))
     for name in SIZES:
         (data / name).unlink()
-    pictures = pictures_of(batch_of(collator(model, len(found)), found))
+    media = pictures_of(batch_of(collator(model, len(found)), found))
     vision = model.vision().vision
-    assert pictures.pixel_values.shape == (0, 3 * 2 * vision.patch_size**2)
-    assert len(pictures.grids) == len(pictures.owners) == 7
+    assert media.pixel_values.shape == (0, 3 * 2 * vision.patch_size**2)
+    assert len(media.grids) == len(media.owners) == 7
 
 
 def test_text_alone_has_no_pictures(model: Model, data: Path) -> None:
     found = documents(rows_of(model, data))
     for chosen in ([found[0], found[5]], []):
-        assert batch_of(collator(model, 2), chosen, MediaShard(0, 1)).pictures is None
+        assert batch_of(collator(model, 2), chosen, MediaShard(0, 1)).media is None
 
 
 def loader(model: Model, rows: TokenRows, num_workers: int, rank: int = 0, size: int = 1) -> StepLoader:
@@ -150,9 +150,9 @@ def loader(model: Model, rows: TokenRows, num_workers: int, rank: int = 0, size:
 
 def same(one: Batch, other: Batch) -> bool:
     pairs = [(getattr(one, name), getattr(other, name)) for name in ("input_ids", "labels", "position_ids")]
-    if one.pictures is not None and other.pictures is not None:
-        pairs += [(getattr(one.pictures, each.name), getattr(other.pictures, each.name)) for each in fields(Pictures)]
-    return (one.pictures is None) == (other.pictures is None) and all(torch.equal(*pair) for pair in pairs)
+    if one.media is not None and other.media is not None:
+        pairs += [(getattr(one.media, each.name), getattr(other.media, each.name)) for each in fields(BatchMedia)]
+    return (one.media is None) == (other.media is None) and all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -163,8 +163,8 @@ def test_processes_change_nothing(model: Model, data: Path, packing: bool) -> No
     assert [step for step, _ in together] == list(range(4))
     for (_, one), (_, other) in zip(alone, together, strict=True):
         assert all(same(*pair) for pair in zip(one, other, strict=True))
-    assert any(batch.pictures is not None for _, batches in alone for batch in batches)
-    assert any(batch.pictures is None for _, batches in alone for batch in batches)
+    assert any(batch.media is not None for _, batches in alone for batch in batches)
+    assert any(batch.media is None for _, batches in alone for batch in batches)
 
 
 # --- what cannot be decoded -------------------------------------------------------------------------------------------
@@ -219,28 +219,28 @@ def test_documents_are_left_out(model: Model, data: Path, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_pairs_with_pictures(model: Model, data: Path, packed: bool) -> None:
     """Both answers have the prompt's pictures; where one cannot be decoded, the pair is left out whole."""
-    pictures = {"a.png": "<image>What?", "b.jpg": "<image>Which?", "d.png": "<image>Why?"}
+    media = {"a.png": "<image>What?", "b.jpg": "<image>Which?", "d.png": "<image>Why?"}
     rows = [
         {"instruction": prompt, "chosen": "This.", "rejected": "That it is.", "images": [name]}
-        for name, prompt in pictures.items()
+        for name, prompt in media.items()
     ]
     write_rows(data / "rows.jsonl", rows)
     made = rows_of(model, data, stage="dpo", packing=packed)
     assert (made.is_pairs, made.is_packed) == (True, packed)
     found = documents(made)
-    names = [unpacked(each.packed)[0].name for document in found for each in document.pictures]
+    names = [unpacked(each.packed)[0].name for document in found for each in document.media]
     assert names[::2] == names[1::2]
     assert len(set(names)) == 3
     (data / "b.jpg").unlink()
     batch = batch_of(replace(collator(model, 3, packed, 8), documents_per_row=2), found, MediaShard(0, 1))
-    assert batch.pictures is not None
-    assert len(batch.pictures.grids) == 6
+    assert batch.media is not None
+    assert len(batch.media.grids) == 6
     expected = [
         None if name.endswith("b.jpg") else pixels_of(model, each) for name, each in zip(names, found, strict=True)
     ]
     place = 0
-    for pixels, grid in zip(expected, batch.pictures.grids, strict=True):
-        here = batch.pictures.pixel_values[place : place + int(grid.prod())].numpy()
+    for pixels, grid in zip(expected, batch.media.grids, strict=True):
+        here = batch.media.pixel_values[place : place + int(grid.prod())].numpy()
         assert np.array_equal(here, np.zeros_like(here) if pixels is None else pixels)
         place += len(here)
     lost = [each.document for each in batch.unreadable]
@@ -268,13 +268,13 @@ def test_a_picture_of_both_answers_is_decoded_once(model: Model, data: Path, mon
     write_rows(data / "rows.jsonl", rows)
     found = documents(rows_of(model, data, stage="dpo"))
     expected = np.concatenate(decoded(model, found))
-    made, pixels = [], PictureProcessor.pixels
+    made, pixels = [], MediaProcessor.pixels
 
-    def counted(processor: PictureProcessor, source: Any, measured: Any) -> np.ndarray:
+    def counted(processor: MediaProcessor, source: Any, measured: Any) -> np.ndarray:
         made.append(source.name)
         return pixels(processor, source, measured)
 
-    monkeypatch.setattr(PictureProcessor, "pixels", counted)
+    monkeypatch.setattr(MediaProcessor, "pixels", counted)
     batch = batch_of(replace(collator(model, 2), documents_per_row=2), found, MediaShard(0, 1))
     assert np.array_equal(pictures_of(batch).pixel_values.numpy(), expected)
     assert len(made) == 3

@@ -17,11 +17,11 @@ PAD = 9
 
 def tokens(text: str, *sizes: int, first: int = 0) -> list[int]:
     """Tokens of a text, in which every * is a picture of so many tokens; letters are their codes."""
-    pictures = iter(enumerate(sizes, start=first))
+    media = iter(enumerate(sizes, start=first))
     found: list[int] = []
     for letter in text:
         if letter == "*":
-            number, size = next(pictures)
+            number, size = next(media)
             found += [numbered(PAD, number)] * size
         else:
             found.append(ord(letter))

@@ -147,10 +147,10 @@ def test_statistics_count_tokens_of_pictures(model: Model, data: Path) -> None:
     model_settings = settings.model.model_copy(update={"model_name_or_path": str(model.folder)})
     settings = settings.model_copy(update={"model": model_settings})
     found = describe(settings, model.tokenizer, model.prepared(data, "rows.jsonl"))
-    counts = found.report.train.pictures
+    counts = found.report.train.media
     assert (counts.images, counts.videos, counts.largest) == (2, 1, 16)
-    (line,) = (line for line in lines(found) if line.startswith("pictures"))
+    (line,) = (line for line in lines(found) if line.startswith("media"))
     share = counts.tokens / found.report.train.tokens
     assert f"2 images and 1 video with {counts.tokens} tokens, " in line
     assert line.endswith(f"16 at most; {share:.1%} of all tokens")
-    assert json.loads(found.to_json())["report"]["train"]["pictures"]["tokens"] == counts.tokens
+    assert json.loads(found.to_json())["report"]["train"]["media"]["tokens"] == counts.tokens

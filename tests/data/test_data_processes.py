@@ -45,7 +45,7 @@ def test_cores_and_memory_bound_processes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_processes_that_build_batches(asked: int, started: int, note: str | None) -> None:
     settings = load(overrides=[f"dataloader_num_workers={asked}"]).settings
     context = SimpleNamespace(local_world_size=2)
-    assert loader_workers(settings, context, has_pictures=False) == (started, note)  # type: ignore[arg-type]
+    assert loader_workers(settings, context, has_media=False) == (started, note)  # type: ignore[arg-type]
 
 
 def test_a_run_says_how_many_tokenise() -> None:

@@ -15,7 +15,7 @@ from megatune.data import store
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
-from megatune.data.pictures import DocumentPicture, PictureCounts, packed
+from megatune.data.media_table import DocumentMedia, MediaCounts, packed
 from megatune.data.rows import Document, TokenRows
 from megatune.errors import ExitCode, MegatuneError
 
@@ -236,15 +236,15 @@ def test_pictures_are_counted_by_row(tmp_path: Path, packing: bool) -> None:
     def pictured(*sizes: int) -> list[Document]:
         starts = np.cumsum([0, *sizes])[:-1]
         found = tuple(
-            DocumentPicture(int(start), size, (1, 2, 2 * size), None, is_video=False, packed=content)
+            DocumentMedia(int(start), size, (1, 2, 2 * size), None, is_video=False, packed=content)
             for start, size in zip(starts, sizes, strict=True)
         )
-        return [document([(1, True)] * 10)._replace(pictures=found)]
+        return [document([(1, True)] * 10)._replace(media=found)]
 
     samples = [pictured(4), pictured(), pictured(2, 5)]
     parts = built(tmp_path / "made", samples, RowShape("sft", 20, packing, 1), train=[0, 2], none=[1], again=[0, 1, 0])
     of_row = 11 if packing else 7
-    assert parts["train"].count_pictures() == PictureCounts(images=3, tokens=11, largest=5, of_row=of_row)
-    assert parts["none"].count_pictures() == PictureCounts()
-    again = [sum(each.num_tokens for one in row for each in one.pictures) for row in parts["again"]]
-    assert parts["again"].count_pictures() == PictureCounts(images=2, tokens=8, largest=4, of_row=max(again))
+    assert parts["train"].count_media() == MediaCounts(images=3, tokens=11, largest=5, of_row=of_row)
+    assert parts["none"].count_media() == MediaCounts()
+    again = [sum(each.num_tokens for one in row for each in one.media) for row in parts["again"]]
+    assert parts["again"].count_media() == MediaCounts(images=2, tokens=8, largest=4, of_row=max(again))

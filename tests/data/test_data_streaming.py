@@ -27,8 +27,8 @@ from megatune.data.bad_rows import LengthError, RowError, UnsupportedRow
 from megatune.data.batches import Batch, Collator
 from megatune.data.encode import Encoded, Encoder
 from megatune.data.loader import StepLoader
+from megatune.data.media_table import DocumentMedia
 from megatune.data.order import mixed_order
-from megatune.data.pictures import DocumentPicture
 from megatune.data.pipeline import Pipeline
 from megatune.data.rows import Document, TokenRows
 from megatune.data.samples import RowMetadata
@@ -358,10 +358,10 @@ def test_a_machine_that_read_other_rows_tokenises_them_itself(tmp_path: Path, mo
 
 def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     """Of any size: torch's store takes 8 MiB at once."""
-    pictures = (DocumentPicture(1, 2, (1, 2, 4), None, False, b"ab"), DocumentPicture(3, 2, (2, 2, 2), 0.5, True, b"c"))
+    media = (DocumentMedia(1, 2, (1, 2, 4), None, False, b"ab"), DocumentMedia(3, 2, (2, 2, 2), 0.5, True, b"c"))
     documents = tuple(
         Document(np.arange(size, dtype=np.int32), -np.arange(size, dtype=np.int32), found)
-        for size, found in ((5 * 2**20, pictures), (2, ()))
+        for size, found in ((5 * 2**20, media), (2, ()))
     )
     errors = (LengthError("too-long", "longer", "9 tokens", 9), RowError("bad", "wrong", "\ud800"),
               UnsupportedRow("audio", "none"))  # fmt: skip
@@ -373,7 +373,7 @@ def test_what_goes_to_other_machines_is_what_came_of_the_rows() -> None:
     for mine, theirs in zip(documents, first.documents, strict=True):
         assert np.array_equal(mine.input_ids, theirs.input_ids)
         assert np.array_equal(mine.labels, theirs.labels)
-        assert (theirs.input_ids.dtype, theirs.labels.dtype, theirs.pictures) == (np.int32, np.int32, mine.pictures)
+        assert (theirs.input_ids.dtype, theirs.labels.dtype, theirs.media) == (np.int32, np.int32, mine.media)
     assert [(type(each), vars(each)) for each in others] == [(type(each), vars(each)) for each in errors]
 
 

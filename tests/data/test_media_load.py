@@ -12,11 +12,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import PictureProcessor
+from megatune.data.media.processor import MediaProcessor
 from megatune.errors import ExitCode, MegatuneError
 
 
-def load(folder: Path, family: str = "qwen2_vl", **files: dict[str, Any]) -> PictureProcessor:
+def load(folder: Path, family: str = "qwen2_vl", **files: dict[str, Any]) -> MediaProcessor:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return load_processor(folder, vision(family), DataSettings(**SETTINGS))

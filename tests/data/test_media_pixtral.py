@@ -19,7 +19,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.media import MediaSource
 from megatune.data.media.arguments import media_arguments
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import PictureProcessor
+from megatune.data.media.processor import MediaProcessor
 from megatune.encoders import MediaPlaceholder, Vision
 from megatune.errors import ExitCode, MegatuneError
 
@@ -36,7 +36,7 @@ def pixtral() -> Vision:
     return vision("mistral3", temporal_patch_size=1, text=TEXT, image_token_id=10, video_token_id=-1, one_position=True)
 
 
-def processor(folder: Path, joint: dict[str, Any] | None = None, **changes: Any) -> PictureProcessor:
+def processor(folder: Path, joint: dict[str, Any] | None = None, **changes: Any) -> MediaProcessor:
     """The file of images and the joint one, as published, and settings."""
     settings = {key: changes.pop(key) for key in list(changes) if key in DataSettings.model_fields}
     (folder / "preprocessor_config.json").write_text(json.dumps(FILE | changes))

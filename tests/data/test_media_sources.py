@@ -16,7 +16,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.media import MediaSource, media_source
 from megatune.data.media.images import image_size
 from megatune.data.media.processor import MediaShape
-from megatune.data.pictures import packed, unpacked
+from megatune.data.media_table import packed, unpacked
 
 PNG = encoded(picture(), "PNG")
 TEXT = base64.b64encode(PNG).decode()
@@ -114,6 +114,6 @@ SOURCES = st.one_of(
 @given(SOURCES)
 def test_sources_are_kept_as_bytes(source: MediaSource) -> None:
     measured = MediaShape((3, 4, 6), 0.1 + 0.2, (0.25, 1.5), (0, 5, 9), (640, 480))
-    with patch("megatune.data.pictures.os.stat", return_value=Mock(st_size=7)):
+    with patch("megatune.data.media_table.os.stat", return_value=Mock(st_size=7)):
         assert unpacked(packed(source, measured)) == (source, measured)
     assert pickle.loads(pickle.dumps(source)) == source

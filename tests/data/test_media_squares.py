@@ -22,7 +22,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from megatune.config.groups.data import DataSettings
 from megatune.config.groups.run import RunSettings
 from megatune.config.settings import Settings
-from megatune.data.conversation import Conversation, Message, RowPicture
+from megatune.data.conversation import Conversation, Message, RowMedia
 from megatune.data.encode import Encoded, load_tokenizer, make_encoder
 from megatune.data.media import MediaSource
 from megatune.data.media.arguments import media_arguments
@@ -140,7 +140,7 @@ def test_tokens_of_tiles_are_those_of_internvls_processor(
     conversation = Conversation(
         (Message("user", asked), Message("assistant", "It.")),
         system="Be brief.",
-        pictures=tuple(RowPicture("image", file) for file in files),
+        media=tuple(RowMedia("image", file) for file in files),
     )
     tokenizer, data = load_tokenizer(folder), DataSettings(template="intern_vl", crop_to_patches=True, **SETTINGS)
     encoder = make_encoder(
@@ -177,7 +177,7 @@ def test_tokens_are_those_of_gemma3s_processor(folders: dict[str, Path], tmp_pat
         Message("assistant", "So."),
     ]
     conversation = Conversation(
-        tuple(messages), system="Be brief.", pictures=(RowPicture("image", str(tmp_path / "a.png")),) * 3
+        tuple(messages), system="Be brief.", media=(RowMedia("image", str(tmp_path / "a.png")),) * 3
     )
     tokenizer = load_tokenizer(folder)
     data = DataSettings(template=template, **SETTINGS)

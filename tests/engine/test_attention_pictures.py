@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatune.engine.layers.attention.core import Attention, attend_rows
-from megatune.engine.sequences import Runs, picture_runs
+from megatune.engine.sequences import Runs, media_runs
 
 S, ROWS = 23, 2
 BOUNDARIES = (0, 9, S)
@@ -43,7 +43,7 @@ def test_tokens_of_a_picture_see_each_other(backend: str, window: int | None) ->
     shapes = (S, ROWS, 4, 8), (S, ROWS, 2, 8), (S, ROWS, 2, 8)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    found = attend_rows(*tensors, Attention(BOUNDARIES, 0.4, AttnBackend[backend], window, pictures=RUNS))
+    found = attend_rows(*tensors, Attention(BOUNDARIES, 0.4, AttnBackend[backend], window, media=RUNS))
     expected = defined(*tensors, window)
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad((each * weights).sum(), tensors) for each in (found, expected))
@@ -53,7 +53,7 @@ def test_tokens_of_a_picture_see_each_other(backend: str, window: int | None) ->
 
 def test_runs_end_with_their_document_and_row() -> None:
     tokens = [place for start, stop in RUNS for place in range(start, stop)]
-    found = picture_runs(torch.tensor([*tokens[:7], 9, *tokens[7:]]), BOUNDARIES)
+    found = media_runs(torch.tensor([*tokens[:7], 9, *tokens[7:]]), BOUNDARIES)
     assert found == ((2, 9), (9, 10), (S + 10, S + S))
-    assert picture_runs(torch.tensor([S - 1, S]), (0, S)) == ((S - 1, S), (S, S + 1))
-    assert picture_runs(torch.tensor([], dtype=torch.int64), (0, S)) == ()
+    assert media_runs(torch.tensor([S - 1, S]), (0, S)) == ((S - 1, S), (S, S + 1))
+    assert media_runs(torch.tensor([], dtype=torch.int64), (0, S)) == ()

@@ -203,7 +203,7 @@ def test_every_copy_of_a_micro_batch_is_sent(monkeypatch):
     monkeypatch.setattr(sequences, "send", lambda tensor: sent.append(tensor) or tensor)
     ids = torch.arange(8)[None]
     batch = SimpleNamespace(
-        input_ids=ids, labels=ids, position_ids=ids, lengths=(8,), cu_seqlens=None, extras={}, pictures=None
+        input_ids=ids, labels=ids, position_ids=ids, lengths=(8,), cu_seqlens=None, extras={}, media=None
     )
     mine = sequences.local_batch(batch)
     copies = mine.input_ids, mine.labels, mine.sequences.position_ids, mine.sequences.is_padding

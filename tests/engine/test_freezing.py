@@ -31,7 +31,7 @@ from megatune.objectives.choose import CrossEntropy
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model
-from megatune.verify.samples import Sample, SamplePicture, random_samples
+from megatune.verify.samples import Sample, SampleMedia, random_samples
 
 STEPS, ROWS, ACCUMULATION = 2, 4, 2
 NUM_LAYERS = 4
@@ -111,15 +111,15 @@ def step_samples(index: int, vision: Vision | None = None) -> list[Sample]:
     lengths = [17 + index, 5, 30, 25 - index]
     side = vision.spatial_merge_size if vision is not None else 2
     sizes = ((1, 2 * side, 3 * side), (1, side, side))
-    images = [SamplePicture("image", grid, seed=index + 10 * number) for number, grid in enumerate(sizes)]
-    video = SamplePicture("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
+    images = [SampleMedia("image", grid, seed=index + 10 * number) for number, grid in enumerate(sizes)]
+    video = SampleMedia("video", (2, 4, 4), seed=index + 20, seconds_per_grid=1.0)
     videos = [video] if vision is not None and vision.has_videos else []
     if vision is not None and vision.square is not None:
         side = vision.square // vision.patch_size
         images = [replace(each, grid=(1, side, side)) for each in images]
     # With seeds from 0 or 1 gradients of InternVL's biases nearly cancel: an update by Adam is then of their rounding,
     # in Transformers' fp32, too (4e-4 from fp64). With these the worst family is at a quarter of what is tolerated.
-    return random_samples(301, lengths, seed=index + 5, pictures=(images, (), videos), vision=vision)
+    return random_samples(301, lengths, seed=index + 5, media=(images, (), videos), vision=vision)
 
 
 Tensors = dict[str, Tensor]

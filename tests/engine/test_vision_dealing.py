@@ -13,9 +13,9 @@ from megatune.engine.layers.vision.features import gather_features, place_featur
 from megatune.engine.sequences import local_tokens
 
 
-@given(pictures=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12))
-def test_gathered_features_are_brought_into_the_order_of_tokens(pictures):
-    counts, owners = torch.tensor(pictures).T
+@given(media=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12))
+def test_gathered_features_are_brought_into_the_order_of_tokens(media):
+    counts, owners = torch.tensor(media).T
     owner_of_token = owners.repeat_interleave(counts)
     tokens = torch.arange(len(owner_of_token))
     dealt = [plan_gather(counts, owners, rank, 4) for rank in range(4)]

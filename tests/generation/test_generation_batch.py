@@ -185,7 +185,7 @@ def test_a_row_that_ends_with_a_call_has_no_label(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "Look!"}
     rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]}, {"messages": [asked]}]
     sources = resolve_datasets([str(rows_file(tmp_path / "q.jsonl", *rows))], "", "sft")
-    questions = list(read_questions(sources, {}, Outcome().leave_out, pictures=False))
+    questions = list(read_questions(sources, {}, Outcome().leave_out, media=False))
     assert [(each.label, len(each.conversation.messages)) for each in questions] == [(None, 1), (None, 1)]
 
 
@@ -203,7 +203,7 @@ def test_tools_are_offered_and_calls_written(tmp_path: Path) -> None:
     generator = Generator.load(make_checkpoint("qwen3", tmp_path / "m", num_layers=1), GenerationOptions())
     ((_, prompt),) = dataset._prompted(
         generator,
-        read_questions(resolve_datasets([str(rows)], "", "sft"), {}, Outcome().leave_out, pictures=False),
+        read_questions(resolve_datasets([str(rows)], "", "sft"), {}, Outcome().leave_out, media=False),
         Outcome(),
         "",
     )

@@ -75,9 +75,9 @@ def prepared(folder: Path, files: Path, kinds: str) -> PromptMedia:
     return PromptMedia(vision, tuple(read_media(processor, next(images) if k == "i" else video) for k in kinds))
 
 
-def with_pictures(generator: Generator, pictures: PromptMedia, **changes: Any) -> Generator:
+def with_media(generator: Generator, media: PromptMedia, **changes: Any) -> Generator:
     options = generator.options.model_copy(update=changes)
-    return Generator(generator.backend, generator.tokenizer, options, generator.source, pictures)
+    return Generator(generator.backend, generator.tokenizer, options, generator.source, media)
 
 
 def prompted(generator: Generator, text: str) -> Prompted:
@@ -130,7 +130,7 @@ def test_a_greedy_answer_is_that_of_full_forward_passes(
     family: str, kinds: str, text: str, folders: Callable[[str], Path], files: Path
 ) -> None:
     generator = Generator.load(folders(family), GenerationOptions(max_new_tokens=8))
-    shows = with_pictures(generator, prepared(folders(family), files, kinds))
+    shows = with_media(generator, prepared(folders(family), files, kinds))
     # A placeholder in the answer of a random model would have no picture in a full forward pass.
     vision = prepared(folders(family), files, "").vision
     shows.backend.model.generation_config.suppress_tokens = [
@@ -167,8 +167,7 @@ def test_the_pictures_and_not_their_tokens_alone_make_the_answer(
     black = dataclasses.replace(wide, pixels=np.zeros_like(wide.pixels))
     question = [{"role": "user", "content": "What is this?"}]
     answers = [
-        with_pictures(generator, PromptMedia(vision, (picture,))).answer(question).text
-        for picture in (wide, black, again)
+        with_media(generator, PromptMedia(vision, (picture,))).answer(question).text for picture in (wide, black, again)
     ]
     assert len(set(answers)) == 3
 
@@ -189,17 +188,17 @@ def test_text_alone_is_what_transformers_generates(family: str, folders: Callabl
 def test_pictures_take_the_place_of_their_tags_or_go_before_the_text(
     folders: Callable[[str], Path], files: Path
 ) -> None:
-    pictures = prepared(folders("qwen2_vl"), files, "ivi")
-    first, video, second = (each.placeholder for each in pictures.items)
-    assert pictures.placed("Hi")[0] == f"{first}{video}{second}Hi"
-    text, shown = pictures.placed("a<video>b<image>c<image>")
+    media = prepared(folders("qwen2_vl"), files, "ivi")
+    first, video, second = (each.placeholder for each in media.items)
+    assert media.placed("Hi")[0] == f"{first}{video}{second}Hi"
+    text, shown = media.placed("a<video>b<image>c<image>")
     assert text == f"a{video}b{first}c{second}"
     assert [each.kind for each in shown] == ["video", "image", "image"]
-    text, shown = pictures.placed("a<image><image>b")
+    text, shown = media.placed("a<image><image>b")
     assert text == f"{video}a{first}{second}b"
     assert [each.placeholder for each in shown] == [video, first, second]
     with pytest.raises(MegatuneError) as raised:
-        pictures.placed("<image>, <video> and <video>")
+        media.placed("<image>, <video> and <video>")
     assert raised.value.exit_code == ExitCode.DATA
     assert [finding.what for finding in raised.value.findings] == [
         "the prompt has 1 <image> for 2 images",
@@ -274,9 +273,9 @@ def test_sizes_are_settings_of_training(folders: Callable[[str], Path], tmp_path
 
     def tokens(**settings: Any) -> int:
         options = GenerationOptions(media=(image(tmp_path / "a.png"),), **settings)
-        pictures = Generator.load(folders("qwen2_vl"), options).media
-        assert pictures is not None
-        return pictures.items[0].placeholder.count("<|image_pad|>")
+        media = Generator.load(folders("qwen2_vl"), options).media
+        assert media is not None
+        return media.items[0].placeholder.count("<|image_pad|>")
 
     assert tokens() == 20 * 20
     assert tokens(image_max_pixels=112 * 112) == 4 * 4

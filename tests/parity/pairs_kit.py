@@ -39,7 +39,7 @@ from megatune.verify.reference import (
     _canonical_tensors,
     checkpoint_tensors,
 )
-from megatune.verify.samples import Sample, SamplePicture, random_samples
+from megatune.verify.samples import Sample, SampleMedia, random_samples
 
 # Tokens of prompts, of chosen and of rejected answers.
 PROMPTS, CHOSEN, REJECTED = (7, 3, 12, 5, 9, 4, 6), (9, 14, 3, 8, 5, 17, 2), (6, 11, 8, 2, 13, 4, 10)
@@ -58,19 +58,19 @@ def random_pairs(
     vocab_size: int,
     *,
     prompts: Sequence[int] = PROMPTS,
-    pictures: Sequence[Sequence[SamplePicture]] = (),
+    media: Sequence[Sequence[SampleMedia]] = (),
     vision: Vision | None = None,
 ) -> list[SamplePair]:
     """Pictures are those of the first prompts."""
     options: dict[str, Any] = {"vision": vision}
-    questions = random_samples(vocab_size, prompts, 1, pictures=pictures, **options)
+    questions = random_samples(vocab_size, prompts, 1, media=media, **options)
     answers = [
         random_samples(vocab_size, lengths, seed, **options) for seed, lengths in enumerate((CHOSEN, REJECTED), 2)
     ]
 
     def document(prompt: Sample, answer: Sample) -> Sample:
         labels = (IGNORE_INDEX,) * len(prompt.input_ids) + answer.input_ids
-        return Sample(prompt.input_ids + answer.input_ids, labels, prompt.pictures)
+        return Sample(prompt.input_ids + answer.input_ids, labels, prompt.media)
 
     return [
         SamplePair(document(prompt, chosen), document(prompt, rejected))

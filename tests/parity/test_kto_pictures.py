@@ -59,7 +59,7 @@ def compute(case: Case, objective: KTO, folder: Path) -> tuple[float, float]:
 def test_answers_with_pictures_agree(pool: Any, model_dir: Any, tmp_path: Path, family: str) -> None:
     model, layout = model_dir(family, num_hidden_layers=NUM_LAYERS), LAYOUTS["tp2 sp"]
     vision = load_architecture(model).vision
-    pairs = random_pairs(301, pictures=[[WIDE], [], [SQUARE, WIDE]], vision=vision)
+    pairs = random_pairs(301, media=[[WIDE], [], [SQUARE, WIDE]], vision=vision)
     loaded = load_reference_model(model, torch.float32)
     reference = near([value - APART for value in log_probs(loaded, pairs)])
 

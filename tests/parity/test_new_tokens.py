@@ -20,7 +20,7 @@ from megatune.config.model import open_changed
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.families import load_architecture
 from megatune.generation.transformers_backend import load_pretrained
-from megatune.verify.samples import Sample, SamplePicture, random_samples
+from megatune.verify.samples import Sample, SampleMedia, random_samples
 
 PLAIN, SPECIAL = ["<fish>", "sea weed"], ["<|begin|>", "<|end|>"]
 DESCRIBED = "the fish swims"
@@ -92,8 +92,8 @@ def test_resized_models_agree(pool, reference, tmp_path, family, tied, rows, lay
     stock.save_pretrained(tmp_path / "resized")
 
     vision = load_architecture(view).vision
-    picture = [[SamplePicture("image", (1, 4, 4), 3)]] if vision else []
-    samples = [with_new(each, ids) for each in random_samples(900, LENGTHS, pictures=picture, vision=vision)]
+    picture = [[SampleMedia("image", (1, 4, 4), 3)]] if vision else []
+    samples = [with_new(each, ids) for each in random_samples(900, LENGTHS, media=picture, vision=vision)]
     truth = reference(tmp_path / "resized", samples)
     assert not failures(differences(pool, view, LAYOUTS[layout], samples, truth, tmp_path))
 

@@ -30,7 +30,7 @@ from megatune.engine.optimizer import step
 from megatune.families import load_architecture
 from megatune.verify.measure import measure_loss, shard_samples
 from megatune.verify.reference import checkpoint_tensors, compute_reference, load_reference_model
-from megatune.verify.samples import Sample, random_pictures, random_samples
+from megatune.verify.samples import Sample, random_media, random_samples
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROWS = 4  # of a step, in twice as few micro-batches
@@ -76,8 +76,8 @@ def step_samples(index: int, architecture: Architecture, rows: int = ROWS) -> li
     lengths, vision = [17 + index, 5, 30, 25 - index], architecture.vision
     if rows > ROWS:
         lengths = [17 + index, 5, 30, 12, 9, 25 - index, 21, 8]
-    pictures = random_pictures(len(lengths), vision) if vision is not None else ()
-    return random_samples(301, lengths, seed=index, pictures=pictures, vision=vision)
+    media = random_media(len(lengths), vision) if vision is not None else ()
+    return random_samples(301, lengths, seed=index, media=media, vision=vision)
 
 
 @pytest.fixture(scope="module")

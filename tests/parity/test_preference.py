@@ -67,9 +67,9 @@ def truth(model_dir: Any) -> Truth:
         model = model_dir(family, **sizes)
         if family not in models:
             vision = load_architecture(model).vision
-            pictures = [[WIDE], [], [SQUARE, WIDE]] if vision is not None else ()
+            media = [[WIDE], [], [SQUARE, WIDE]] if vision is not None else ()
             loaded = load_reference_model(model, torch.float32)
-            pairs = random_pairs(301, pictures=pictures, vision=vision)
+            pairs = random_pairs(301, media=media, vision=vision)
             models[family] = loaded, pairs, near(log_probs(loaded, pairs))
         if (family, losses, ld_alpha) not in made:
             loaded, pairs, reference = models[family]

@@ -23,17 +23,15 @@ from megatune.families import load_architecture
 from megatune.training.train_step import train_step
 from megatune.verify.measure import shard_samples
 from megatune.verify.results import WHOLE_GRADIENT, Results, check_errors, compare
-from megatune.verify.samples import Sample, SamplePicture, random_samples
+from megatune.verify.samples import Sample, SampleMedia, random_samples
 
 # The first chunk of two stages with two virtual stages has two of them, as many as deepstack mergers feed.
 NUM_LAYERS = 5
 
-WIDE, SQUARE, TALL = (
-    SamplePicture("image", grid, seed) for seed, grid in enumerate(((1, 6, 10), (1, 4, 4), (1, 14, 6)))
-)
+WIDE, SQUARE, TALL = (SampleMedia("image", grid, seed) for seed, grid in enumerate(((1, 6, 10), (1, 4, 4), (1, 14, 6))))
 # Frames that are no whole number of positions apart.
-CLIP, LONG = (SamplePicture("video", grid, 9, 0.97) for grid in ((3, 4, 6), (5, 2, 4)))
-CONTENTS: dict[str, Sequence[Sequence[SamplePicture]]] = {
+CLIP, LONG = (SampleMedia("video", grid, 9, 0.97) for grid in ((3, 4, 6), (5, 2, 4)))
+CONTENTS: dict[str, Sequence[Sequence[SampleMedia]]] = {
     "an image": [[WIDE], [SQUARE], [TALL], [WIDE]],
     "two images": [[WIDE, SQUARE], [SQUARE, TALL], [TALL, WIDE], [WIDE, TALL]],
     "a video": [[CLIP], [LONG], [CLIP], [LONG]],
@@ -133,20 +131,20 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def samples_of(model: Path, content: str, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Sample]:
-    vision, pictures = load_architecture(model).vision, [*CONTENTS[content]] * (len(lengths) // len(LENGTHS))
+    vision, media = load_architecture(model).vision, [*CONTENTS[content]] * (len(lengths) // len(LENGTHS))
     assert vision is not None
     if not vision.has_videos:
-        pictures = [[each for each in row if each.kind == "image"] for row in pictures]
+        media = [[each for each in row if each.kind == "image"] for row in media]
     m = vision.spatial_merge_size
-    pictures = [
+    media = [
         [replace(each, grid=(each.grid[0], each.grid[1] // 2 * m, each.grid[2] // 2 * m)) for each in row]
-        for row in pictures
+        for row in media
     ]
     if vision.square is not None:
         side = vision.square // vision.patch_size
         tiles = {TALL.seed: 3} if vision.tiles else {}
-        pictures = [[replace(each, grid=(tiles.get(each.seed, 1), side, side)) for each in row] for row in pictures]
-    return random_samples(301, lengths, seed, pictures=pictures, vision=vision)
+        media = [[replace(each, grid=(tiles.get(each.seed, 1), side, side)) for each in row] for row in media]
+    return random_samples(301, lengths, seed, media=media, vision=vision)
 
 
 @pytest.mark.covering

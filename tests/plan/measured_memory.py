@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.settings import Settings
-from megatune.data.batches import SCORED, Batch, DocumentValues, Extra, Pictures, TokenValues, assign_to_ranks
+from megatune.data.batches import SCORED, Batch, BatchMedia, DocumentValues, Extra, TokenValues, assign_to_ranks
 from megatune.data.rows import LABEL
 from megatune.engine import step
 from megatune.engine.groups import build
@@ -92,11 +92,11 @@ def _batch(architecture: Architecture, settings: Settings, images: int, seed: in
     tokens = torch.randint(architecture.vocab_size, shape, generator=generator)
     if not settings.packing:
         positions, lengths = torch.arange(length).repeat(rows, 1), (length,) * rows
-        pictures = _pictures(architecture, positions, images) if images else None
+        media = _media(architecture, positions, images) if images else None
         extras: dict[str, Extra] = {}
         if architecture.num_labels:
             extras = {SCORED: TokenValues(positions == length - 1), LABEL: DocumentValues(torch.zeros(rows, 1))}
-        return Batch(tokens, tokens, positions, lengths, extras=extras, pictures=pictures)
+        return Batch(tokens, tokens, positions, lengths, extras=extras, media=media)
     document = length // DOCUMENTS
     count = rows * DOCUMENTS
     starts = torch.arange(count + 1, dtype=torch.int32) * document
@@ -104,7 +104,7 @@ def _batch(architecture: Architecture, settings: Settings, images: int, seed: in
     return Batch(tokens, tokens, positions, (document,) * count, starts)
 
 
-def _pictures(architecture: Architecture, positions: torch.Tensor, images: int) -> Pictures:
+def _media(architecture: Architecture, positions: torch.Tensor, images: int) -> BatchMedia:
     """On every rank of the first stage the pixels that it encodes."""
     vision, (rows, length), patches = architecture.vision, positions.shape, math.prod(GRID)
     assert vision is not None
@@ -115,7 +115,7 @@ def _pictures(architecture: Architecture, positions: torch.Tensor, images: int) 
         mine = 0
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     tokens = images * patches // vision.spatial_merge_size**2
-    return Pictures(
+    return BatchMedia(
         pixel_values=torch.ones(mine * patches, channels),
         grids=torch.tensor([GRID] * images * rows),
         owners=torch.tensor(owners),

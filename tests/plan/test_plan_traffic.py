@@ -106,7 +106,7 @@ def moved_bytes(architecture: Architecture, settings: Settings) -> list[tuple[in
         parameter.requires_grad_(parameter.dim() < 2 and "experts" not in name)
     layer, config = chunk.module.decoder.layers[0], chunk.module.config
     sequences = SimpleNamespace(
-        boundaries=(0, LENGTH), longest=LENGTH, pictures=(), position_ids=torch.arange(LENGTH), routing=None,
+        boundaries=(0, LENGTH), longest=LENGTH, media=(), position_ids=torch.arange(LENGTH), routing=None,
         rotary_position_ids=None, is_padding=torch.zeros(1, LENGTH, dtype=torch.bool), normalizer=torch.ones(()),
     )  # fmt: skip
     options = {"attention_mask": None, "rotary_pos_emb": chunk.module._rotary_embedding(sequences)}

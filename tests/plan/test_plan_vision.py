@@ -59,7 +59,7 @@ def make_case(*changes: Changes, model: str = "Qwen3-VL-8B", tokens: int | None 
     )
 
 
-def pictures(case: Case) -> Images:
+def media(case: Case) -> Images:
     found = images_of(case)
     assert found is not None
     return found
@@ -85,7 +85,7 @@ def tower(case: Case) -> Vision:
 def test_pictures_are_dealt_over_the_ranks_of_the_first_stage(layout, rows, share):
     batch = {"batch.per_device_train_batch_size": rows}
     case, text = make_case(layout, batch), make_case(layout, batch, tokens=0)
-    assert (pictures(case).rank_tokens, pictures(case).tokens) == (share * IMAGE, rows * 4 * IMAGE)
+    assert (media(case).rank_tokens, media(case).tokens) == (share * IMAGE, rows * 4 * IMAGE)
     # Of a row they are as many operations in every layout.
     of_row = (model_flops(case) - model_flops(text)) / case.global_batch_size
     alone = make_case()
@@ -94,13 +94,13 @@ def test_pictures_are_dealt_over_the_ranks_of_the_first_stage(layout, rows, shar
 
 
 def test_where_nothing_is_said_a_row_has_one_image():
-    assert pictures(make_case(tokens=None)).tokens == IMAGE
-    assert pictures(make_case({"data.cutoff_len": 100}, tokens=None)).tokens == 100
+    assert media(make_case(tokens=None)).tokens == IMAGE
+    assert media(make_case({"data.cutoff_len": 100}, tokens=None)).tokens == 100
     assert images_of(make_case(tokens=0)) is None
     assert images_of(make_case(model="Qwen3-8B", tokens=None)) is None
     # The last image of a row counts whole for the rank that has it, but for no more than there is.
-    assert pictures(make_case(tokens=IMAGE + 24)).rank_tokens == IMAGE + 24
-    assert pictures(make_case(TP2, tokens=IMAGE + 24)).rank_tokens == IMAGE
+    assert media(make_case(tokens=IMAGE + 24)).rank_tokens == IMAGE + 24
+    assert media(make_case(TP2, tokens=IMAGE + 24)).rank_tokens == IMAGE
 
 
 def test_tiles_of_an_image_attend_to_themselves(model_dir):
@@ -122,13 +122,13 @@ def test_pictures_cost_the_first_stage():
     assert text.chunks[0][0].backward == pytest.approx(frozen.chunks[0][0].backward)
     assert frozen.chunks[0][0].backward < 0.99 * whole.chunks[0][0].backward
     assert text.chunks[1] == frozen.chunks[1]
-    of_pictures, rows, width = frozen.model_flops - text.model_flops, frozen.tokens // 4096, 1280
+    of_media, rows, width = frozen.model_flops - text.model_flops, frozen.tokens // 4096, 1280
     vision = tower(make_case(model="Qwen2.5-VL-7B"))
     # 2,800 patches: 2 FLOP each and parameter, and 4 · width a layer with each that it attends to: in 4 layers of 32
     # those of the image, in the others 8 · 8 of a window; 700 merged ones.
     of_tower = 2800 * (2 * vision.num_parameters + 4 * width * (4 * 2800 + 28 * 64))
-    assert of_pictures == pytest.approx(rows * (of_tower + 700 * 2 * vision.num_projector_parameters))
-    assert whole.model_flops - text.model_flops == pytest.approx(3 * of_pictures)
+    assert of_media == pytest.approx(rows * (of_tower + 700 * 2 * vision.num_projector_parameters))
+    assert whole.model_flops - text.model_flops == pytest.approx(3 * of_media)
 
 
 def test_what_is_frozen_of_the_encoder_is_not_computed_backward():
@@ -156,15 +156,15 @@ def test_ranks_exchange_features_and_what_each_found_of_gradients():
     times = [step_time(case).tensor_parallel for case in (text, frozen, trained)]
     assert times == sorted(set(times))
     vision, group = tower(trained), groups_of(trained.machine, shapes_of(trained)).tensor
-    count = pictures(trained).num_trained
+    count = media(trained).num_trained
     assert count == pytest.approx(vision.num_parameters + 3 * vision.num_projector_parameters / 4, rel=1e-4)
     # fp32 gradients, once a step.
-    once = communication.encoder_gradients(trained, groups_of(trained.machine, shapes_of(trained)), pictures(trained))
+    once = communication.encoder_gradients(trained, groups_of(trained.machine, shapes_of(trained)), media(trained))
     assert once == pytest.approx(communication.all_reduce(group, 4 * count))
-    assert communication.encoder_gradients(frozen, groups_of(frozen.machine, shapes_of(frozen)), pictures(frozen)) == 0
+    assert communication.encoder_gradients(frozen, groups_of(frozen.machine, shapes_of(frozen)), media(frozen)) == 0
     # Of four images a rank sends one, 576 tokens of 4 · 4,096 numbers of two bytes, and gets three.
     shapes = shapes_of(frozen)
-    forward = communication.vision_exchange(shapes, groups_of(frozen.machine, shapes), pictures(frozen))[0]
+    forward = communication.vision_exchange(shapes, groups_of(frozen.machine, shapes), media(frozen))[0]
     embedding = communication.all_reduce(group, 2 * 4096 * 4096)
     assert forward - embedding == pytest.approx(3 * 2 * IMAGE * 4 * 4096 / group.bandwidth + group.latency)
 
@@ -238,11 +238,11 @@ def test_train_says_which_pictures_it_plans(tmp_path):
     found = checked(tmp_path, image_max_pixels=451_584)
     assert found.planned is not None
     assert found.lines[2] == "plan       each row is assumed to have one image of 451,584 pixels: 441 tokens"
-    assert pictures(found.planned.case).tokens == 441
+    assert media(found.planned.case).tokens == 441
     # Of rows that are there no more is assumed.
     rows = with_rows(found.planned.case, FULL_ROWS, (2000, 300))
     assert rows.planned is not None
-    images = pictures(rows.planned.case)
+    images = media(rows.planned.case)
     assert (images.tokens, images.rank_tokens, images.patches_of_image) == (2000, 4 * 300, 4 * 300)
     pictured = "rows have at most 2,000 tokens of images or videos; the largest one has 300"
     words = f"plan       rows of 4,096 tokens each; {pictured}: memory: "

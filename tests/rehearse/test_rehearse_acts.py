@@ -110,8 +110,8 @@ def written_data(folder: Path) -> Path:
     ]  # fmt: skip
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     columns = {"messages": "messages", "images": "images"}
-    pictures = {"file_name": "seen.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
-    info = {"alpaca_en_demo": {"file_name": "asked.json"}, "llava_1k_en": pictures, "mllm_demo": pictures}
+    media = {"file_name": "seen.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    info = {"alpaca_en_demo": {"file_name": "asked.json"}, "llava_1k_en": media, "mllm_demo": media}
     for file, content in (("asked", asked), ("seen", seen), ("dataset_info", info)):
         (folder / f"{file}.json").write_text(json.dumps(content))
     return folder

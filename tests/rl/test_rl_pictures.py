@@ -30,7 +30,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine import groups
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
-from megatune.rl.pictures import check_images, model_arguments, vision_of
+from megatune.rl.media import check_images, model_arguments, vision_of
 from megatune.rl.problems import read_problems
 from megatune.rl.rollout.builtin import BuiltinEngine
 from megatune.rl.samples import Problem, Request, Response, Rollouts

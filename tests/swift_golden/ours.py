@@ -51,7 +51,7 @@ def _rows(case: Case, models: Path, folder: Path) -> list[Result]:
     vision = load_vision_input(model, tokenizer, settings.data)
     encoder = make_encoder(settings, tokenizer, vision)
     (source,) = datasets_of(settings)
-    reader = RowReader(source, settings.run.stage, {}, pictures=vision is not None)
+    reader = RowReader(source, settings.run.stage, {}, media=vision is not None)
     found = []
     for row in source.rows():
         example, metadata = (row.error, None) if row.error else reader.read(row.fields)
@@ -80,8 +80,8 @@ def _rows(case: Case, models: Path, folder: Path) -> list[Result]:
 def _document(document: Document) -> Result:
     trained = (document.labels != IGNORE_INDEX).tolist()
     result: Result = {"ids": document.input_ids.tolist(), "trained": runs(trained)}
-    if document.pictures:
-        result["grids"] = [list(picture.grid) for picture in document.pictures]
+    if document.media:
+        result["grids"] = [list(picture.grid) for picture in document.media]
     return result
 
 

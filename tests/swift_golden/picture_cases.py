@@ -12,7 +12,7 @@ VISION = ("Qwen2-VL-7B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruc
           "Qwen3-VL-30B-A3B-Instruct")  # fmt: skip
 
 
-def pictures() -> None:
+def media() -> None:
     """Pictures by tag, without tags, of every size, under --max_pixels and MAX_PIXELS."""
     path = "pictures/{}.png".format
     parts = [{"type": "image", "image": path("a")}, {"type": "text", "text": "What?"}]

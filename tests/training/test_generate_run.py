@@ -113,7 +113,7 @@ def test_answers_about_pictures(layout: str, pool: RankPool, tmp_path: Path) -> 
     model = make_model(tmp_path, "qwen2_5_vl").folder
     images = [str(draw(tmp_path / f"{n}.png", 64 + 32 * n, 32, seed=n)) for n in range(2)]
     asked = [("<image>What is it?", images[:1]), ("Who are you?", []), ("<image><image>Which one?", images)]
-    rows = [asks(question, "It is it.", images=pictures) for question, pictures in asked]
+    rows = [asks(question, "It is it.", images=media) for question, media in asked]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     _, world_size, changes = LAYOUTS[layout]
     changes |= {
@@ -128,8 +128,8 @@ def test_answers_about_pictures(layout: str, pool: RankPool, tmp_path: Path) -> 
     processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
     stock = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     (pad,) = tokenizer("<|image_pad|>")["input_ids"]
-    for (question, pictures), prompt, answer in zip(asked, prompts, answers, strict=True):
-        seen = processor([Image.open(path) for path in pictures], return_tensors="pt") if pictures else {}
+    for (question, media), prompt, answer in zip(asked, prompts, answers, strict=True):
+        seen = processor([Image.open(path) for path in media], return_tensors="pt") if media else {}
         tokens = [int(grid.prod()) // 4 for grid in seen.get("image_grid_thw", ())]
         text = question.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[

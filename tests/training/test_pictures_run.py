@@ -104,7 +104,7 @@ def test_documents_of_unreadable_pictures_are_left_out(
     (folder,) = (tmp_path / "cache/rows").iterdir()
     prepared = open_prepared(folder)
     documents = [document for row in prepared.train for document in row]
-    lost = [d for d in documents if any(b"/3.png" in bytes(picture.packed) for picture in d.pictures)]
+    lost = [d for d in documents if any(b"/3.png" in bytes(picture.packed) for picture in d.media)]
     assert len(lost) == 1
     trained = prepared.report.train.trained - sum(int((each.labels[1:] != -100).sum()) for each in lost)
     records = metrics(tmp_path / "out")

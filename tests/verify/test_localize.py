@@ -21,7 +21,7 @@ from megatune.verify.localize import Location, forward_order, locate, place_of_w
 from megatune.verify.measure import measure
 from megatune.verify.reference import write_reference
 from megatune.verify.results import Difference, Results, Trace, check_errors, compare, write_trace
-from megatune.verify.samples import Sample, random_pictures, random_samples
+from megatune.verify.samples import Sample, random_media, random_samples
 
 SAMPLES = random_samples(301, (17, 5, 30, 12))
 PLACES = ("embedding", "final norm")
@@ -89,8 +89,8 @@ def test_every_family_has_the_places_of_its_reference(pool, model_dir, tmp_path,
     model = model_dir(family)
     (tmp_path / "layout").mkdir()
     vision = load_architecture(model).vision
-    pictures = random_pictures(2, vision) if vision is not None else ()
-    samples = random_samples(301, (17, 9), pictures=pictures, vision=vision)
+    media = random_media(2, vision) if vision is not None else ()
+    samples = random_samples(301, (17, 9), media=media, vision=vision)
     pool.run(1, compute, model, LAYOUTS["1"].settings(), samples, tmp_path / "layout")
     write_reference(model, samples, tmp_path / "truth")
     traces = Trace(tmp_path / "layout"), Trace(tmp_path / "truth")
@@ -142,7 +142,7 @@ def test_altered_weight_of_a_vision_language_model_is_located(pool, model_dir, t
     """An encoder shows in what goes into the first layer, a deepstack merger in what goes into the second one."""
     good = model_dir("qwen3_vl")
     vision = load_architecture(good).vision
-    samples = random_samples(301, (17, 5, 30, 12), pictures=random_pictures(4, vision), vision=vision)
+    samples = random_samples(301, (17, 5, 30, 12), media=random_media(4, vision), vision=vision)
     bad = with_altered_weight(good, tmp_path / "bad", pattern)
     found = location(pool, bad, truth(good, samples), ALL_LAYOUTS[layout], tmp_path, samples=samples)
     assert found.first is not None

@@ -28,7 +28,7 @@ from megatune.launch.world import LOOPBACK, World, find_free_port
 from megatune.verify.checkpoints import write_random_adapter
 from megatune.verify.results import Difference, Errors, check_layouts
 from megatune.verify.run import Verdict, show, verify_layout, verify_layouts
-from megatune.verify.samples import random_pictures, random_samples
+from megatune.verify.samples import random_media, random_samples
 
 LIMIT = 240  # seconds; the machine may be busy with others' tests
 
@@ -121,14 +121,14 @@ def test_pictures_are_those_of_each_family(tmp_path):
     """Each frame of a video is behind its time where the family has it so; text is before and behind pictures."""
     for family, blocks in (("qwen2_5_vl", 1), ("qwen3_vl", 3)):
         vision = load_architecture(make_checkpoint(family, tmp_path / family)).vision
-        *_, sample = random_samples(400, [9] * 4, pictures=random_pictures(4, vision), vision=vision)
+        *_, sample = random_samples(400, [9] * 4, media=random_media(4, vision), vision=vision)
         assert sample.input_ids.count(vision.vision_start_token_id) == blocks
         assert sample.input_ids.count(vision.video_token_id) == 3 * 4 * 2
         assert vision.image_token_id not in sample.input_ids
-        pictures = [place for place, token in enumerate(sample.input_ids) if token == vision.video_token_id]
-        assert pictures[0] > 0
-        assert pictures[-1] + 2 < len(sample.input_ids)
-        assert all(sample.labels[place] == IGNORE_INDEX for place in pictures)
+        media = [place for place, token in enumerate(sample.input_ids) if token == vision.video_token_id]
+        assert media[0] > 0
+        assert media[-1] + 2 < len(sample.input_ids)
+        assert all(sample.labels[place] == IGNORE_INDEX for place in media)
 
 
 def test_bf16_passes_and_verbose_shows_every_parameter(verify, model):

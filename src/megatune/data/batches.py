@@ -13,7 +13,7 @@ import torch
 
 from megatune.data.bad_rows import RowError
 from megatune.data.media.arguments import rotary_position_ids
-from megatune.data.pictures import unpacked
+from megatune.data.media_table import unpacked
 from megatune.data.rows import IGNORE_INDEX, Document, ExtraColumn
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Batch:
         cu_seqlens: int32 [documents + 1], starts of documents, and s at the end. Only with packing, which joins all
             rows to one (b = 1) and pads each document at its end. None if every row is one document.
         extras: further inputs of the objective, by name.
-        pictures: images and videos; None if there are none in the micro-batch.
+        media: images and videos; None if there are none in the micro-batch.
         unreadable: those that this rank should have decoded, but could not.
         documents_per_sample: 2 if documents are preference pairs (chosen, rejected, chosen, rejected ...), else 1.
     """
@@ -94,7 +94,7 @@ class Batch:
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
-    pictures: Pictures | None = None
+    media: BatchMedia | None = None
     unreadable: tuple[Unreadable, ...] = ()
     documents_per_sample: int = 1
 
@@ -126,7 +126,7 @@ class Batch:
             labels=self.labels.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
             extras={name: extra.pin_memory() for name, extra in self.extras.items()},
-            pictures=self.pictures and self.pictures.pin_memory(),
+            media=self.media and self.media.pin_memory(),
         )
 
 
@@ -192,12 +192,12 @@ class Collator:
             columns[ANSWER_TOKEN_WEIGHTS] = answer_token_weights(documents, self.ld_alpha)
         if self.scores:
             columns[SCORED] = scored_tokens(documents, self.pad_token_id)
-        pictures: Pictures | None = None
+        media: BatchMedia | None = None
         unreadable: tuple[Unreadable, ...] = ()
-        if any(document.pictures for document in documents):
+        if any(document.media for document in documents):
             assert self.vision is not None, "rows with images or videos for a language model"
             rows = input_ids.reshape(shape), position_ids.reshape(shape)
-            pictures, unreadable = collate_pictures(self.vision, documents, starts, *rows, shard)
+            media, unreadable = collate_media(self.vision, documents, starts, *rows, shard)
         return Batch(
             input_ids=torch.from_numpy(input_ids).view(shape),
             labels=torch.from_numpy(labels).view(shape),
@@ -205,7 +205,7 @@ class Collator:
             lengths=(*lengths, *[0] * (len(spans) - len(documents))),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)) if self.packed else None,
             extras={name: _collate(column, lengths, starts, shape) for name, column in columns.items()},
-            pictures=pictures,
+            media=media,
             unreadable=unreadable,
             documents_per_sample=self.documents_per_row,
         )
@@ -301,7 +301,7 @@ class Unreadable(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class BatchMedia:
     """The images and videos of a micro-batch, n of them, in the order of their tokens.
 
     Attributes:
@@ -318,26 +318,26 @@ class Pictures:
     places: torch.Tensor
     rotary_position_ids: torch.Tensor
 
-    def pin_memory(self) -> Pictures:
+    def pin_memory(self) -> BatchMedia:
         """Return a copy in page-locked memory."""
-        return Pictures(*(getattr(self, each.name).pin_memory() for each in fields(self)))
+        return BatchMedia(*(getattr(self, each.name).pin_memory() for each in fields(self)))
 
 
-def collate_pictures(
+def collate_media(
     model: VisionInput,
     documents: Sequence[Document],
     starts: np.ndarray,
     input_ids: np.ndarray,
     position_ids: np.ndarray,
     shard: MediaShard | None,
-) -> tuple[Pictures, tuple[Unreadable, ...]]:
+) -> tuple[BatchMedia, tuple[Unreadable, ...]]:
     """Return the images and videos of a micro-batch, and those of this rank's shard that could not be decoded.
 
     Args:
         starts: starts of documents in the flattened rows, and the end of the last one.
         input_ids, position_ids: [b, s].
     """
-    numbered = [(number, each) for number, document in enumerate(documents) for each in document.pictures]
+    numbered = [(number, each) for number, document in enumerate(documents) for each in document.media]
     grids = np.array([each.grid for _, each in numbered], dtype=np.int64)
     sizes = grids.prod(axis=1).tolist()  # patches
     owners = assign_to_ranks(sizes, shard.size) if shard is not None else [0] * len(sizes)
@@ -348,9 +348,9 @@ def collate_pictures(
     unreadable, stop = [], 0
     known: dict[bytes, slice] = {}  # pixels by source: both documents of a pair have the same images and videos
     for place in mine:
-        number, picture = numbered[place]
+        number, item = numbered[place]
         start, stop = stop, stop + sizes[place]
-        content = bytes(picture.packed)
+        content = bytes(item.packed)
         if content in known:
             pixels[start:stop] = pixels[known[content]]
             continue
@@ -362,8 +362,8 @@ def collate_pictures(
             unreadable.append(Unreadable(number, source.name, error.code, error.reason, error.detail))
     ids = np.stack([position_ids.reshape(-1)] * 3)
     for document, start, end in zip(documents, starts, starts[1:], strict=False):
-        if document.pictures:
-            measures = [(each.grid, each.seconds_per_grid) for each in document.pictures]
+        if document.media:
+            measures = [(each.grid, each.seconds_per_grid) for each in document.media]
             own = rotary_position_ids(document.input_ids, measures, vision)
             size = own.shape[1]
             ids[:, start : start + size] = own
@@ -371,7 +371,7 @@ def collate_pictures(
     flat = input_ids.reshape(-1)
     places = np.flatnonzero((flat == vision.image_token_id) | (flat == vision.video_token_id))
     found = (pixels, grids, np.array(owners, dtype=np.int64), places, ids.reshape(3, *input_ids.shape))
-    return Pictures(*map(torch.from_numpy, found)), tuple(unreadable)
+    return BatchMedia(*map(torch.from_numpy, found)), tuple(unreadable)
 
 
 def assign_to_ranks(patches: Sequence[int], size: int) -> list[int]:

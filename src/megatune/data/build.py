@@ -18,8 +18,8 @@ import numpy as np
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.companions import Companions
+from megatune.data.media_table import MediaWriter
 from megatune.data.order import packing_order
-from megatune.data.pictures import PictureWriter
 from megatune.data.report import TokenReport
 from megatune.data.rows import (
     DESIRABLE,
@@ -185,8 +185,8 @@ class RowsBuilder:
         self._folder, self._shape = folder, shape
         self._tokens = ColumnWriter(folder / TOKENS_FILE, np.int32)
         self._labelled = ColumnWriter(folder / TRAINED_FILE, np.uint8)
-        self._pictures = PictureWriter(folder)
-        self._columns = (self._tokens, self._labelled, *self._pictures.columns)
+        self._media = MediaWriter(folder)
+        self._columns = (self._tokens, self._labelled, *self._media.columns)
         # Flat arrays with a few bytes per sample, for tens of millions of samples.
         self._ends = array("q", [0])  # end of each document's tokens
         self._samples = array("q", [0])  # start of each sample's documents
@@ -229,8 +229,8 @@ class RowsBuilder:
             size = len(document.input_ids)
             if size != len(document.labels) or not size:
                 raise ValueError(f"a document of {size} tokens with {len(document.labels)} labels")
-            self._pictures.add(self._ends[-1], document.pictures)
-            self._unwritten.append(document._replace(pictures=()))  # written already, and may be large
+            self._media.add(self._ends[-1], document.media)
+            self._unwritten.append(document._replace(media=()))  # written already, and may be large
             self._ends.append(self._ends[-1] + size)
             self._margins.append(margin)
             self._num_unwritten += size
@@ -301,6 +301,6 @@ class RowsBuilder:
             trained=int(np.asarray(self._trained)[documents].sum(dtype=np.int64)),
             longest=int(lengths.max(initial=0)),
             largest_id=int(np.asarray(self._largest)[documents].max(initial=0)),
-            pictures=written.count_pictures(),
+            media=written.count_media(),
             desirable=int(extras[DESIRABLE].sum()) if DESIRABLE in extras else None,
         )

@@ -84,7 +84,7 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
         MegatuneError: there are none, or all have the same kind of error (exit code 65), or as `read_samples`.
     """
     samples = islice(read_samples(replace(source, num_samples=None), settings), ROWS_FOR_DETECTION)
-    reader = RowReader.of(source, settings, pictures=True)
+    reader = RowReader.of(source, settings, media=True)
     first = list(reader.examples(samples))
     errors = [example for _, example in first if isinstance(example, RowError)]
     if not first:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from megatune.data.pictures import PictureTable
+from megatune.data.media_table import MediaTable
 from megatune.data.rows import TOKENS_FILE, TRAINED_FILE, ColumnFile, Document, TokenRows
 from megatune.data.store import Column, write_array
 
@@ -42,7 +42,7 @@ class Companions(NamedTuple):
         """
         tokens = Column(folder / TOKENS_FILE).values
         prompts = _prompts(Column(folder / TRAINED_FILE).values != 0, spans)
-        partners = _partners(_begins(tokens, PictureTable(folder), spans[:, 0], prompts), len(spans))
+        partners = _partners(_begins(tokens, MediaTable(folder), spans[:, 0], prompts), len(spans))
         answers = spans[:, 1] - spans[:, 0] - prompts
         return cls(partners, prompts, np.minimum(prompts + answers[partners], cutoff_len))
 
@@ -83,7 +83,7 @@ class CompanionRows(TokenRows):
         answer = slice(start, start + size - prompt)
         input_ids = np.concatenate((own.input_ids[:prompt], other.input_ids[answer]))
         labels = np.concatenate((own.labels[:prompt], other.labels[answer]))
-        return Document(input_ids, labels, tuple(each for each in own.pictures if each.start < prompt))
+        return Document(input_ids, labels, tuple(each for each in own.media if each.start < prompt))
 
 
 def _prompts(trained: np.ndarray, spans: np.ndarray) -> np.ndarray:
@@ -98,13 +98,13 @@ def _prompts(trained: np.ndarray, spans: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(trained[starts], starts, np.minimum(firsts, stops)) - starts)
 
 
-def _begins(tokens: np.ndarray, pictures: PictureTable, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+def _begins(tokens: np.ndarray, media: MediaTable, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
     """Return the first document of each run of documents with the same prompt: int64 [runs]."""
     same = prompts[:-1] == prompts[1:]
     for number in np.flatnonzero(same).tolist():
         (start, other), size = starts[number : number + 2], prompts[number]
         same[number] = np.array_equal(tokens[start : start + size], tokens[other : other + size]) and (
-            pictures.between(start, start + size) == pictures.between(other, other + size)
+            media.between(start, start + size) == media.between(other, other + size)
         )
     return np.concatenate(([0], 1 + np.flatnonzero(~same)))
 

@@ -35,7 +35,7 @@ class Message:
     whole: bool = False
 
 
-class RowPicture(NamedTuple):
+class RowMedia(NamedTuple):
     """An image or video as given in a row: a path, bytes, base64 or frames. Worker processes read it later, since its
     file may be on slow storage."""
 
@@ -51,7 +51,7 @@ class Conversation:
     Attributes:
         system: the system message; None if the row has none, "" if it is explicitly empty.
         tools: JSON schemas of the available tools, as given in the row.
-        pictures: images and videos, in the order of the tags <image> and <video> in the messages.
+        media: images and videos, in the order of the tags <image> and <video> in the messages.
         desirable: whether the last answer is desirable (stage kto); None in other stages.
         switches: template settings of this row, by their names in `SwiftRules`.
         label: the label as encoded by `formats.labels` (stage cls); None in other stages.
@@ -60,7 +60,7 @@ class Conversation:
     messages: tuple[Message, ...]
     system: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    pictures: tuple[RowPicture, ...] = ()
+    media: tuple[RowMedia, ...] = ()
     desirable: bool | None = None
     switches: tuple[tuple[str, bool], ...] = ()
     label: tuple[float, ...] | None = None
@@ -88,15 +88,15 @@ class PreferencePair:
         rejected: Message,
         system: str | None = None,
         tools: tuple[dict[str, Any], ...] = (),
-        pictures: tuple[RowPicture, ...] = (),
+        media: tuple[RowMedia, ...] = (),
     ) -> PreferencePair:
         """Return the pair of two answers to one prompt."""
-        common = (system, tools, pictures)
+        common = (system, tools, media)
         return cls(Conversation((*prompt, chosen), *common), Conversation((*prompt, rejected), *common))
 
     @property
-    def pictures(self) -> tuple[RowPicture, ...]:
-        return self.chosen.pictures
+    def media(self) -> tuple[RowMedia, ...]:
+        return self.chosen.media
 
 
 # Rows of stage pt, of sft, kto and cls, and of dpo and rm.

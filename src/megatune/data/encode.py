@@ -15,7 +15,7 @@ import numpy as np
 
 from megatune.data.bad_rows import LengthError, RowError
 from megatune.data.conversation import Conversation, Example, Message, PreferencePair
-from megatune.data.pictures import DocumentPicture
+from megatune.data.media_table import DocumentMedia
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.data.templates import Template, Thinking, Turn, load_template, render_all
 from megatune.data.templates.swift_table import template_of_swift
@@ -24,13 +24,13 @@ from megatune.data.tokenizer_files import cannot_load, check_pretraining_tokeniz
 from megatune.data.truncation import (
     Segment,
     Strategy,
-    cut_around_pictures,
+    cut_around_media,
     cut_pair,
     cut_turns,
     has_trained,
     unnumbered,
 )
-from megatune.data.vision import KnownPictures, Placed, VisionInput
+from megatune.data.vision import KnownMedia, Placed, VisionInput
 from megatune.errors import MegatuneError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Written(NamedTuple):
     """A rendered conversation or text, with placeholders instead of its tags."""
 
     turns: list[Turn]
-    pictures: tuple[Placed, ...] = ()
+    media: tuple[Placed, ...] = ()
 
 
 _NO_ANSWER = Message("assistant", "-")
@@ -125,11 +125,11 @@ class Encoder:
             else:
                 both: list[_Written] = []
                 errors: list[RowError] = []
-                for _, pictures in one:
+                for _, media in one:
                     if isinstance(turns := next(rendered), RowError):
                         errors.append(turns)
-                    elif self.vision is not None and pictures:
-                        both.append(_Written([self.vision.pad_media(turn) for turn in turns], pictures))
+                    elif self.vision is not None and media:
+                        both.append(_Written([self.vision.pad_media(turn) for turn in turns], media))
                     else:
                         both.append(_Written(turns))
                 written.append(errors[0] if errors else both)
@@ -150,7 +150,7 @@ class Encoder:
         if isinstance(example, str):
             return []
         both = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
-        known: KnownPictures = {}
+        known: KnownMedia = {}
         try:
             return [(each, ()) if self.vision is None else self.vision.place(each, known) for each in both]
         except RowError as error:
@@ -263,12 +263,12 @@ class Encoder:
             return error
         margin = example.margin if isinstance(example, PreferencePair) else 0.0
         label = example.label if isinstance(example, Conversation) else None
-        found = (self._document(cut, each.pictures) for cut, each in zip(documents, written, strict=True))
+        found = (self._document(cut, each.media) for cut, each in zip(documents, written, strict=True))
         return Encoded(tuple(found), truncated, length, margin, label)
 
     def _cut(self, example: Example, written: Sequence[_Written], turns: list[list[_TurnSegments]]) -> _Cut:
         if self.vision is not None:
-            turns = [self._expanded(each, one.pictures) for each, one in zip(turns, written, strict=True)]
+            turns = [self._expanded(each, one.media) for each, one in zip(turns, written, strict=True)]
         if isinstance(example, str):
             before, after = self._text_ends
             ((((_, _), (tokens, _)),),) = turns
@@ -288,11 +288,11 @@ class Encoder:
             turns = [*turns[:-1], (turns[-1][0], ([], False))]
         return [((prompt, True), (completion, True)) for (prompt, _), (completion, _) in turns]
 
-    def _expanded(self, turns: list[_TurnSegments], pictures: Sequence[Placed]) -> list[_TurnSegments]:
+    def _expanded(self, turns: list[_TurnSegments], media: Sequence[Placed]) -> list[_TurnSegments]:
         """Expand each placeholder to the length of its run."""
         assert self.vision is not None
         segments = [segment for turn in turns for segment in turn]
-        expanded = self.vision.expanded([tokens for tokens, _ in segments], pictures)
+        expanded = self.vision.expanded([tokens for tokens, _ in segments], media)
         trained = [(tokens, trained) for tokens, (_, trained) in zip(expanded, segments, strict=True)]
         return list(zip(trained[::2], trained[1::2], strict=True))
 
@@ -301,7 +301,7 @@ class Encoder:
         pads = () if self.vision is None else self.vision.pads
         documents = [[segment for turn in each for segment in turn] for each in turns]
         length = max(sum(len(tokens) for tokens, _ in segments) for segments in documents)
-        cut = [cut_around_pictures(each, self.cutoff_len, self.truncation, pads) for each in documents]
+        cut = [cut_around_media(each, self.cutoff_len, self.truncation, pads) for each in documents]
         return cut, length > self.cutoff_len, length
 
     def _conversation(self, turns: list[_TurnSegments]) -> _Cut:
@@ -336,14 +336,14 @@ class Encoder:
             _check_trained(segments, length, truncated=truncated)
         return documents, truncated, length
 
-    def _document(self, segments: list[Segment], pictures: Sequence[Placed]) -> Document:
+    def _document(self, segments: list[Segment], media: Sequence[Placed]) -> Document:
         tokens = np.array([token for ids, _ in segments for token in ids], np.int64)
         trained = np.repeat([trained for _, trained in segments], [len(ids) for ids, _ in segments])
         ids, numbers = unnumbered(tokens)
         labels = np.where(trained & (numbers < 0), ids, IGNORE_INDEX).astype(np.int32)
-        found: tuple[DocumentPicture, ...] = ()
-        if self.vision is not None and pictures:
-            found = self.vision.remaining(ids, numbers, pictures)
+        found: tuple[DocumentMedia, ...] = ()
+        if self.vision is not None and media:
+            found = self.vision.remaining(ids, numbers, media)
         return Document(ids.astype(np.int32), labels, found)
 
 

@@ -105,7 +105,7 @@ class Pipeline:
         return usable_processes(self.settings.data.preprocessing_num_workers or 1)[0]
 
     def _reader(self, source: DatasetSource, seed: int | None = None) -> RowReader:
-        return RowReader.of(source, self.settings, pictures=self.encoder.vision is not None, seed=seed)
+        return RowReader.of(source, self.settings, media=self.encoder.vision is not None, seed=seed)
 
 
 def _counted(results: Results, name: str) -> Results:

@@ -16,7 +16,7 @@ from megatune.data.conversation import Conversation, Message, fill_placeholders
 from megatune.data.encode import make_encoder
 from megatune.data.formats import to_example, to_question
 from megatune.data.formats.fields import check_within_media_dir
-from megatune.data.pictures import DocumentPicture
+from megatune.data.media_table import DocumentMedia
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
 from megatune.data.samples import Replacements, drawn_samples, not_filled, replacements, values_for
 from megatune.data.sources import DatasetSource, prompt_sources
@@ -49,7 +49,7 @@ def read_questions(
     placeholders: Replacements,
     leave_out: Callable[[str, object], None],
     *,
-    pictures: bool,
+    media: bool,
     takes_texts: bool = False,
 ) -> Iterator[Question]:
     """Yield the questions of rows.
@@ -57,7 +57,7 @@ def read_questions(
     Args:
         placeholders: replacements of {{name}} and {{author}}, as in training.
         leave_out: called with the place of each row that cannot be read, and the error.
-        pictures: whether the model accepts images or videos.
+        media: whether the model accepts images or videos.
         takes_texts: read rows of plain text as questions.
 
     Raises:
@@ -73,9 +73,9 @@ def read_questions(
                 if takes_texts and source.formatting == "text":
                     chat = Conversation((Message("user", str(to_example(row.fields, source, "pt"))),))
                 else:
-                    chat = to_question(row.fields, source, pictures=pictures)
+                    chat = to_question(row.fields, source, media=media)
                 if source.fetched:
-                    check_within_media_dir(chat.pictures)
+                    check_within_media_dir(chat.media)
                 filled, missing = fill_placeholders(chat, values_for(row.fields, placeholders))
                 assert isinstance(filled, Conversation)
             except RowError as error:
@@ -99,13 +99,13 @@ class AnswerPrompt(NamedTuple):
     Attributes:
         token_ids: int32 [p], the tokens before the answer.
         label_ids: int32 [r], the reference answer; None if there is none.
-        pictures: images and videos of the prompt.
+        media: images and videos of the prompt.
         where: the place of its row.
     """
 
     token_ids: np.ndarray
     label_ids: np.ndarray | None
-    pictures: tuple[DocumentPicture, ...]
+    media: tuple[DocumentMedia, ...]
     where: str
 
 
@@ -140,8 +140,8 @@ def _cut(document: Document, where: str) -> AnswerPrompt | None:
     if not len(masked):
         return None
     start = int(masked[-1]) + 1
-    pictures = tuple(each for each in document.pictures if each.start < start)
-    return AnswerPrompt(np.array(document.input_ids[:start]), np.array(document.input_ids[start:stop]), pictures, where)
+    media = tuple(each for each in document.media if each.start < start)
+    return AnswerPrompt(np.array(document.input_ids[:start]), np.array(document.input_ids[start:stop]), media, where)
 
 
 def prompts_of_file(
@@ -162,7 +162,7 @@ def prompts_of_file(
         prompt_sources(settings, name),
         replacements(settings.data),
         lambda where, why: bad.append(f"{where}: {why}"),
-        pictures=vision is not None,
+        media=vision is not None,
         takes_texts=True,
     )
     is_text = settings.run.stage == "pt"

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from megatune.config.values import counted
 from megatune.data.bad_rows import TOO_LONG, RowError
-from megatune.data.pictures import PictureCounts
+from megatune.data.media_table import MediaCounts
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class TokenReport:
     trained: int = 0
     longest: int = 0
     largest_id: int = 0
-    pictures: PictureCounts = field(default_factory=PictureCounts)
+    media: MediaCounts = field(default_factory=MediaCounts)
     desirable: int | None = None
 
     @property
@@ -164,8 +164,8 @@ class TokenReport:
     def line(self) -> str:
         """Return the report as one line."""
         tokens = f"{self.tokens} tokens, {self.trained} of them trained"
-        if pictures := self.pictures.describe():
-            tokens += f"; {pictures}"
+        if media := self.media.describe():
+            tokens += f"; {media}"
         if self.answer_counts:
             tokens += f"; {self.answer_counts}"
         if self.capacity is None:

@@ -3,7 +3,7 @@ them.
 
     FOLDER/tokens.npy                   int32, the tokens of all samples, concatenated
     FOLDER/trained.npy                  uint8, 1 if the token is trained
-    FOLDER/pictures.npy, sources.npy, files.npy    images and videos, see `data.pictures`
+    FOLDER/media.npy, sources.npy, files.npy    images and videos, see `data.media_table`
     FOLDER/PART/documents.npy           int64 [documents, 2]: start and end of each document in tokens.npy, row by row
     FOLDER/PART/rows.npy                int64 [rows + 1]: start of each row in documents.npy
     FOLDER/PART/extra-NAME.npy          extra values of every document, [documents, ...]
@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from megatune.data.cache import mark_damaged
-from megatune.data.pictures import DocumentPicture, PictureCounts, PictureTable
+from megatune.data.media_table import DocumentMedia, MediaCounts, MediaTable
 from megatune.data.store import Column, write_array
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -53,7 +53,7 @@ class Document(NamedTuple):
 
     input_ids: np.ndarray  # int32 [T]
     labels: np.ndarray  # int32 [T], not shifted, as in Transformers; IGNORE_INDEX for tokens that are not trained
-    pictures: tuple[DocumentPicture, ...] = ()  # in the order of their tokens
+    media: tuple[DocumentMedia, ...] = ()  # in the order of their tokens
 
 
 class ExtraColumn(NamedTuple):
@@ -85,7 +85,7 @@ class TokenRows:
             self._rows = Column(self.directory / _ROWS_FILE).whole()
             self._tokens = Column(self.directory.parent / TOKENS_FILE)
             self._trained = Column(self.directory.parent / TRAINED_FILE)
-            self._pictures = PictureTable(self.directory.parent)
+            self._media = MediaTable(self.directory.parent)
             files = sorted(self.directory.glob("extra-*.npy"))
             self._extras = {file.stem.removeprefix("extra-"): Column(file).whole() for file in files}
         except _UNREADABLE as error:
@@ -175,13 +175,13 @@ class TokenRows:
         """Cumulative lengths of documents: int64 [documents + 1]."""
         return np.concatenate(([0], np.cumsum(self._sizes)))
 
-    def count_pictures(self) -> PictureCounts:
+    def count_media(self) -> MediaCounts:
         """Count the images and videos of all rows."""
-        return self._pictures.count(self._documents, self._rows)
+        return self._media.count(self._documents, self._rows)
 
     def _content_digest(self) -> str:
         state = xxhash.xxh3_128(self.arrangement.encode())
-        records, sources = self._pictures.digested()
+        records, sources = self._media.digested()
         places = (self._documents, self._rows, records, sources)
         for array in (self._tokens.values, self._trained.values, *places, *self._extras.values()):
             state.update(f"{array.dtype.str}{array.shape}".encode())
@@ -193,11 +193,11 @@ class TokenRows:
         start, stop = self._documents[number]
         try:
             input_ids, trained = self._tokens.read(start, stop), self._trained.read(start, stop)
-            pictures = self._pictures.between(start, stop)
+            media = self._media.between(start, stop)
         except ValueError as error:
             raise self._incomplete(str(error)) from error
         labels = np.where(trained != 0, input_ids, np.int32(IGNORE_INDEX))
-        return Document(np.asarray(input_ids), labels, pictures)
+        return Document(np.asarray(input_ids), labels, media)
 
     def _added_column(self, name: str, path: Path) -> np.ndarray:
         try:

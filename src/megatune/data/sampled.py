@@ -40,8 +40,8 @@ class SampledLengths:
         encoded: how many of them were tokenized; 0 if lengths are estimated from bytes.
         is_whole: whether these are all rows.
         is_exact: whether the run's template was used.
-        pictures, image_tokens, largest_picture: image and video tokens of the mean row, of the row with the most of
-            them, and of the largest image or video.
+        media, image_tokens, largest_picture: image and video tokens of the mean row, of the row with the most of them,
+            and of the largest image or video.
     """
 
     documents: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class SampledLengths:
     encoded: int = 0
     is_whole: bool = True
     is_exact: bool = False
-    pictures: float = 0.0
+    media: float = 0.0
     image_tokens: int = 0
     largest_picture: int = 0
 
@@ -104,13 +104,13 @@ def sampled_lengths(
     found = SampledLengths(is_exact=encoder is not None)
     rows = 0
     for source in sources:
-        reader = RowReader.of(source, settings, pictures=encoder is not None and encoder.vision is not None)
+        reader = RowReader.of(source, settings, media=encoder is not None and encoder.vision is not None)
         read = _read(reader, settings, seconds / len(sources), found)
         if encoder is None:
             _count_texts([example for _, example in read], settings, count, found)
         else:
             rows += _encode(read, settings, reader, encoder, found)
-    found.pictures /= max(rows, 1)
+    found.media /= max(rows, 1)
     return found
 
 
@@ -160,10 +160,10 @@ def _encode(
         if isinstance(encoded, RowError):
             continue
         rows += 1
-        pictures = [picture.num_tokens for document in encoded.documents for picture in document.pictures]
-        found.pictures += sum(pictures)
-        found.image_tokens = max(found.image_tokens, sum(pictures))
-        found.largest_picture = max(found.largest_picture, *pictures, 0)
+        media = [item.num_tokens for document in encoded.documents for item in document.media]
+        found.media += sum(media)
+        found.image_tokens = max(found.image_tokens, sum(media))
+        found.largest_picture = max(found.largest_picture, *media, 0)
         for document in encoded.documents:
             found.documents += _pieces(len(document.input_ids), cutoff, is_text)
     return rows

@@ -63,7 +63,7 @@ class RowReader:
 
     Attributes:
         placeholders: see `replacements`.
-        pictures: whether the model accepts images or videos.
+        media: whether the model accepts images or videos.
         seed: the seed of `rank`; None if nothing is held out.
         labels: the label encoding of stage cls.
     """
@@ -71,28 +71,28 @@ class RowReader:
     source: DatasetSource
     stage: str
     placeholders: Replacements
-    pictures: bool = False
+    media: bool = False
     seed: int | None = None
     labels: Labels | None = None
 
     @classmethod
-    def of(cls, source: DatasetSource, settings: Settings, *, pictures: bool, seed: int | None = None) -> RowReader:
+    def of(cls, source: DatasetSource, settings: Settings, *, media: bool, seed: int | None = None) -> RowReader:
         """Return the reader of a data set."""
-        return cls(source, settings.run.stage, replacements(settings.data), pictures, seed, Labels.of(settings.run))
+        return cls(source, settings.run.stage, replacements(settings.data), media, seed, Labels.of(settings.run))
 
     def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, RowMetadata]:
         """Return the example of a row, or why it cannot be trained on, and the row's metadata."""
         try:
-            example = to_example(fields, self.source, self.stage, pictures=self.pictures, labels=self.labels)
+            example = to_example(fields, self.source, self.stage, media=self.media, labels=self.labels)
             if self.source.fetched and not isinstance(example, str):
-                check_within_media_dir(example.pictures)
+                check_within_media_dir(example.media)
             missing: list[str] = []
             if any("{{" in text for text in texts(example)):
                 example, missing = fill_placeholders(example, values_for(fields, self.placeholders))
         except (RowError, UnsupportedRow) as error:
             return error, NO_METADATA
         desirable = example.desirable if isinstance(example, Conversation) else None
-        added = not isinstance(example, str) and any(picture.tag_added for picture in example.pictures)
+        added = not isinstance(example, str) and any(item.tag_added for item in example.media)
         ranked = 0 if self.seed is None else rank(example, self.seed)
         return example, RowMetadata(tuple(missing), desirable, ranked, added)
 
@@ -117,7 +117,7 @@ class RowReader:
 def rank(example: Example, seed: int) -> int:
     """Return a hash of an example, 0 to 2^64 - 1; rows with the lowest ranks are held out first."""
     state = hashlib.blake2b("\0".join((str(seed), *texts(example))).encode(), digest_size=8)
-    for _, value, _ in () if isinstance(example, str) else example.pictures:
+    for _, value, _ in () if isinstance(example, str) else example.media:
         named = value.get("bytes") or value.get("path") if isinstance(value, Mapping) else value
         state.update(named if isinstance(named, bytes) else repr(named).encode())
     return int.from_bytes(state.digest(), "little")

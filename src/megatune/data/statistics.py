@@ -19,7 +19,7 @@ from megatune.data.report import DataReport, DatasetReport, LengthReport, adapte
 from megatune.data.rows import Arrangement, TokenRows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
-from megatune.picture import new_figure, write
+from megatune.figure import new_figure, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -259,8 +259,8 @@ def _epoch(statistics: Statistics) -> Iterator[tuple[str, str]]:
     if train.answer_counts:
         yield "answers", train.answer_counts
     yield "tokens", _tokens(train.tokens, train.trained)
-    if pictures := train.pictures.describe():
-        yield "pictures", f"{pictures}; {train.pictures.tokens / train.tokens:.1%} of all tokens"
+    if media := train.media.describe():
+        yield "media", f"{media}; {train.media.tokens / train.tokens:.1%} of all tokens"
     padding = f"{statistics.padding_share:.1%} of the {steps.computed:,} tokens that the batches of an epoch have"
     yield "padding", padding
     batch = f"{steps.micro_batch_size} a micro-batch × {steps.accumulation} accumulated × {steps.data_parallel_size}"

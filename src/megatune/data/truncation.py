@@ -22,9 +22,9 @@ Segment = tuple[list[int], bool]  # tokens, and whether they are trained
 _SHIFT = 32  # bits of a token id
 
 
-def numbered(token: int, picture: int) -> int:
+def numbered(token: int, item: int) -> int:
     """Encode a token and the index of its image or video as one negative number, used during truncation."""
-    return -1 - (picture << _SHIFT | token)
+    return -1 - (item << _SHIFT | token)
 
 
 def unnumbered(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +80,7 @@ def cut_turns(
     raise _too_long(sum(len(tokens) for tokens, _ in segments), cutoff_len)
 
 
-def cut_around_pictures(
+def cut_around_media(
     segments: list[Segment], cutoff_len: int, strategy: Strategy, pads: Collection[int]
 ) -> list[Segment]:
     """Cut a document to cutoff_len tokens, and keep the placeholders of all images and videos: ms-swift's rule.
@@ -148,11 +148,11 @@ def _in_budget(turns: Sequence[tuple[Segment, Segment]], budget: int, last_first
         if budget <= 0:
             break
         prompt_length, completion_length = share_budget(len(prompt), len(completion), budget)
-        with_pictures = _pictures_end(prompt)
-        if with_pictures > prompt_length:
-            if with_pictures >= budget:
+        with_media = _media_end(prompt)
+        if with_media > prompt_length:
+            if with_media >= budget:
                 break
-            prompt_length = with_pictures
+            prompt_length = with_media
             completion_length = min(completion_length, budget - prompt_length)
         completion = _start(completion, completion_length)
         kept.append(((prompt[:prompt_length], prompt_trained), (completion, completion_trained)))
@@ -173,7 +173,7 @@ def _too_long(length: int, cutoff_len: int) -> LengthError:
 def _start(tokens: list[int], size: int) -> list[int]:
     """Return at most `size` tokens from the start, without partial images or videos."""
     stop = min(size, len(tokens))
-    while _is_in_picture(tokens, stop):
+    while _is_in_media(tokens, stop):
         stop -= 1
     return tokens[:stop]
 
@@ -181,19 +181,19 @@ def _start(tokens: list[int], size: int) -> list[int]:
 def _end(tokens: list[int], size: int) -> list[int]:
     """Return at most `size` tokens from the end, without partial images or videos."""
     start = max(0, len(tokens) - size)
-    while _is_in_picture(tokens, start):
+    while _is_in_media(tokens, start):
         start += 1
     return tokens[start:]
 
 
-def _pictures_end(tokens: list[int]) -> int:
+def _media_end(tokens: list[int]) -> int:
     """Return the number of tokens up to the end of the last image or video."""
     if min(tokens, default=0) >= 0:
         return 0
     return next(size for size in range(len(tokens), 0, -1) if tokens[size - 1] < 0)
 
 
-def _is_in_picture(tokens: list[int], place: int) -> bool:
+def _is_in_media(tokens: list[int], place: int) -> bool:
     """Return whether the tokens before and at an index belong to the same image or video."""
     if not 0 < place < len(tokens) or max(tokens[place - 1], tokens[place]) >= 0:
         return False

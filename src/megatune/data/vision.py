@@ -15,12 +15,12 @@ import numpy as np
 
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation, RowPicture
+from megatune.data.conversation import Conversation, RowMedia
 from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_tag_count, tags_of
 from megatune.data.media import media_source
 from megatune.data.media.load import load_processor
-from megatune.data.media.processor import PictureProcessor, pad_media
-from megatune.data.pictures import DocumentPicture, packed
+from megatune.data.media.processor import MediaProcessor, pad_media
+from megatune.data.media_table import DocumentMedia, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn
 from megatune.data.truncation import numbered
@@ -42,12 +42,12 @@ class Placed:
         text: replaces its tag.
     """
 
-    entry: DocumentPicture
+    entry: DocumentMedia
     runs: tuple[int, ...]
     text: str
 
 
-KnownPictures = dict[int, Placed]  # images and videos by id() of their `RowPicture`
+KnownMedia = dict[int, Placed]  # images and videos by id() of their `RowMedia`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class VisionInput:
     """
 
     vision: Vision
-    processor: PictureProcessor
+    processor: MediaProcessor
     end_token_id: int
     media_dir: str = ""
     spare_tags: bool = False
@@ -71,7 +71,7 @@ class VisionInput:
         """Token ids of the placeholders of images and videos, whose embeddings are replaced by features."""
         return self.vision.image_token_id, self.vision.video_token_id
 
-    def place(self, conversation: Conversation, known: KnownPictures) -> tuple[Conversation, tuple[Placed, ...]]:
+    def place(self, conversation: Conversation, known: KnownMedia) -> tuple[Conversation, tuple[Placed, ...]]:
         """Measure the images and videos of a conversation, and replace their tags.
 
         Args:
@@ -83,13 +83,13 @@ class VisionInput:
         """
         tags = [tag for message in conversation.messages for tag in tags_of(message.content)]
         for tag, kind in ((IMAGE, "image"), (VIDEO, "video")) if not self.spare_tags else ():
-            check_tag_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.pictures))
-        if not conversation.pictures:
+            check_tag_count(tag, tags.count(tag), sum(each.kind == kind for each in conversation.media))
+        if not conversation.media:
             return conversation, ()
-        for each in conversation.pictures:
+        for each in conversation.media:
             if id(each) not in known:
                 known[id(each)] = self._measured(each)
-        placed = tuple(known[id(each)] for each in conversation.pictures)
+        placed = tuple(known[id(each)] for each in conversation.media)
         remaining = {kind: [each.text for each in placed if each.entry.is_video == (kind == "video")]
                      for kind in ("image", "video")}  # fmt: skip
         system = _with_text(conversation.system or "", remaining) if self.spare_tags else conversation.system
@@ -103,20 +103,18 @@ class VisionInput:
         )
         return replace(turn, prompt=prompt, completion=completion)
 
-    def _measured(self, picture: RowPicture) -> Placed:
-        source = media_source(picture.value, picture.kind, self.media_dir)
+    def _measured(self, item: RowMedia) -> Placed:
+        source = media_source(item.value, item.kind, self.media_dir)
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
         try:
             content = packed(source, measured)
         except OSError as error:
             raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
-        entry = DocumentPicture(
-            -1, sum(runs), measured.grid, measured.seconds_per_grid, source.kind == "video", content
-        )
+        entry = DocumentMedia(-1, sum(runs), measured.grid, measured.seconds_per_grid, source.kind == "video", content)
         return Placed(entry, runs, self.processor.placeholder(measured, short=True))
 
-    def expanded(self, texts: Sequence[list[int]], pictures: Sequence[Placed]) -> list[list[int]]:
+    def expanded(self, texts: Sequence[list[int]], media: Sequence[Placed]) -> list[list[int]]:
         """Expand the runs, and mark the tokens of each image or video with its index (see `truncation.numbered`).
 
         Args:
@@ -126,28 +124,26 @@ class VisionInput:
             RowError: the text has another number of runs than its images and videos.
         """
         runs = iter([
-            (number, size, run == 0, run == len(picture.runs) - 1)
-            for number, picture in enumerate(pictures)
-            for run, size in enumerate(picture.runs)
+            (number, size, run == 0, run == len(item.runs) - 1)
+            for number, item in enumerate(media)
+            for run, size in enumerate(item.runs)
         ])  # fmt: skip
         expanded = [self._expanded(tokens, runs) for tokens in texts]
         if next(runs, None) is not None:
             raise RowError("picture-left-out", "the template leaves out an image or video")
         return expanded
 
-    def remaining(
-        self, tokens: np.ndarray, numbers: np.ndarray, pictures: Sequence[Placed]
-    ) -> tuple[DocumentPicture, ...]:
+    def remaining(self, tokens: np.ndarray, numbers: np.ndarray, media: Sequence[Placed]) -> tuple[DocumentMedia, ...]:
         """Return the images and videos that remain in a document after truncation.
 
         Args:
             tokens, numbers: int64 [T], see `truncation.unnumbered`.
-            pictures: those of the example.
+            media: those of the example.
         """
         pads = np.isin(tokens, self.pads)
         remaining = []
         for number in np.unique(numbers[pads]).tolist():
-            places, entry = np.flatnonzero(pads & (numbers == number)), pictures[number].entry
+            places, entry = np.flatnonzero(pads & (numbers == number)), media[number].entry
             assert len(places) == entry.num_tokens, "an image or video was cut"
             remaining.append(entry._replace(start=int(places[0])))
         return tuple(remaining)

@@ -65,7 +65,7 @@ def encode_all(
     Raises:
         MegatuneError: a worker process died or hung (exit code 76), or a row needs an unsupported feature (64).
     """
-    chunks = _chunked(iter(samples), reader.pictures)
+    chunks = _chunked(iter(samples), reader.media)
     work = _Work(encoder, reader, MOST_BYTES // side_by_side)
     # Set explicitly, so that tokenizers does not warn in the processes that a data loader forks later.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -103,11 +103,11 @@ class _Work:
         return future
 
 
-def _chunked(samples: Iterator[Sample], holds_pictures: bool) -> Iterator[_Chunk]:
+def _chunked(samples: Iterator[Sample], holds_media: bool) -> Iterator[_Chunk]:
     """Yield chunks of samples, with fewer samples if their rows contain large images or videos."""
-    while taken := list(islice(samples, 1 if holds_pictures else CHUNK_ROWS)):
+    while taken := list(islice(samples, 1 if holds_media else CHUNK_ROWS)):
         size = 0
-        if holds_pictures:
+        if holds_media:
             size = _num_bytes(taken[0].row.fields)
             while size <= CHUNK_BYTES and len(taken) < CHUNK_ROWS and (sample := next(samples, None)) is not None:
                 taken.append(sample)

@@ -33,7 +33,7 @@ from megatune.engine.layers.rotary import (
 from megatune.engine.layers.vision.features import VisionFeatures, place_features
 from megatune.engine.optimizer import shards_optimizer
 from megatune.engine.patches import patch_model
-from megatune.engine.sequences import MTPTargets, Pictures, Sequences
+from megatune.engine.sequences import BatchMedia, MTPTargets, Sequences
 from megatune.engine.specs import block_spec, mtp_spec
 from megatune.engine.trained import add_adapters, detach_stage_input, freeze
 from megatune.engine.transformer_config import transformer_config
@@ -138,7 +138,7 @@ class DecoderModel(GPTModel):
         input_ids: Tensor,
         sequences: Sequences,
         labels: Tensor | None = None,
-        pictures: Pictures | None = None,
+        media: BatchMedia | None = None,
         head: Head = PLAIN,
         mtp_targets: MTPTargets | None = None,
     ) -> Tensor:
@@ -147,7 +147,7 @@ class DecoderModel(GPTModel):
         Args:
             input_ids: int64 [b, s / cp].
             labels: int64 [b, s / cp], negative for tokens that are not trained; None returns logits.
-            pictures: the images and videos of the whole micro-batch, on the host.
+            media: the images and videos of the whole micro-batch, on the host.
             head: what the last chunk computes for the labels.
             mtp_targets: inputs and labels of the multi-token prediction layer; its losses are appended to the output
                 as the last channel, [b, s / cp, 2] for a plain head.
@@ -160,7 +160,7 @@ class DecoderModel(GPTModel):
             [s / cp (/ tp), b, h]; from a model with a score instead of an output layer, with or without labels, the
             scores of each token, fp32 [b, s / cp], or [b, s / cp, labels] for several labels.
         """
-        embeddings, deepstack = self._embed(input_ids, sequences, pictures) if self.pre_process else (None, None)
+        embeddings, deepstack = self._embed(input_ids, sequences, media) if self.pre_process else (None, None)
         rotary = self._rotary_embedding(sequences)
         hidden_states = self.decoder(
             hidden_states=self._first_layer_input(embeddings),
@@ -179,18 +179,16 @@ class DecoderModel(GPTModel):
         further = self.head(hidden_states, mtp_targets.labels, mtp_targets.trained)
         return torch.cat((output.view(*further.shape, -1), further[..., None]), -1)
 
-    def _embed(
-        self, input_ids: Tensor, sequences: Sequences, pictures: Pictures | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _embed(self, input_ids: Tensor, sequences: Sequences, media: BatchMedia | None) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [s / cp (/ tp), b, h] with image features inserted, and the `context` of the layers."""
-        features = self.vision_features(pictures) if self.vision_features is not None else None
+        features = self.vision_features(media) if self.vision_features is not None else None
         embeddings, deepstack = self._word_embeddings(input_ids), None
         if sequences.noise is not None:
             embeddings = self._with_noise(embeddings, sequences.noise, sequences.lengths)
         if self.vision_features is None:
             return embeddings, None
         if features is not None:
-            embeddings, deepstack = place_features(features, embeddings, pictures, sequences.boundaries)
+            embeddings, deepstack = place_features(features, embeddings, media, sequences.boundaries)
         if not self.config.sequence_parallel:
             return embeddings, deepstack
         # Cloned: a view would keep the whole rows in memory.

@@ -46,8 +46,8 @@ class Extra(Protocol):
         ...
 
 
-class Pictures(Protocol):
-    """The images and videos of one micro-batch, see `data.batches.Pictures`, in the order of their tokens."""
+class BatchMedia(Protocol):
+    """The images and videos of one micro-batch, see `data.batches.BatchMedia`, in the order of their tokens."""
 
     @property
     def pixel_values(self) -> Tensor: ...
@@ -63,7 +63,7 @@ class Pictures(Protocol):
 
 class MicroBatch(Protocol):
     """Token rows of one micro-batch, see `data.batches.Batch`. `labels` are shifted: labels[:, t] is predicted at t.
-    `extras` pass data to the objective; `pictures` is None for text alone."""
+    `extras` pass data to the objective; `media` is None for text alone."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -78,7 +78,7 @@ class MicroBatch(Protocol):
     @property
     def extras(self) -> Mapping[str, Extra]: ...
     @property
-    def pictures(self) -> Pictures | None: ...
+    def media(self) -> BatchMedia | None: ...
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class Sequences(PackedSeqParams):
             are the token's position in its sequence.
         routing: [b, s / cp, layers, k], see ROUTING; None if all routers choose themselves.
         noise: int64 [b, s / cp], see NOISE; None without noise.
-        pictures: runs of adjacent image tokens, in whole rows.
+        media: runs of adjacent image tokens, in whole rows.
     """
 
     boundaries: tuple[int, ...]
@@ -109,7 +109,7 @@ class Sequences(PackedSeqParams):
     rotary_position_ids: Tensor | None = None
     routing: Tensor | None = None
     noise: Tensor | None = None
-    pictures: Runs = ()
+    media: Runs = ()
 
     def __post_init__(self) -> None:
         # Rows stay [s, b, ...] inside Megatron-Core's layers; its packed format ("thd") would drop a dimension.
@@ -152,7 +152,7 @@ class LocalBatch:
     Attributes:
         input_ids, labels: int64 [b, s / cp].
         extras: the results of `Extra.on_rank`.
-        pictures: those of the whole micro-batch, on the host; the vision encoder takes its share of them.
+        media: those of the whole micro-batch, on the host; the vision encoder takes its share of them.
         mtp_targets: None for a model without multi-token prediction.
     """
 
@@ -160,7 +160,7 @@ class LocalBatch:
     labels: Tensor
     sequences: Sequences
     extras: Mapping[str, Any]
-    pictures: Pictures | None
+    media: BatchMedia | None
     mtp_targets: MTPTargets | None = None
 
 
@@ -199,7 +199,7 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, with_mtp
         return send(of_this_rank(rows))
 
     extras = {name: extra.on_rank(tokens, current()) for name, extra in batch.extras.items()}
-    pictures = batch.pictures
+    media = batch.media
     if normalizer is None:
         normalizer = (batch.labels >= 0).sum()
     sequences = Sequences(
@@ -209,17 +209,17 @@ def local_batch(batch: MicroBatch, normalizer: Tensor | None = None, *, with_mtp
         is_padding=to_device(batch.position_ids >= lengths),
         normalizer=send(normalizer),
         trained=send((of_this_rank(batch.labels).reshape(-1) >= 0).nonzero()[:, 0]),
-        rotary_position_ids=None if pictures is None else to_device(pictures.rotary_position_ids),
+        rotary_position_ids=None if media is None else to_device(media.rotary_position_ids),
         routing=extras.pop(ROUTING, None),
         noise=extras.pop(NOISE, None),
-        pictures=() if pictures is None else picture_runs(pictures.places, boundaries),
+        media=() if media is None else media_runs(media.places, boundaries),
     )
     mtp_targets = None
     if with_mtp:
         tokens_after, labels_after = (_shifted(each, boundaries) for each in (batch.input_ids, batch.labels))
         places = (of_this_rank(labels_after).reshape(-1) >= 0).nonzero()[:, 0]
         mtp_targets = MTPTargets(to_device(tokens_after.clamp(min=0)), to_device(labels_after), send(places))
-    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, pictures, mtp_targets)
+    return LocalBatch(to_device(batch.input_ids), to_device(batch.labels), sequences, extras, media, mtp_targets)
 
 
 def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
@@ -229,7 +229,7 @@ def _shifted(rows: Tensor, boundaries: Sequence[int]) -> Tensor:
     return shifted
 
 
-def picture_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
+def media_runs(places: Tensor, boundaries: Sequence[int]) -> Runs:
     """Return the runs of adjacent tokens in `places`, int64 [tokens], sorted; a run ends with its sequence or row."""
     row, token = places // boundaries[-1], places % boundaries[-1]
     sequence = torch.bucketize(token, torch.tensor(boundaries), right=True) + row * len(boundaries)

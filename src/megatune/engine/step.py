@@ -350,7 +350,7 @@ def _compute(chunk: torch.nn.Module, local: LocalBatch, labels: Tensor | None, h
         input_ids=local.input_ids,
         sequences=local.sequences,
         labels=labels,
-        pictures=local.pictures,
+        media=local.media,
         head=head,
         mtp_targets=local.mtp_targets,
     )

@@ -72,7 +72,7 @@ def answer_datasets(
         generator = Generator.load(
             folder, config.options, config.adapted.adapters, vllm=config.vllm, accepts_media=True
         )
-        rows = read_questions(sources, placeholders, outcome.leave_out, pictures=generator.media is not None)
+        rows = read_questions(sources, placeholders, outcome.leave_out, media=generator.media is not None)
         size, media_dir = options.max_batch_size, options.dataset_dir
         answer_rows(generator, rows, results, outcome, batch_size=size, media_dir=media_dir, show=stream)
     left_out = f", {outcome.left_out} left out" if outcome.left_out else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.data.bad_rows import RowError
-from megatune.data.conversation import RowPicture
+from megatune.data.conversation import RowMedia
 from megatune.data.formats.fields import TAG
 from megatune.data.media import media_source
 from megatune.data.prompts import Question
@@ -149,24 +149,24 @@ def _prompt(generator: Generator, template: ChatTemplate, question: Question, me
     conversation = question.conversation
     messages: list[Message] = list(template.chat_of(conversation))
     media: tuple[MediaItem, ...] = ()
-    if conversation.pictures:
-        messages, media = _place_media(generator, messages, conversation.pictures, media_dir)
+    if conversation.media:
+        messages, media = _place_media(generator, messages, conversation.media, media_dir)
     return generator.chat_prompt(messages, media, [tool_schema(each) for each in conversation.tools])
 
 
 def _place_media(
-    generator: Generator, messages: list[Message], pictures: Sequence[RowPicture], media_dir: str
+    generator: Generator, messages: list[Message], of_row: Sequence[RowMedia], media_dir: str
 ) -> tuple[list[Message], tuple[MediaItem, ...]]:
     """Replace tags in messages by placeholders of the images and videos, and return these; the answer's are not
     read."""
     assert generator.media is not None
-    remaining, media, placed = iter(pictures), [], []
+    remaining, media, placed = iter(of_row), [], []
     for message in messages:
         parts = TAG.split(message["content"] or "")
         text = parts[0]
         for part in parts[1:]:
-            picture = next(remaining)
-            media.append(generator.media.read(media_source(picture.value, picture.kind, media_dir)))
+            item = next(remaining)
+            media.append(generator.media.read(media_source(item.value, item.kind, media_dir)))
             text += media[-1].placeholder + part
         placed.append({**message, "content": text} if len(parts) > 1 else message)
     return placed, tuple(media)
@@ -194,14 +194,14 @@ def _line(question: Question, reply: Reply) -> dict[str, Any]:
         "messages": [*messages, {"role": "assistant", "content": reply.text}],
     }
     for kind in ("image", "video"):
-        if of_kind := [_name(each) for each in conversation.pictures if each.kind == kind]:
+        if of_kind := [_name(each) for each in conversation.media if each.kind == kind]:
             line[f"{kind}s"] = of_kind
     if conversation.tools:
         line["tools"] = list(conversation.tools)
     return line
 
 
-def _name(picture: RowPicture) -> str | None:
+def _name(item: RowMedia) -> str | None:
     """Return the path of an image or video, None if the row contains its bytes."""
-    value = picture.value.get("path") if isinstance(picture.value, dict) else picture.value
+    value = item.value.get("path") if isinstance(item.value, dict) else item.value
     return str(value) if isinstance(value, str | Path) and len(str(value)) < 4096 else None  # longer ones are base64

@@ -21,7 +21,7 @@ from megatune.generation.options import GenerationOptions, MediaOptions
 from megatune.generation.prompt import Prompt
 
 if TYPE_CHECKING:
-    from megatune.data.media.processor import MediaShape, PictureProcessor
+    from megatune.data.media.processor import MediaProcessor, MediaShape
     from megatune.encoders import Vision
 
 _TAG = re.compile(r"<(image|video)>")
@@ -52,7 +52,7 @@ class PromptMedia:
 
     vision: Vision
     items: tuple[MediaItem, ...]
-    processor: PictureProcessor | None = None
+    processor: MediaProcessor | None = None
 
     def read(self, source: MediaSource) -> MediaItem:
         """Read another image or video.
@@ -154,7 +154,7 @@ def load_media(folder: Path, options: GenerationOptions) -> PromptMedia | None:
     return PromptMedia(vision, _read(processor, options), processor)
 
 
-def read_media(processor: PictureProcessor, source: MediaSource) -> MediaItem:
+def read_media(processor: MediaProcessor, source: MediaSource) -> MediaItem:
     """Read and preprocess an image or video.
 
     Raises:
@@ -165,19 +165,19 @@ def read_media(processor: PictureProcessor, source: MediaSource) -> MediaItem:
     return MediaItem(source.kind, measured, processor.placeholder(measured), processor.pixels(source, measured))
 
 
-def _read(processor: PictureProcessor, options: GenerationOptions) -> tuple[MediaItem, ...]:
-    pictures, findings = [], []
+def _read(processor: MediaProcessor, options: GenerationOptions) -> tuple[MediaItem, ...]:
+    media, findings = [], []
     for kind, path in options.media:
         try:
-            pictures.append(read_media(processor, MediaSource(kind, path)))
+            media.append(read_media(processor, MediaSource(kind, path)))
         except RowError as error:
             findings.append(Finding(str(error), f"--{kind}", fix=f"give another {kind}"))
     if findings:
         raise MegatuneError(findings, ExitCode.DATA)
-    return tuple(pictures)
+    return tuple(media)
 
 
 def _text_only(folder: Path, model_type: object, options: GenerationOptions) -> Finding:
-    flags = " and ".join(f"--{kind}" for kind in dict.fromkeys(picture.kind for picture in options.media))
+    flags = " and ".join(f"--{kind}" for kind in dict.fromkeys(item.kind for item in options.media))
     why = f"the config.json of {folder}, of model_type {model_type}, has no vision_config"
     return Finding("the model reads text only", flags, why, f"name a vision-language model, or leave out {flags}")

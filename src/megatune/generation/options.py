@@ -141,19 +141,19 @@ def _without_effect(options: GenerationOptions, accepts_media: bool) -> Iterator
     for flag, given in (("--system", options.system), ("--enable_thinking", options.enable_thinking)):
         if options.raw and given is not None:
             yield Finding("has no effect", flag, "--raw leaves the chat template out", f"drop {flag} or --raw")
-    kinds = {picture.kind for picture in options.media}
+    kinds = {item.kind for item in options.media}
     for name in MediaOptions.model_fields:
         kind = "video" if name.startswith("video") else "image"
         if getattr(options, name) is not None and kind not in kinds and not accepts_media:
             yield Finding("has no effect", f"--{name}", f"there is no {kind}", f"add --{kind}, or leave it out")
 
 
-def _missing_file(picture: MediaFile) -> Finding:
-    path = Path(picture.path)
+def _missing_file(item: MediaFile) -> Finding:
+    path = Path(item.path)
     if path.is_dir():
-        return Finding(f"{path} is a folder", f"--{picture.kind}", fix=f"name a file: --{picture.kind} {path}/FILE")
+        return Finding(f"{path} is a folder", f"--{item.kind}", fix=f"name a file: --{item.kind} {path}/FILE")
     siblings = [child.name for child in path.parent.iterdir() if child.is_file()] if path.parent.is_dir() else []
     fix = "check the path; it is relative to the folder in which the command runs"
     if nearest := closest(path.name, siblings):
         fix = f"did you mean {path.parent / nearest}?"
-    return Finding(f"there is no file {path}", f"--{picture.kind}", fix=fix)
+    return Finding(f"there is no file {path}", f"--{item.kind}", fix=fix)

@@ -116,8 +116,8 @@ class Case:
             return 0
         per_row = self.sequences_per_row
         tokens = per_row * self.tokens_per_image if self.image_tokens is None else self.image_tokens
-        if self.of_mean and self.lengths is not None and self.lengths.pictures is not None:
-            tokens = min(tokens, math.ceil(self.lengths.pictures))
+        if self.of_mean and self.lengths is not None and self.lengths.media is not None:
+            tokens = min(tokens, math.ceil(self.lengths.media))
         return min(tokens, per_row * self.settings.data.cutoff_len)
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.picture import as_png, new_figure
+from megatune.figure import as_png, new_figure
 from megatune.plan.answer import Answer
 from megatune.plan.estimate import Estimate
 from megatune.plan.launch import JOB_FILES, job_file, torchrun_lines, winner_yaml

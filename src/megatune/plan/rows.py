@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
 
 # Quantiles that separate the slices of lengths; the last slice has the longest 1/4096 of the rows.
 _SHARES = (*(1 - 2 ** (-part / 2) for part in range(25)), 1.0)
@@ -24,18 +27,19 @@ class RowLengths:
         longest: length of the longest row.
         document: mean length of a document, weighted by tokens.
         origin: the source of the lengths, for a sentence: "of all rows".
-        pictures: image and video tokens of the mean row; None if unknown.
+        media: image and video tokens of the mean row; None if unknown.
     """
 
     slices: tuple[float, ...]
     longest: int
     document: float
     origin: str
-    pictures: float | None = None
+    # A plan.json of before has it as `pictures`.
+    media: Annotated[float | None, Field(validation_alias=AliasChoices("media", "pictures"))] = None
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], origin: str, *, document: float | None = None, pictures: float | None = None
+        cls, lengths: Sequence[int], origin: str, *, document: float | None = None, media: float | None = None
     ) -> RowLengths:
         """Summarize the lengths of one or more rows; `document` is None if each row is one document."""
         ordered = sorted(map(int, lengths))
@@ -53,7 +57,7 @@ class RowLengths:
             longest=ordered[-1],
             document=weighted if document is None else document,
             origin=origin,
-            pictures=pictures,
+            media=media,
         )
 
     @classmethod

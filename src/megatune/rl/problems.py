@@ -25,7 +25,7 @@ from megatune.data.readers import RawRow, read_rows
 from megatune.data.sources import datasets_of
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.rl.pictures import with_images, with_placeholders
+from megatune.rl.media import with_images, with_placeholders
 from megatune.rl.prompts import PromptRow, Writer, encode_prompts, prompt_writer, swift_reader
 from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem

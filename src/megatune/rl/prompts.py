@@ -126,7 +126,7 @@ def swift_reader(
     form = Form("ms_swift", swift_version=settings.data.swift_version)
 
     def read(row: Mapping[str, Any]) -> PromptRow:
-        conversation = to_swift_example(row, form, "sft", pictures=vision is not None)
+        conversation = to_swift_example(row, form, "sft", media=vision is not None)
         assert isinstance(conversation, Conversation)
         asked, last = conversation.messages, conversation.messages[-1]
         if last.role == "assistant":

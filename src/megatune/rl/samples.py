@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from megatune.data.pictures import DocumentPicture
+    from megatune.data.media_table import DocumentMedia
     from megatune.data.vision import VisionInput
 
 
@@ -21,7 +21,7 @@ class PromptImages(NamedTuple):
     """The images of a prompt, in the order of their tokens, and how the model preprocesses them."""
 
     vision: VisionInput
-    pictures: tuple[DocumentPicture, ...]
+    media: tuple[DocumentMedia, ...]
 
 
 @dataclass(frozen=True, slots=True)

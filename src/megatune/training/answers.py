@@ -45,7 +45,7 @@ class _Row:
         tokens = np.concatenate((self.prompt.token_ids, np.array([*self.ids, 0], np.int32)))
         labels = np.full(len(tokens), IGNORE_INDEX, np.int32)
         labels[-1] = 0
-        return Document(tokens, labels, self.prompt.pictures)
+        return Document(tokens, labels, self.prompt.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Answerer:
     """Generates the answers of a run.
 
     Attributes:
-        shard: the pictures that this rank decodes.
+        shard: the images and videos that this rank decodes.
         stops: tokens that end an answer.
         most: the maximum number of tokens of an answer.
     """

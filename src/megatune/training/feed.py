@@ -22,8 +22,8 @@ from megatune.data.bad_rows import BAD_ROWS_FILE
 from megatune.data.cache.key import DAY, streamed_key
 from megatune.data.companions import CompanionRows
 from megatune.data.encode import load_tokenizer
+from megatune.data.media_table import MediaCounts
 from megatune.data.order import PreparedSteps, StepRows
-from megatune.data.pictures import PictureCounts
 from megatune.data.pipeline import Pipeline
 from megatune.data.prepare import Prepared, open_prepared, prepare
 from megatune.data.report import TokenReport
@@ -58,7 +58,7 @@ class Feed:
     warnings: Sequence[str] = ()
     follower: StreamFollower | None = None  # of streamed rows; None if all rows are prepared
     quarantine: Quarantine | None = None  # on rank 0, with on_bad_row: quarantine
-    has_pictures: bool = True  # whether rows may have images or videos
+    has_media: bool = True  # whether rows may have images or videos
     # Read by the objective before each step and each evaluation: the same rows, with answers to other prompts.
     companions: PreparedSteps | None = None
     companions_evaluation: TokenRows | None = None
@@ -80,7 +80,7 @@ class RunData:
     key: str  # digest of everything that determines the rows
     key_parts: dict[str, str]  # description -> digest; for a stream, only the date that its template states
     num_rows: int | None  # training rows; this and the following are None for a stream
-    pictures: PictureCounts | None  # of training rows
+    media: MediaCounts | None  # of training rows
     lengths: RowLengths | None  # of training rows
     # Creates the feed. Collective. Raises MegatuneError if a token id is outside the vocabulary (exit code 66), a
     # sequence is longer than the model's positions (65), or reading the rows fails.
@@ -111,10 +111,10 @@ def opened_data(context: RankContext, settings: Settings, source: Path, resumed:
     if not settings.data.streaming:
         prepared = _prepare_on_machine(context, settings, source)
         feed = partial(_prepared_feed, prepared, settings, resumed is not None)
-        pictures = prepared.report.train.pictures
-        lengths = lengths_of(prepared.train, pictures)
+        media = prepared.report.train.media
+        lengths = lengths_of(prepared.train, media)
         parts = on_rank_0(lambda: {**prepared.key_parts, ROWS: prepared.train.digest})
-        yield RunData(prepared.key, parts, len(prepared.train), pictures, lengths, feed)
+        yield RunData(prepared.key, parts, len(prepared.train), media, lengths, feed)
         return
     days = {DAY: day} if (day := settings.data.template_date) is not None else {}
     with closing(open_stream(context, settings, source, resumed)) as stream:
@@ -151,10 +151,10 @@ def _prepared_feed(
     if on_rank_0(lambda: quarantine is not None and quarantine.copy(prepared.directory)):
         lines.append(f"the rows left out are in {Path(settings.run.output_dir or '') / BAD_ROWS_FILE}")
     rows = PreparedSteps.from_settings(prepared.train, settings, schedule.global_batch_size)
-    has_pictures = any(part.pictures.tokens for part in parts)
+    has_media = any(part.media.tokens for part in parts)
     report = prepared.report
     feed = Feed(rows, prepared.evaluation, lines, report.summary(), report.warnings())
-    feed = replace(feed, quarantine=quarantine, has_pictures=has_pictures, each=prepared.each)
+    feed = replace(feed, quarantine=quarantine, has_media=has_media, each=prepared.each)
     if not make_objective(settings).has_companions:
         return feed
     steps = replace(rows, rows=CompanionRows(prepared.train.directory), ordered_by=prepared.train)

@@ -27,7 +27,7 @@ from megatune.training.callbacks.base import Callback
 from megatune.training.storage.files import writing
 
 MAX_WORKERS = 4  # of each rank, unless dataloader_num_workers is set
-_SHARED_MEMORY = "/dev/shm"  # workers return decoded pictures through it
+_SHARED_MEMORY = "/dev/shm"  # workers return decoded images and videos through it
 _MIN_SHARED_BYTES = 2**30  # for each rank; containers often have 64 MiB
 
 
@@ -67,13 +67,13 @@ class Loaders:
 
     @property
     def shard(self) -> MediaShard | None:
-        """The share of a micro-batch's pictures that this rank decodes; ranks of the first stage divide them."""
+        """The share of a micro-batch's media that this rank decodes; ranks of the first stage divide them."""
         coords = self.coords
         shared = coords.tp_size * coords.cp_size
         return None if coords.pp_rank else MediaShard(coords.cp_rank * coords.tp_size + coords.tp_rank, shared)
 
     def _once(self, steps: PreparedSteps, micro_batch_size: int, num_micro_batches: int) -> StepLoader:
-        # Without pictures, starting processes takes longer than they save.
+        # Without images and videos, starting processes takes longer than they save.
         num_workers = self.num_workers if self.vision is not None else 0
         return self._loader(steps, micro_batch_size, num_micro_batches, range(steps.steps_per_epoch), num_workers)
 
@@ -106,7 +106,7 @@ class Loaders:
         )
 
 
-def loader_workers(settings: Settings, context: RankContext, has_pictures: bool) -> tuple[int, str | None]:
+def loader_workers(settings: Settings, context: RankContext, has_media: bool) -> tuple[int, str | None]:
     """Return the number of worker processes of each loader, and a note if it differs from the settings."""
     asked = settings.data.dataloader_num_workers
     if asked:
@@ -114,7 +114,7 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
         note = f"dataloader_num_workers {asked}: {usable} of each rank are started, as {why} a rank"
         return usable, note if usable < asked else None
     # Daemonic processes cannot have children.
-    if asked is not None or not has_pictures or multiprocessing.current_process().daemon:
+    if asked is not None or not has_media or multiprocessing.current_process().daemon:
         return 0, None
     cores = len(os.sched_getaffinity(0)) // context.local_world_size
     workers = max(0, min(MAX_WORKERS, cores - 1))
@@ -130,11 +130,11 @@ def loader_workers(settings: Settings, context: RankContext, has_pictures: bool)
 def without_unreadable(
     batches: Sequence[Batch], coords: RankCoordinates, *, refuse: bool
 ) -> tuple[list[Batch], list[Unreadable]]:
-    """Mask the labels of samples with an unreadable picture; return the micro-batches and these pictures.
+    """Mask the labels of samples with an unreadable image or video; return the micro-batches and what is unreadable.
 
-    Each picture is decoded by only one of the ranks that have its micro-batch, so they exchange which are unreadable. A
-    sample's file is reported once: both answers of a pair share the pictures of the prompt.
-    Collective: a sum over all ranks, and a gather only if a picture is unreadable.
+    Each image or video is decoded by only one of the ranks that have its micro-batch, so they exchange which are
+    unreadable. A sample's file is reported once: both answers of a pair share the images and videos of the prompt.
+    Collective: a sum over all ranks, and a gather only if an image or video is unreadable.
 
     Args:
         batches: this data-parallel rank's micro-batches of a step.
@@ -165,7 +165,7 @@ def without_unreadable(
 
 
 class Quarantine(Callback):
-    """Writes bad_rows.jsonl, with each row and picture once.
+    """Writes bad_rows.jsonl, with each row and image or video once.
 
     Args:
         keep: keep the entries of an earlier process of the run.
@@ -191,8 +191,8 @@ class Quarantine(Callback):
             self._add(rows)
         return True
 
-    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
-        entries = ({name: getattr(each, name) for name in ("where", "code", "reason", "detail")} for each in pictures)
+    def on_unreadable(self, media: Sequence[Unreadable]) -> None:
+        entries = ({name: getattr(each, name) for name in ("where", "code", "reason", "detail")} for each in media)
         lines = (f"{json.dumps(entry, ensure_ascii=False)}\n" for entry in entries)
         self._add(line.encode("utf-8", "backslashreplace") for line in lines)
 

@@ -182,14 +182,14 @@ class Trainer:
             yield StepBatches(batches, companions, time.monotonic() - began)
 
     def _readable(self, batches: list[Batch]) -> tuple[list[Batch], list[Unreadable]]:
-        """Mask the labels of sequences with unreadable pictures; return the micro-batches and these pictures."""
+        """Mask the labels of sequences with unreadable images and videos; return the micro-batches and these media."""
         if self.loaders.vision is None:
             return batches, []
         refuse = self.settings.data.on_bad_row == "error"
         return without_unreadable(batches, self.assembly.coords, refuse=refuse)
 
     def _prepared(self, batches: list[Batch]) -> tuple[list[Batch], int]:
-        """Return micro-batches with the reference's values, and the number of unreadable pictures."""
+        """Return micro-batches with the reference's values, and the number of unreadable images and videos."""
         batches, unreadable = self._readable(batches)
         if unreadable:
             self.callbacks.on_unreadable(unreadable)

@@ -181,7 +181,7 @@ def step_report(
     peak = planned.flops[settings.precision.params_dtype] if planned else None
     size = settings.batch.per_device_train_batch_size
     row_tokens = [batch.input_ids.numel() / size for batch in batches]
-    of_pictures = [0 if batch.pictures is None else len(batch.pictures.places) / size for batch in batches]
+    of_media = [0 if batch.media is None else len(batch.media.places) / size for batch in batches]
     return StepReport(
         step=step,
         loss=result.totals.loss,
@@ -196,7 +196,7 @@ def step_report(
         row_tokens=sum(row_tokens) / len(row_tokens),
         longest_row=math.ceil(max(row_tokens)),
         document_tokens=sum(lengths) / len(lengths) if rows.is_packed else None,
-        picture_tokens=sum(of_pictures) / len(of_pictures),
+        picture_tokens=sum(of_media) / len(of_media),
         skipped=not result.updated,
         is_bad=result.problem is not None,
         **fields,

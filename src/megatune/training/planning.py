@@ -22,7 +22,7 @@ from megatune.plan.run.preflight import Preflight, with_rows
 
 if TYPE_CHECKING:
     from megatune.data.encode import Encoder
-    from megatune.data.pictures import PictureCounts
+    from megatune.data.media_table import MediaCounts
     from megatune.data.rows import TokenRows
     from megatune.plan.machine import Machine
 
@@ -97,7 +97,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
         if model.architecture.vision is None:
             found = sampled_lengths(settings, None if folder is None else text_counter(folder))
         elif folder is None:
-            return PlannedRows(note=f"no processor of pictures is at hand: {whole} ({_OVERRIDE})")
+            return PlannedRows(note=f"no processor of images is available: {whole} ({_OVERRIDE})")
         else:
             found = sampled_lengths(settings, encoder=_encoder(settings, folder))
     except MegatuneError as error:
@@ -108,7 +108,7 @@ def data_rows(settings: Settings, model: PlannedModel) -> PlannedRows:
     rows = found.documents
     if settings.packing:  # all rows but the last ones are full
         rows = [min(settings.data.cutoff_len, sum(rows)) if found.is_whole else settings.data.cutoff_len]
-    lengths = RowLengths.of(rows, found.origin, document=weighted, pictures=found.pictures if found.is_exact else None)
+    lengths = RowLengths.of(rows, found.origin, document=weighted, media=found.media if found.is_exact else None)
     tokens = sum(found.documents) * found.rows / (found.encoded or found.rows) if found.is_whole else None
     if not found.is_exact:
         return PlannedRows(lengths=lengths, tokens=tokens)
@@ -168,7 +168,7 @@ def _prepared(settings: Settings) -> PlannedRows | None:
     return PlannedRows(lengths=lengths, image_tokens=case.image_tokens, largest_picture=case.largest_picture)
 
 
-def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
+def lengths_of(rows: TokenRows, media: MediaCounts) -> RowLengths:
     """Summarize the lengths of rows for the planner; of pairs, the lengths of their answers."""
     import numpy as np  # `megatune plan` does without
 
@@ -180,11 +180,11 @@ def lengths_of(rows: TokenRows, pictures: PictureCounts) -> RowLengths:
         lengths = lengths[np.linspace(0, len(lengths) - 1, _MAX_LENGTHS).astype(np.int64)]
     weighted = float(np.square(documents, dtype=np.float64).sum() / max(1, documents.sum()))
     return RowLengths.of(
-        lengths.tolist(), "of all rows", document=weighted, pictures=pictures.tokens / len(rows) if len(rows) else 0.0
+        lengths.tolist(), "of all rows", document=weighted, media=media.tokens / len(rows) if len(rows) else 0.0
     )
 
 
-def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: Loaded | None) -> Preflight:
+def plan_rows(case: Case, lengths: RowLengths, media: MediaCounts, asked: Loaded | None) -> Preflight:
     """Plan a run for these rows.
 
     Args:
@@ -193,5 +193,5 @@ def plan_rows(case: Case, lengths: RowLengths, pictures: PictureCounts, asked: L
     Raises:
         MegatuneError: SETTINGS, if the run does not fit into memory.
     """
-    seen = (pictures.of_row, pictures.largest) if case.model.architecture.vision is not None else None
+    seen = (media.of_row, media.largest) if case.model.architecture.vision is not None else None
     return with_rows(case, lengths, seen, loaded=asked)

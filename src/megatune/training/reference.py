@@ -166,10 +166,10 @@ class Reference:
 
     def _compute(self, model: list[Chunk], parts: Sequence[TokenRows], loaders: Loaders) -> dict[str, Path]:
         """Compute and cache the values of some parts; return their files by the digests of the parts."""
-        refuse, has_pictures = self.settings.data.on_bad_row == "error", loaders.vision is not None
+        refuse, has_media = self.settings.data.on_bad_row == "error", loaders.vision is not None
 
         def readable(batches: list[Batch]) -> list[Batch]:
-            return without_unreadable(batches, loaders.coords, refuse=refuse)[0] if has_pictures else batches
+            return without_unreadable(batches, loaders.coords, refuse=refuse)[0] if has_media else batches
 
         kept = {}
         for rows in parts:
@@ -333,7 +333,7 @@ def row_log_probs(
 
     Args:
         steps, loader: yield each row once.
-        readable: masks sequences with unreadable pictures in a step's micro-batches.
+        readable: masks sequences with unreadable images and videos in a step's micro-batches.
         on_step: called before each step, with its number.
     """
     values = torch.zeros(len(steps.rows.spans), dtype=torch.float32, device=device.current())

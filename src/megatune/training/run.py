@@ -162,8 +162,8 @@ def _begin_output(
     output_dir, state = Path(settings.run.output_dir), read_state(resumed) if resumed is not None else None
     later_checkpoints(settings, resumed, state.step if state is not None else 0)
     planned = []
-    if case is not None and data.lengths is not None and data.pictures is not None:  # not streamed
-        planned = [plan_rows(case, data.lengths, data.pictures, asked)]
+    if case is not None and data.lengths is not None and data.media is not None:  # not streamed
+        planned = [plan_rows(case, data.lengths, data.media, asked)]
         case = planned[0].planned.case if planned[0].planned is not None else case
     with writing(output_dir):
         write_atomically(output_dir / "run.yaml", run_yaml)
@@ -247,7 +247,7 @@ def _open_rows(
     limits = ModelLimits(*map(min, zip(*((m.vocab_size, m.max_position_embeddings) for m in models), strict=True)))
     feed, tokenizer = data.feed(schedule, limits), load_tokenizer(source)
     vision = load_vision_input(source, tokenizer, settings.data)
-    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_pictures)
+    num_workers, note = loader_workers(settings, context, vision is not None and feed.has_media)
     loaders = Loaders(settings, coords, padding_token(tokenizer), vision, num_workers)
     lines, warned, answerer = [] if note is None else [note], [], None
     if settings.generates:

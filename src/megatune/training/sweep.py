@@ -23,8 +23,8 @@ from megatune.config.flags import is_key
 from megatune.config.load import load
 from megatune.config.values import parse, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.figure import new_figure, write
 from megatune.launch.devices import count_gpus
-from megatune.picture import new_figure, write
 from megatune.plan.pages.words import columns
 from megatune.progress import say
 from megatune.training.start import Launch, check_all

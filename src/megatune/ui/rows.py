@@ -48,7 +48,7 @@ def _row(row: PreviewRow, preview: Preview, tokenizer: PreTrainedTokenizerBase) 
         for chosen, rejected in row.pairs:
             shared = shared_prompt(chosen.document, rejected.document)
             parts.append(_part("prompt", chosen, tokenizer, stop=shared))
-            parts += [_part(name, each, tokenizer, start=shared, pictures=False) for name, each in
+            parts += [_part(name, each, tokenizer, start=shared, media=False) for name, each in
                       (("chosen", chosen), ("rejected", rejected))]  # fmt: skip
     else:
         parts = [_part("", each, tokenizer) for each in row.documents]
@@ -57,7 +57,7 @@ def _row(row: PreviewRow, preview: Preview, tokenizer: PreTrainedTokenizerBase) 
 
 def _part(
     name: str, row: RowDocument, tokenizer: PreTrainedTokenizerBase, start: int = 0, stop: int | None = None,
-    *, pictures: bool = True,
+    *, media: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tokens of a document from `start` to `stop`, as texts with whether they are trained and special."""
     stop = len(row.document.input_ids) if stop is None else stop
@@ -65,9 +65,9 @@ def _part(
     alike = groupby(collapse_repeats(texts), key=lambda each: (each.trained, each.special))
     shown = [("".join(visible(each.text) for each in group), *marks) for marks, group in alike]
     images: list[dict[str, Any]] = []
-    for number, picture in enumerate(row.document.pictures if pictures else (), 1):
+    for number, item in enumerate(row.document.media if media else (), 1):
         try:
-            images.append({"text": describe_media(number, picture), "sources": list(thumbnails(picture))})
+            images.append({"text": describe_media(number, item), "sources": list(thumbnails(item))})
         except RowError as error:
-            images.append({"text": f"{describe_media(number, picture)}: {error}", "sources": []})
+            images.append({"text": f"{describe_media(number, item)}: {error}", "sources": []})
     return {"name": name, "tokens": stop - start, "texts": shown, "images": images}

@@ -21,8 +21,7 @@ from megatune.config.settings import ParallelSettings
 from megatune.data.batches import Batch, Collator, MediaShard
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
-from megatune.data.pictures import DocumentPicture
-from megatune.data.pictures import packed as packed_picture
+from megatune.data.media_table import DocumentMedia, packed
 from megatune.data.rows import Document
 from megatune.encoders import Vision
 from megatune.engine import groups, step
@@ -36,7 +35,7 @@ from megatune.launch.context import RankContext
 from megatune.objectives.choose import CrossEntropy
 from megatune.verify.localize import engine_places
 from megatune.verify.results import write_logits, write_loss, write_trace
-from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SamplePicture, sample_rows
+from megatune.verify.samples import FP16_LOSS_SCALE, Sample, SampleMedia, sample_rows
 
 
 def shard_samples(
@@ -89,26 +88,26 @@ def _batches(
 
 def _document(sample: Sample) -> Document:
     input_ids, labels = (np.asarray(each, np.int32) for each in (sample.input_ids, sample.labels))
-    return Document(input_ids, labels, tuple(map(_document_picture, sample.pictures)))
+    return Document(input_ids, labels, tuple(map(_document_media, sample.media)))
 
 
-def _document_picture(picture: SamplePicture) -> DocumentPicture:
+def _document_media(item: SampleMedia) -> DocumentMedia:
     # The data is the seed of its pixels.
-    source = MediaSource(picture.kind, data=str(picture.seed).encode())
-    measured = MediaShape(picture.grid, picture.seconds_per_grid, (), (), (0, 0))
-    content = packed_picture(source, measured)
-    return DocumentPicture(0, 0, picture.grid, picture.seconds_per_grid, picture.kind == "video", content)
+    source = MediaSource(item.kind, data=str(item.seed).encode())
+    measured = MediaShape(item.grid, item.seconds_per_grid, (), (), (0, 0))
+    content = packed(source, measured)
+    return DocumentMedia(0, 0, item.grid, item.seconds_per_grid, item.kind == "video", content)
 
 
 class _RandomPixels:
-    """A PictureProcessor that returns the random pixels of a SamplePicture."""
+    """A MediaProcessor that returns the random pixels of a SampleMedia."""
 
     def __init__(self, vision: Vision) -> None:
         self.vision = vision
 
     def pixels(self, source: MediaSource, measured: MediaShape) -> np.ndarray:
         """Return fp32 [patches, channels of a patch]."""
-        return SamplePicture(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
+        return SampleMedia(source.kind, measured.grid, int(source.data or b"")).pixel_values(self.vision)
 
 
 def measure(

@@ -47,14 +47,14 @@ def with_num_labels(loaded: Loaded, num_labels: int) -> Loaded:
 
 def samples_of(architecture: Architecture, count: int, longest: int, seed: int) -> list[Sample]:
     """Return rows of random tokens; for vision-language models some have images or videos."""
-    from megatune.verify.samples import random_pictures, random_samples, uneven_lengths
+    from megatune.verify.samples import random_media, random_samples, uneven_lengths
 
     vision = architecture.vision
     return random_samples(
         architecture.vocab_size,
         uneven_lengths(count, longest),
         seed,
-        pictures=random_pictures(count, vision) if vision is not None else (),
+        media=random_media(count, vision) if vision is not None else (),
         vision=vision,
     )
 
@@ -62,8 +62,8 @@ def samples_of(architecture: Architecture, count: int, longest: int, seed: int) 
 def describe_samples(samples: list[Sample]) -> str:
     """Return the number and lengths of rows, and the numbers of images and videos, for users."""
     lengths = [len(sample.input_ids) for sample in samples]
-    pictures = [each for one in samples for each in one.pictures]
-    kinds = {kind: sum(picture.kind == kind for picture in pictures) for kind in ("image", "video")}
+    media = [each for one in samples for each in one.media]
+    kinds = {kind: sum(item.kind == kind for item in media) for kind in ("image", "video")}
     counted = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items() if count]
     return f"{len(samples)} rows of {min(lengths)} to {max(lengths)} tokens" + "".join(f", {each}" for each in counted)
 
@@ -147,11 +147,11 @@ def checked(
     settings = loaded.settings.model_copy(update={"batch": batch, "finetuning": finetuning})
     findings = check(settings, architecture, world.world_size, origins=loaded.places, invalid=_NOT_HERE)
     longest, limit = max(len(sample.input_ids) for sample in samples), architecture.max_position_embeddings
-    of_pictures = longest - length
+    of_media = longest - length
     if longest > limit:
-        with_pictures = f", with {of_pictures} tokens of images and videos," if of_pictures else ""
-        what = f"--length {length}{with_pictures} is more than the model's {limit} positions"
-        findings.append(Finding(what, fix=f"--length {limit - of_pictures} or less"))
+        with_media = f", with {of_media} tokens of images and videos," if of_media else ""
+        what = f"--length {length}{with_media} is more than the model's {limit} positions"
+        findings.append(Finding(what, fix=f"--length {limit - of_media} or less"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
     return settings, world

@@ -144,8 +144,8 @@ def _arguments(sample: Sample, architecture: Architecture, device: torch.device)
     """Return the arguments of Transformers' model for one sample."""
     arguments = {"input_ids": torch.tensor([sample.input_ids])}
     vision = architecture.vision
-    if vision is not None and sample.pictures:
-        given = [(each.kind, each.grid, each.seconds_per_grid, each.pixel_values(vision)) for each in sample.pictures]
+    if vision is not None and sample.media:
+        given = [(each.kind, each.grid, each.seconds_per_grid, each.pixel_values(vision)) for each in sample.media]
         arguments |= media_arguments(np.array(sample.input_ids), given, vision)
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 

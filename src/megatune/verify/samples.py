@@ -21,7 +21,7 @@ FP16_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePicture:
+class SampleMedia:
     """An image or a video of random pixels.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sample:
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
-    pictures: tuple[SamplePicture, ...] = ()
+    media: tuple[SampleMedia, ...] = ()
 
 
 def random_samples(
@@ -57,14 +57,14 @@ def random_samples(
     lengths: Sequence[int],
     seed: int = 0,
     *,
-    pictures: Sequence[Sequence[SamplePicture]] = (),
+    media: Sequence[Sequence[SampleMedia]] = (),
     vision: Vision | None = None,
 ) -> list[Sample]:
     """Return rows of random tokens; a random prefix of up to half of each row's text is not trained.
 
     Args:
         lengths: length of the text of each row.
-        pictures: images and videos of the first rows, with text before, between and after them; their tokens are
+        media: images and videos of the first rows, with text before, between and after them; their tokens are
             additional to the text.
         vision: for vision-language models, whose special tokens are excluded from the text.
     """
@@ -78,57 +78,56 @@ def random_samples(
         tokens = tuple(generator.choice(tokens_of_text) for _ in range(length))
         untrained = generator.randrange(length // 2 + 1)
         sample = Sample(tokens, (IGNORE_INDEX,) * untrained + tokens[untrained:])
-        samples.append(_with_pictures(sample, pictures[row], vision) if vision and row < len(pictures) else sample)
+        samples.append(_with_media(sample, media[row], vision) if vision and row < len(media) else sample)
     return samples
 
 
-def _with_pictures(text: Sample, pictures: Sequence[SamplePicture], vision: Vision) -> Sample:
+def _with_media(text: Sample, media: Sequence[SampleMedia], vision: Vision) -> Sample:
     """Put images and videos between equal parts of a row of text; their tokens are not trained."""
-    ends = [number * len(text.input_ids) // (len(pictures) + 1) for number in range(len(pictures) + 2)]
+    ends = [number * len(text.input_ids) // (len(media) + 1) for number in range(len(media) + 2)]
     input_ids, labels = [], []
     for number, (start, stop) in enumerate(pairwise(ends)):
-        block = _block(pictures[number - 1], vision, text.input_ids[start:][:2]) if number else ()
+        block = _block(media[number - 1], vision, text.input_ids[start:][:2]) if number else ()
         input_ids += [*block, *text.input_ids[start:stop]]
         labels += [*[IGNORE_INDEX] * len(block), *text.labels[start:stop]]
-    return Sample(tuple(input_ids), tuple(labels), tuple(pictures))
+    return Sample(tuple(input_ids), tuple(labels), tuple(media))
 
 
-def _block(picture: SamplePicture, vision: Vision, time: Sequence[int]) -> list[int]:
+def _block(item: SampleMedia, vision: Vision, time: Sequence[int]) -> list[int]:
     """Return the tokens of an image or video, including its start and end tokens.
 
     Args:
         time: the text before each frame of a video, for models with timestamps.
     """
-    apart = picture.kind == "video" and vision.timestamps
-    frames, size = picture.grid[0] if apart else 1, math.prod(picture.grid) // vision.spatial_merge_size**2
-    token = vision.video_token_id if picture.kind == "video" else vision.image_token_id
+    apart = item.kind == "video" and vision.timestamps
+    frames, size = item.grid[0] if apart else 1, math.prod(item.grid) // vision.spatial_merge_size**2
+    token = vision.video_token_id if item.kind == "video" else vision.image_token_id
     frame = [vision.vision_start_token_id, *[token] * (size // frames), vision.vision_end_token_id]
     frame = [each for each in frame if each >= 0]
     return [*(time if apart else ()), *frame] * frames
 
 
-def random_pictures(num_samples: int, vision: Vision) -> list[tuple[SamplePicture, ...]]:
+def random_media(num_samples: int, vision: Vision) -> list[tuple[SampleMedia, ...]]:
     """Return the images and videos of rows, cycling through: an image, none, two images of different size, and a video
     if the model supports videos."""
     m, side = vision.spatial_merge_size, vision.square and vision.square // vision.patch_size
     # The seconds between patches are not a whole number of positions.
-    kinds: tuple[tuple[SamplePicture, ...], ...] = (
-        (SamplePicture("image", (1, 4 * m, 6 * m), 0),),
+    kinds: tuple[tuple[SampleMedia, ...], ...] = (
+        (SampleMedia("image", (1, 4 * m, 6 * m), 0),),
         (),
-        (SamplePicture("image", (1, 2 * m, 4 * m), 0), SamplePicture("image", (1, 6 * m, 2 * m), 1)),
-        (SamplePicture("video", (3, 4 * m, 2 * m), 0, seconds_per_grid=0.97),),
+        (SampleMedia("image", (1, 2 * m, 4 * m), 0), SampleMedia("image", (1, 6 * m, 2 * m), 1)),
+        (SampleMedia("video", (3, 4 * m, 2 * m), 0, seconds_per_grid=0.97),),
     )
     if not vision.has_videos:
         kinds = kinds[:3]
     if side is not None:
         # The second image of a row has two tiles and the whole image, if the model splits images into tiles.
         kinds = tuple(
-            tuple(replace(each, grid=(1 + 2 * vision.tiles * each.seed, side, side)) for each in pictures)
-            for pictures in kinds
+            tuple(replace(each, grid=(1 + 2 * vision.tiles * each.seed, side, side)) for each in media)
+            for media in kinds
         )
     return [
-        tuple(replace(picture, seed=2 * row + picture.seed) for picture in kinds[row % len(kinds)])
-        for row in range(num_samples)
+        tuple(replace(item, seed=2 * row + item.seed) for item in kinds[row % len(kinds)]) for row in range(num_samples)
     ]
 
 

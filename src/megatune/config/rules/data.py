@@ -76,7 +76,7 @@ def tools(context: Context) -> Iterator[Problem]:
         yield Problem(keys, f"{what}`template: mistral`", why, "remove `tool_format`, or write `template: FILE.yaml`")
 
 
-def picture_bounds(context: Context) -> Iterator[Problem]:
+def media_bounds(context: Context) -> Iterator[Problem]:
     """The minimum area of images and frames is at most the maximum."""
     data = context.settings.data
     for kind in ("image", "video"):
@@ -117,4 +117,4 @@ def names(context: Context) -> Iterator[Problem]:
             yield Problem((key,), f"`{key}` has {len(value)} values", why, "write one value, or two")
 
 
-RULES = (required, needs_of("data"), held_out, mixing, order, tools, picture_bounds, day, tiles, names)
+RULES = (required, needs_of("data"), held_out, mixing, order, tools, media_bounds, day, tiles, names)

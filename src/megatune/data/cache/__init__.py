@@ -152,7 +152,7 @@ class _Location:
 
     def _read(self, read: Callable[[Path], T]) -> T | None:
         """Return the rows in the folder; None if they must be built or rebuilt."""
-        from megatune.data.pictures import are_current  # imports numpy, which checks of settings avoid
+        from megatune.data.media_table import are_current  # imports numpy, which checks of settings avoid
 
         if stored_key(self.folder) is None or not self._is_trusted():
             return None

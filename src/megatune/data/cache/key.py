@@ -113,7 +113,7 @@ def prepared_key(
 
     Args:
         vision: converts images and videos to tokens; None for a language model. Their files are identified by name:
-            the rows store the size of each in bytes (see `data.pictures`).
+            the rows store the size of each in bytes (see `data.media_table`).
         file_digest: returns an identifier of a file's content.
 
     Raises:
@@ -128,23 +128,25 @@ def prepared_key(
         part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
-    pictures: dict[str, list[Any]] = {}
+    media: dict[str, list[Any]] = {}
     if vision is not None:
         bounds = vision.processor.image
         own = [each for each in (bounds.tiles, bounds.tokens) if each is not None]
-        pictures = {"pictures": [repr(vision.processor), vision.media_dir, *own]}
+        # By the class's name of earlier versions, whose checkpoints resume.
+        processor = repr(vision.processor).replace("MediaProcessor", "PictureProcessor", 1)
+        media = {"pictures": [processor, vision.media_dir, *own]}
     days = {DAY: data.template_date or date.today().isoformat()} if _states_day(settings, tokenizer) else {}
     made_by = {
         "tokenizer": _tokenizer_digest(tokenizer, data.template),
         "template": _template_content(data.template),
-        **pictures,
+        **media,
         **days,
     }
     parts = {
         **_data_parts((*train, *evaluation), files, chosen),
         "the tokenizer": made_by["tokenizer"],
         "the template": _name(made_by["template"]),
-        **({"the processor of images and videos": _name(pictures)} if pictures else {}),
+        **({"the processor of images and videos": _name(media)} if media else {}),
         **days,
     }
     return RowsKey(_name({**chosen, **content, **made_by}), parts, chosen)

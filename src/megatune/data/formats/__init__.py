@@ -47,14 +47,14 @@ _NO_ANSWER = Message("assistant", "-")
 
 
 def to_example(
-    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool = False, labels: Labels | None = None
+    row: Mapping[str, Any], form: Form, stage: str, *, media: bool = False, labels: Labels | None = None
 ) -> Example:
     """Convert one row to the example that the stage trains.
 
     Args:
         stage: "pt" gives a text, "sft" a conversation, "kto" one with a boolean, "cls" one with a label, "dpo" and "rm"
             a preference pair.
-        pictures: whether the model takes images and videos.
+        media: whether the model takes images and videos.
         labels: for stage cls.
 
     Raises:
@@ -62,16 +62,16 @@ def to_example(
         UnsupportedRow: the row has audio or bounding boxes, images or videos for a text model, or a format without
             rows for this stage.
     """
-    example = _example(row, form, stage, pictures, labels)
+    example = _example(row, form, stage, media, labels)
     if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
         raise UnsupportedRow("its texts have <bbox> or <ref-object>, and training on bounding boxes is not supported")
     return example
 
 
-def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, labels: Labels | None) -> Example:
+def _example(row: Mapping[str, Any], form: Form, stage: str, media: bool, labels: Labels | None) -> Example:
     columns = form.columns
     if form.formatting == "ms_swift":
-        return to_swift_example(row, form, stage, pictures=pictures, labels=labels)
+        return to_swift_example(row, form, stage, media=media, labels=labels)
     if columns.audios is not None and row.get(columns.audios):
         raise UnsupportedRow(f"field {columns.audios!r}: training on audio is not supported")
     if stage == "pt":
@@ -82,37 +82,37 @@ def _example(row: Mapping[str, Any], form: Form, stage: str, pictures: bool, lab
                 )
         return _text(row, form)
     if labels is not None:
-        chat = _labelled(row, form, pictures)
+        chat = _labelled(row, form, media)
         return replace(chat, label=labels.read(row, columns.label))
     if form.formatting == "text":
         what = f"its rows are texts, which stage pt trains; stage {stage} trains conversations"
         raise UnsupportedRow(what, "write stage: pt")
     if stage in PAIR_STAGES:
-        pair = _preference_pair(row, form, pictures)
+        pair = _preference_pair(row, form, media)
         return replace(pair, margin=margin(row, columns.margin)) if stage == "rm" else pair
     desirable = _tag(row, columns.kto_tag or "label") if stage == "kto" else None
     if form.formatting in ("sharegpt", "openai"):
         answer = None
         if stage == "kto" and (name := first_present(row, (columns.response,))) is not None:
             answer = _pair_answer(row, name, form).message
-        return replace(messages.conversation(row, form, answer, pictures=pictures), desirable=desirable)
+        return replace(messages.conversation(row, form, answer, media=media), desirable=desirable)
     # The answers in the history are trained, too.
     turns = (*_prompt(row, form), _answer(row, _response_column(row, form)))
-    turns, found = extract_media(row, columns, turns, {}, wanted=pictures)
+    turns, found = extract_media(row, columns, turns, {}, wanted=media)
     return Conversation(turns, _system(row, form), tools(row, columns.tools), found, desirable)
 
 
-def _labelled(row: Mapping[str, Any], form: Form, pictures: bool) -> Conversation:
+def _labelled(row: Mapping[str, Any], form: Form, media: bool) -> Conversation:
     """Read the input to classify: a text, which becomes the user's message, a question, or a whole conversation."""
     if form.formatting == "text":
         return Conversation((Message("user", _text(row, form)),))
     if form.formatting in ("sharegpt", "openai"):
-        chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
+        chat = messages.conversation(row, form, _NO_ANSWER, media=media)
         return replace(chat, messages=chat.messages[:-1]) if chat.messages[-1] is _NO_ANSWER else chat
-    return to_question(row, form, pictures=pictures)
+    return to_question(row, form, media=media)
 
 
-def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -> Conversation:
+def to_question(row: Mapping[str, Any], form: Form, *, media: bool = False) -> Conversation:
     """Read one row as a prompt: a conversation that ends with the row's answer only if the row has one.
 
     Raises:
@@ -125,7 +125,7 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
         raise UnsupportedRow(f"field {columns.audios!r}: audio is not supported")
     if form.formatting in ("sharegpt", "openai"):
         # A conversation without an answer is read with a placeholder.
-        chat = messages.conversation(row, form, _NO_ANSWER, pictures=pictures)
+        chat = messages.conversation(row, form, _NO_ANSWER, media=media)
         *prompt, last = chat.messages
         answer = "" if last is _NO_ANSWER else last.content  # a tool call has no text
         return replace(chat, messages=(*prompt, *_answered(answer)))
@@ -133,7 +133,7 @@ def to_question(row: Mapping[str, Any], form: Form, *, pictures: bool = False) -
     is_alpaca = form.formatting == "alpaca"
     name = columns.response or "output" if is_alpaca else first_present(row, (columns.response, *RESPONSE_NAMES))
     answer = optional_string(row, name)
-    turns, found = extract_media(row, columns, turns, {}, wanted=pictures)
+    turns, found = extract_media(row, columns, turns, {}, wanted=media)
     return Conversation((*turns, *_answered(answer)), _system(row, form), tools(row, columns.tools), found)
 
 
@@ -255,7 +255,7 @@ class _PairAnswer(NamedTuple):
     column: str
 
 
-def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> PreferencePair:
+def _preference_pair(row: Mapping[str, Any], form: Form, media: bool) -> PreferencePair:
     columns = form.columns
     name = first_present(row, (columns.rejected, *REJECTED_NAMES))
     rejected = _pair_answer(row, name or columns.rejected or REJECTED_NAMES[0], form)
@@ -289,7 +289,7 @@ def _preference_pair(row: Mapping[str, Any], form: Form, pictures: bool) -> Pref
         raise RowError("same-answers", "chosen and rejected are the same")
     system = _system(row, form) if prompt.system is None else prompt.system or None
     answers = (chosen.message, rejected.message)
-    prompt_messages, found = extract_media(row, columns, prompt.messages, prompt.inline, wanted=pictures)
+    prompt_messages, found = extract_media(row, columns, prompt.messages, prompt.inline, wanted=media)
     if found:
         check_no_tags(answers)
     return PreferencePair.of_answers(prompt_messages, *answers, system, tools(row, columns.tools), found)

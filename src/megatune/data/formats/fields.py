@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Message, RowPicture, ToolCall
+from megatune.data.conversation import Message, RowMedia, ToolCall
 from megatune.data.formats.form import Columns
 from megatune.data.media import Kind, is_base64
 from megatune.data.readers import json_type
@@ -213,7 +213,7 @@ def part_value(part: Mapping[str, Any]) -> object:
 
 def extract_media(
     row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], inline: Inline, *, wanted: bool
-) -> tuple[tuple[Message, ...], tuple[RowPicture, ...]]:
+) -> tuple[tuple[Message, ...], tuple[RowMedia, ...]]:
     """Return the messages of a row, and its images and videos in the order of their tags.
 
     A row with images but without `<image>` tags gets a tag for each image before its first message.
@@ -251,7 +251,7 @@ def extract_media(
         check_tag_count(tag, sum(each == (tag, None) for each in tagged), len(values))
     remaining = {tag: iter(values) for tag, values in files.items()}
     found = ((tag, next(remaining[tag]) if value is None else value) for tag, value in tagged)
-    return tuple(messages), tuple(RowPicture(KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
+    return tuple(messages), tuple(RowMedia(KINDS[tag], value, added and tag == IMAGE) for tag, value in found)
 
 
 def check_tag_count(tag: str, tags: int, files: int) -> None:
@@ -261,12 +261,12 @@ def check_tag_count(tag: str, tags: int, files: int) -> None:
         raise RowError("picture-count", reason, f"{tags} {tag} in the messages, {files} files")
 
 
-def check_within_media_dir(pictures: Sequence[RowPicture]) -> None:
+def check_within_media_dir(media: Sequence[RowMedia]) -> None:
     """Reject images and videos that a row names by an absolute path or by one that leads out of media_dir.
 
     Rows from a hub must not read other files of this machine.
     """
-    waiting = [(each.kind, each.value) for each in pictures]
+    waiting = [(each.kind, each.value) for each in media]
     while waiting:
         kind, value = waiting.pop()
         if isinstance(value, list | tuple):  # frames

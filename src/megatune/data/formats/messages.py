@@ -53,7 +53,7 @@ class Messages(NamedTuple):
     inline: Inline
 
 
-def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = None, *, pictures: bool) -> Conversation:
+def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = None, *, media: bool) -> Conversation:
     """Read the messages of a row, in turns that end with the assistant's.
 
     Args:
@@ -73,7 +73,7 @@ def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = No
         raise RowError("no-answer", "the last message is not the assistant's", detail)
     # A system message among the messages overrides the system column.
     system = optional_string(row, columns.system) if chat.system is None else chat.system
-    said, found = extract_media(row, columns, chat.messages, chat.inline, wanted=pictures)
+    said, found = extract_media(row, columns, chat.messages, chat.inline, wanted=media)
     return Conversation(said, system or None, tools(row, columns.tools), found)
 
 

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowPicture, ToolCall
+from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowMedia, ToolCall
 from megatune.data.formats.fields import (
     IMAGE,
     KINDS,
@@ -69,13 +69,13 @@ Raw = list[dict[str, Any]]  # messages with a role, content, and possibly whethe
 
 
 def to_swift_example(
-    row: Mapping[str, Any], form: Form, stage: str, *, pictures: bool, labels: Labels | None = None
+    row: Mapping[str, Any], form: Form, stage: str, *, media: bool, labels: Labels | None = None
 ) -> Conversation | PreferencePair:
     """Read one row as ms-swift does, for any stage.
 
     Args:
         form: with formatting ms_swift.
-        pictures: whether the model takes images and videos.
+        media: whether the model takes images and videos.
         labels: for stage cls.
 
     Raises:
@@ -94,7 +94,7 @@ def to_swift_example(
         raise UnsupportedRow("field 'objects': training on bounding boxes is not supported")
     if stage not in PAIR_STAGES:
         desirable = _label(fields, messages) if stage == "kto" else None
-        chat = _conversation(messages, shared, version, pictures, desirable)
+        chat = _conversation(messages, shared, version, media, desirable)
         return chat if labels is None else replace(chat, label=labels.read(fields, "label"))
     if fields.get("rejected_messages") is not None:
         rejected = _checked(fields["rejected_messages"])
@@ -102,8 +102,8 @@ def to_swift_example(
     else:
         rejected = _with_rejected_response(messages, fields, version)
         shared_rejected = {key: fields.get(f"rejected_{key}") or value for key, value in shared.items()}
-    chosen = _conversation(messages, shared, version, pictures)
-    other = _conversation(rejected, shared_rejected, version, pictures)
+    chosen = _conversation(messages, shared, version, media)
+    other = _conversation(rejected, shared_rejected, version, media)
     return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
 
 
@@ -268,7 +268,7 @@ def _with_rejected_response(messages: Raw, fields: Row, version: int) -> Raw:
 
 
 def _conversation(
-    raw: Raw, shared: Mapping[str, Any], version: int, pictures: bool, desirable: bool | None = None
+    raw: Raw, shared: Mapping[str, Any], version: int, media: bool, desirable: bool | None = None
 ) -> Conversation:
     system = None
     if raw[0]["role"] == "system":
@@ -277,8 +277,8 @@ def _conversation(
         raise RowError("system-not-first", "a system message is not the first message, or is the only one")
     inline: list[tuple[Kind, Any]] = []
     messages = [_message(message, inline, version) for message in raw]
-    found = _pictures(messages, shared, inline, system)
-    if found and not pictures:
+    found = _media(messages, shared, inline, system)
+    if found and not media:
         what = "its rows have images or videos, but the model reads text only"
         raise UnsupportedRow(what, "train a vision-language model, or leave the column out with --columns")
     switches = shared.get("chat_template_kwargs") or {}
@@ -345,9 +345,9 @@ def _tools(value: Any, version: int) -> tuple[dict[str, Any], ...]:
     return tuple(schemas)
 
 
-def _pictures(
+def _media(
     messages: list[Message], shared: Mapping[str, Any], inline: Sequence[tuple[Kind, Any]], system: str | None
-) -> tuple[RowPicture, ...]:
+) -> tuple[RowMedia, ...]:
     """Return the images and videos of a conversation in the order of their tags; add missing tags at the start."""
     files: dict[str, list[Any]] = {}
     for tag, kind in KINDS.items():
@@ -367,7 +367,7 @@ def _pictures(
     remaining = {tag: iter(values) for tag, values in files.items()}
     tags = [tag for text in (system or "", *(message.content for message in messages)) for tag in tags_of(text)]
     found = [(tag, next(remaining[tag], None)) for tag in tags]
-    return tuple(RowPicture(KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
+    return tuple(RowMedia(KINDS[tag], value, added[tag] > 0) for tag, value in found if value is not None)
 
 
 def _tagged_paths(messages: list[Message]) -> list[Any]:

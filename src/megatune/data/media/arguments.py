@@ -21,28 +21,28 @@ MediaInput = tuple[str, Grid, float | None, np.ndarray]
 
 
 def rotary_position_ids(
-    input_ids: np.ndarray, pictures: Sequence[tuple[Grid, float | None]], vision: Vision
+    input_ids: np.ndarray, media: Sequence[tuple[Grid, float | None]], vision: Vision
 ) -> np.ndarray:
     """Return the positions of one document's tokens: int64 [3, tokens], of time, height and width, from 0.
 
     Args:
         input_ids: int [tokens].
-        pictures: images and videos of the document in token order: grid in patches, and seconds from one temporal patch
+        media: images and videos of the document in token order: grid in patches, and seconds from one temporal patch
             to the next (for videos; None counts frames).
 
     Raises:
-        ValueError: the tokens of images and videos do not match `pictures`.
+        ValueError: the tokens of images and videos do not match `media`.
     """
     input_ids = np.asarray(input_ids)
     if vision.one_position:
-        tokens = sum(t * h * w for (t, h, w), _ in pictures) // vision.spatial_merge_size**2
+        tokens = sum(t * h * w for (t, h, w), _ in media) // vision.spatial_merge_size**2
         if (found := int((input_ids == vision.image_token_id).sum())) != tokens:
             raise ValueError(f"{found} image tokens, but the grids have {tokens}")
         return np.broadcast_to(np.arange(len(input_ids)), (3, len(input_ids))).copy()
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     places = np.flatnonzero((input_ids == vision.image_token_id) | (input_ids == vision.video_token_id))
     written, position, used = 0, 0, 0
-    for times, h, w in _blocks(pictures, places, input_ids, vision):
+    for times, h, w in _blocks(media, places, input_ids, vision):
         begin, size = int(places[used]), len(times) * h * w
         if places[used : used + size][-1] - begin + 1 != size:
             raise ValueError(f"the {size} tokens of an image or video at token {begin} are not contiguous")
@@ -59,11 +59,11 @@ def rotary_position_ids(
 
 
 def _blocks(
-    pictures: Sequence[tuple[Grid, float | None]], places: np.ndarray, input_ids: np.ndarray, vision: Vision
+    media: Sequence[tuple[Grid, float | None]], places: np.ndarray, input_ids: np.ndarray, vision: Vision
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """Yield the blocks of media tokens: positions in time, int64 [t], and merged height and width."""
     merge, used = vision.spatial_merge_size, 0
-    for (t, h, w), seconds in pictures:
+    for (t, h, w), seconds in media:
         h, w = h // merge, w // merge
         if used + t * h * w > len(places):
             raise ValueError(f"{len(places)} media tokens, but their grids have more")
@@ -79,36 +79,36 @@ def _blocks(
         raise ValueError(f"{len(places)} media tokens, but their grids have {used}")
 
 
-def media_arguments(input_ids: np.ndarray, pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+def media_arguments(input_ids: np.ndarray, media: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
     """Return the media arguments of Transformers' models for one row with `input_ids` [tokens].
 
     They include three-dimensional positions if the model has them, since Transformers 5.17 computes others for videos
     of Qwen2-VL and Qwen2.5-VL; its generate continues from the last one.
 
     Raises:
-        ValueError: the tokens of images and videos do not match `pictures`.
+        ValueError: the tokens of images and videos do not match `media`.
     """
-    rows = rotary_position_ids(input_ids, [(grid, seconds) for _, grid, seconds, _ in pictures], vision)
+    rows = rotary_position_ids(input_ids, [(grid, seconds) for _, grid, seconds, _ in media], vision)
     if vision.square is not None:
-        arguments = {"pixel_values": _squares(pictures, vision)}
+        arguments = {"pixel_values": _squares(media, vision)}
         return arguments | ({"token_type_ids": _types(input_ids, vision)} if vision.whole else {})
     if vision.tokens_of_image is not None:
-        arguments = _padded_patches(pictures, vision)
+        arguments = _padded_patches(media, vision)
         return arguments | ({"mm_token_type_ids": _types(input_ids, vision)} if vision.whole else {})
     if vision.one_position:
-        return _whole_images(pictures, vision)
+        return _whole_images(media, vision)
     # The first row is for masks; the other three are time, height and width.
     arguments = {"position_ids": torch.from_numpy(np.concatenate([np.arange(rows.shape[1])[None], rows]))[:, None]}
     for kind, suffix in (("image", ""), ("video", "_videos")):
-        if of_kind := [(grid, pixels) for each, grid, _, pixels in pictures if each == kind]:
+        if of_kind := [(grid, pixels) for each, grid, _, pixels in media if each == kind]:
             arguments["pixel_values" + suffix] = torch.from_numpy(np.concatenate([pixels for _, pixels in of_kind]))
             arguments[f"{kind}_grid_thw"] = torch.tensor([grid for grid, _ in of_kind])
     return arguments
 
 
-def _whole_images(pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+def _whole_images(media: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
     """Return pixel_values [images, channels, height, width], each image in the upper left corner, and image_sizes."""
-    images = [_image(pixels, grid, vision) for _, grid, _, pixels in pictures]
+    images = [_image(pixels, grid, vision) for _, grid, _, pixels in media]
     sizes = torch.tensor([image.shape[1:] for image in images])
     values = torch.zeros(len(images), vision.in_channels, *sizes.amax(0).tolist())
     for number, image in enumerate(images):
@@ -116,22 +116,22 @@ def _whole_images(pictures: Sequence[MediaInput], vision: Vision) -> dict[str, t
     return {"pixel_values": values, "image_sizes": sizes}
 
 
-def _padded_patches(pictures: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
+def _padded_patches(media: Sequence[MediaInput], vision: Vision) -> dict[str, torch.Tensor]:
     """Return pixel_values [images, patches, values per patch], row by row with adjacent channels of a pixel, and column
     and row of each patch, [images, patches, 2]; both are padded, positions with -1."""
-    p, most = vision.patch_size, max(h * w for _, (_, h, w), _, _ in pictures)
-    values = torch.zeros(len(pictures), most, vision.patch_channels)
-    places = torch.full((len(pictures), most, 2), -1)
-    for number, (_, (t, h, w), _, pixels) in enumerate(pictures):
+    p, most = vision.patch_size, max(h * w for _, (_, h, w), _, _ in media)
+    values = torch.zeros(len(media), most, vision.patch_channels)
+    places = torch.full((len(media), most, 2), -1)
+    for number, (_, (t, h, w), _, pixels) in enumerate(media):
         image = _image(pixels, (t, h, w), vision).reshape(-1, h, p, w, p).transpose(1, 3, 2, 4, 0)
         values[number, : h * w] = torch.from_numpy(image.reshape(h * w, -1))
         places[number, : h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(1)
     return {"pixel_values": values, "image_position_ids": places}
 
 
-def _squares(pictures: Sequence[MediaInput], vision: Vision) -> torch.Tensor:
+def _squares(media: Sequence[MediaInput], vision: Vision) -> torch.Tensor:
     """Return the images, or the tiles of each: [tiles, channels, side, side]."""
-    tiles = [_image(tile, (1, h, w), vision) for _, (t, h, w), _, pixels in pictures for tile in np.split(pixels, t)]
+    tiles = [_image(tile, (1, h, w), vision) for _, (t, h, w), _, pixels in media for tile in np.split(pixels, t)]
     return torch.from_numpy(np.stack(tiles))
 
 

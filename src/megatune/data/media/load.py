@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from megatune.config.groups.data import TILES, DataSettings
-from megatune.data.media.processor import Bounds, PictureProcessor
+from megatune.data.media.processor import Bounds, MediaProcessor
 from megatune.encoders import Vision
 from megatune.errors import ExitCode, Finding, MegatuneError
 
@@ -40,7 +40,7 @@ _QWEN3_VIDEO = {
 }  # fmt: skip
 
 
-def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) -> PictureProcessor:
+def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) -> MediaProcessor:
     """Read how a model's images and videos are converted to patches.
 
     Files are read in Transformers' order: processor_config.json if it has an image_processor and a video_processor,
@@ -87,7 +87,7 @@ def load_processor(model_dir: str | Path, vision: Vision, data: DataSettings) ->
     if by_area:
         first = data.video_min_pixels, data.video_max_pixels
         of_videos = Bounds(first=first, **_areas(video), **_normalization(video))
-    return PictureProcessor(
+    return MediaProcessor(
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,

@@ -89,7 +89,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureProcessor:
+class MediaProcessor:
     """Measures images and videos and computes their patches; `load_processor` reads one from a model's files.
 
     Attributes:
@@ -265,12 +265,12 @@ def _tiles(image: Image.Image, bounds: Bounds) -> list[Image.Image]:
     return [image.crop((left, top, left + side, top + side)) for left, top in corners]
 
 
-def pad_media(text: str, pictures: MediaPlaceholder) -> str:
+def pad_media(text: str, media: MediaPlaceholder) -> str:
     """Insert the text around images and videos into a rendered conversation: some templates would trim it."""
-    if not pictures.around or pictures.start not in text:
+    if not media.around or media.start not in text:
         return text
-    before, after = pictures.around + pictures.start, pictures.end + pictures.around
-    return text.replace(pictures.start, before).replace(pictures.end, after)
+    before, after = media.around + media.start, media.end + media.around
+    return text.replace(media.start, before).replace(media.end, after)
 
 
 def cut_patches(frames: Sequence[Image.Image], patch_size: int, merge_size: int, depth: int) -> np.ndarray:

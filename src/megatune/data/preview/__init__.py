@@ -214,7 +214,7 @@ def _usable(
 ) -> Iterator[tuple[RowDocument, ...]]:
     """Encode samples and yield the documents of usable ones; record the others in the preview."""
     samples = islice(read_samples(source, settings), MAX_READ)
-    reader = RowReader.of(source, settings, pictures=encoder.vision is not None)
+    reader = RowReader.of(source, settings, media=encoder.vision is not None)
     for sample, encoded in encode_all(encoder, reader, samples):
         preview.read += 1
         # A placeholder without a value is shown unchanged; a run would stop with an error.

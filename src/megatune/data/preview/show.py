@@ -24,7 +24,7 @@ from megatune.data.bad_rows import RowError
 from megatune.data.conversation import PLACEHOLDERS
 from megatune.data.media.images import open_image
 from megatune.data.media.video import decode_frames
-from megatune.data.pictures import DocumentPicture, unpacked
+from megatune.data.media_table import DocumentMedia, unpacked
 from megatune.data.preview import Preview, PreviewRow, RowDocument
 from megatune.data.rows import IGNORE_INDEX, Document
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -44,7 +44,7 @@ _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"  # in emojis: invisible, and kept
 _VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 # Marks the place of an image with this number until HTML is written, with characters that `visible` always escapes.
-_PICTURE = "\N{PARAGRAPH SEPARATOR}{}\N{PARAGRAPH SEPARATOR}"
+_IMAGES = "\N{PARAGRAPH SEPARATOR}{}\N{PARAGRAPH SEPARATOR}"
 _PAGE = """<!DOCTYPE html>
 <html><head><meta charset="utf-8"><title>data preview</title><style>{stylesheet}
 body {{ color: {foreground}; background: {background} }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}
@@ -98,7 +98,7 @@ def write_page(preview: Preview, tokenizer: PreTrainedTokenizerBase, path: Path)
     _print(page.lines(preview), console, wraps=False)
     content = console.export_html(code_format=_PAGE)
     for number, images in enumerate(page.images):
-        content = content.replace(_PICTURE.format(number), images)
+        content = content.replace(_IMAGES.format(number), images)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
@@ -173,7 +173,7 @@ class _Page:
             elif preview.arrangement == "packed":
                 yield from self._packed_row(row)
             else:
-                yield from self._pictures(row.documents[0].document)
+                yield from self._media(row.documents[0].document)
                 yield self._render(row.documents[0].document)
         if preview.bad:
             yield Text("")
@@ -188,13 +188,13 @@ class _Page:
             size = len(each.document.input_ids)
             place = f"positions 0 to {size - 1:,}{_start(each)}"
             yield self._heading(f"╌╌ sample {number}{_of(each)}: {counted(size, 'token')}, {place} ╌╌")
-            yield from self._pictures(each.document)
+            yield from self._media(each.document)
             yield self._render(each.document)
 
     def _pair(self, chosen: RowDocument, rejected: RowDocument) -> Iterator[Text | Table]:
         """Show the shared prompt of both answers once, then the rest of each, side by side or one after the other."""
         shared = shared_prompt(chosen.document, rejected.document)
-        yield from self._pictures(chosen.document)
+        yield from self._media(chosen.document)
         if shared:
             yield self._heading(f"╌╌ prompt of both: {counted(shared, 'token')} ╌╌")
             yield self._render(chosen.document, stop=shared)
@@ -214,16 +214,16 @@ class _Page:
         for parts in answers:
             yield from parts
 
-    def _pictures(self, document: Document) -> Iterator[Text]:
-        for number, picture in enumerate(document.pictures, 1):
-            yield Text(visible(describe_media(number, picture)))
+    def _media(self, document: Document) -> Iterator[Text]:
+        for number, item in enumerate(document.media, 1):
+            yield Text(visible(describe_media(number, item)))
             if self._with_thumbnails:
                 try:
-                    copies = [f'<img src="{each}" alt=""> ' for each in thumbnails(picture)]
+                    copies = [f'<img src="{each}" alt=""> ' for each in thumbnails(item)]
                 except RowError as error:
                     yield Text(visible(str(error)), self._wrong)
                     continue
-                yield Text(_PICTURE.format(len(self.images)))
+                yield Text(_IMAGES.format(len(self.images)))
                 self.images.append("".join(copies))
 
     def _render(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
@@ -278,22 +278,22 @@ class _Page:
                 yield Text(f"        {where}{detail}")
 
 
-def describe_media(number: int, picture: DocumentPicture) -> str:
+def describe_media(number: int, item: DocumentMedia) -> str:
     """Describe image or video `number` of a document: name, size, patches and tokens."""
-    source, measured = unpacked(picture.packed)
-    frames = f"{counted(len(measured.frames), 'frame')} of " if picture.is_video else ""
+    source, measured = unpacked(item.packed)
+    frames = f"{counted(len(measured.frames), 'frame')} of " if item.is_video else ""
     size = f"{frames}{' × '.join(map(str, measured.size))} pixels"
-    patches = f"{' × '.join(map(str, picture.grid[0 if picture.is_video or picture.grid[0] > 1 else 1 :]))} patches"
-    return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(picture.num_tokens, 'token')}"
+    patches = f"{' × '.join(map(str, item.grid[0 if item.is_video or item.grid[0] > 1 else 1 :]))} patches"
+    return f"{source.kind} {number} ({source.name}): {size}, {patches}, {counted(item.num_tokens, 'token')}"
 
 
-def thumbnails(picture: DocumentPicture) -> Iterator[str]:
+def thumbnails(item: DocumentMedia) -> Iterator[str]:
     """Yield thumbnails as data URLs: of an image, or of some frames of a video.
 
     Raises:
         RowError: it cannot be decoded.
     """
-    source, measured = unpacked(picture.packed)
+    source, measured = unpacked(item.packed)
     images: Iterable[Image.Image]
     chosen = sorted({place * (len(measured.frames) - 1) // (_MAX_FRAMES - 1) for place in range(_MAX_FRAMES)})
     if source.kind == "image":

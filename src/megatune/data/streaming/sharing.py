@@ -32,7 +32,7 @@ _LOOK_SECONDS = 1.0  # interval of checks whether another machine has failed
 _CONNECT_SECONDS = 60.0
 _FAILED = "failed"
 _PART_BYTES = 2**22  # of a value: the store closes the connection of a client that sends more than 8 MiB
-_OWN = ("Encoded", "Document", "DocumentPicture", "RowError", "LengthError", "UnsupportedRow", "RowMetadata")
+_OWN = ("Encoded", "Document", "DocumentMedia", "RowError", "LengthError", "UnsupportedRow", "RowMetadata")
 _IN_CHUNKS = {("megatune", name) for name in _OWN} | {
     ("numpy", name) for name in ("_reconstruct", "_frombuffer", "ndarray", "dtype", "scalar")
 }

@@ -99,7 +99,7 @@ class ChatTemplate:
 
     def render_all(self, conversations: Sequence[Conversation], thinking: Thinking) -> list[list[Turn] | RowError]:
         """Render conversations in one request; return the error for each that cannot be rendered."""
-        conversations = [replace(each, pictures=()) if each.pictures else each for each in conversations]
+        conversations = [replace(each, media=()) if each.media else each for each in conversations]
         try:
             return run_limited(self._turns_of_all, conversations, thinking)
         except RenderLimitError as error:

@@ -41,7 +41,7 @@ Contents = tuple[tuple[ChunkContent, ...], ...]  # chunks by stage and virtual s
 _Runs = tuple[tuple[LayerContent, int], ...]  # kinds of layers, each with its number of consecutive layers
 
 
-class _Pictures(NamedTuple):
+class _Media(NamedTuple):
     """Memory of the vision encoder and of inserting its features, and bytes that deepstack adds to the first layers."""
 
     memory: Memory
@@ -63,7 +63,7 @@ class Activations:
         self._factor, self._count = case.machine.calibration.activations, case.num_micro_batches
         self._contents = contents or stage_chunks(settings.parallel, case.model.architecture, settings.finetuning)
         self._shapes, self._recompute, images = shapes or shapes_of(case), recompute_of(settings), images_of(case)
-        self._pictures = _picture_memory(self._shapes, images) if images else None
+        self._media = _media_memory(self._shapes, images) if images else None
 
     def total(self, stage: int) -> int:
         return round(sum(self._peak(self._shapes, stage)) * self._factor)
@@ -80,7 +80,7 @@ class Activations:
 
     def _peak(self, shapes: Shapes, stage: int) -> tuple[int, int]:
         """Return the peak bytes without output layer and loss, and the increase by these."""
-        chunks, others = self._contents[stage], (self._recompute, self._pictures)
+        chunks, others = self._contents[stage], (self._recompute, self._media)
         of_each = {chunk: _pass(shapes, chunk, *others, False) for chunk in dict.fromkeys(chunks)}
         passes = [of_each[chunk] for chunk in chunks]
         bare = self._fullest(shapes, stage, passes)
@@ -101,16 +101,14 @@ class Activations:
 
 
 @lru_cache(16384)
-def _pass(
-    shapes: Shapes, chunk: ChunkContent, recompute: Recompute, pictures: _Pictures | None, with_loss: bool
-) -> Memory:
+def _pass(shapes: Shapes, chunk: ChunkContent, recompute: Recompute, media: _Media | None, with_loss: bool) -> Memory:
     """Return the memory of a micro-batch in one virtual stage."""
     memories, added = [inputs(shapes)], 0
     groups, kept = _groups(chunk, recompute)
-    if chunk.embedding and pictures is not None:
+    if chunk.embedding and media is not None:
         # Recomputed layers save the added tensors; otherwise these are freed after the forward pass.
-        added = 0 if groups else pictures.added
-        memories += [pictures.memory, Memory(pictures.added - added)]
+        added = 0 if groups else media.added
+        memories += [media.memory, Memory(media.added - added)]
     elif chunk.embedding:
         memories.append(embedding(shapes).memory)
     memories += [repeat(_again(shapes, group), times) for group, times in groups]
@@ -179,9 +177,9 @@ def layer_memory(shapes: Shapes, sparse: bool, modules: tuple[str, ...]) -> Memo
     return chain((_branch(shapes, each, modules) for each in branches), hold=shapes.hidden)
 
 
-def _picture_memory(shapes: Shapes, images: Images) -> _Pictures:
+def _media_memory(shapes: Shapes, images: Images) -> _Media:
     added = images.tower.num_deepstack_mergers * shapes.hidden
-    return _Pictures(chain((vision_memory(shapes, images), media_embedding(shapes, images).memory)), added)
+    return _Media(chain((vision_memory(shapes, images), media_embedding(shapes, images).memory)), added)
 
 
 def vision_memory(shapes: Shapes, images: Images) -> Memory:

@@ -73,14 +73,14 @@ def images_of(case: Case) -> Images | None:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     of_image, of_row = min(tokens, case.tokens_per_image), -(-tokens // case.tokens_per_image)
     whole, share = case.micro_batch_size * tokens, -(-case.micro_batch_size * of_row // ranks) * of_image
-    of_picture = of_image * tower.spatial_merge_size**2
-    of_tile = of_picture if tower.square is None else (tower.square // tower.patch_size) ** 2
+    of_media = of_image * tower.spatial_merge_size**2
+    of_tile = of_media if tower.square is None else (tower.square // tower.patch_size) ** 2
     trained = _trained_stacks(case.model.architecture, trainable)
     return Images(
         tower,
         whole,
         min(share, whole),
-        min(of_picture, of_tile),
+        min(of_media, of_tile),
         Stack.VISION in trained,
         Stack.PROJECTOR in trained,
         Stack.DEEPSTACK in trained,

@@ -239,8 +239,8 @@ def standing_notes(case: Case) -> Iterator[str]:
             yield f"async_save: copies of a checkpoint take {size(copies)} of main memory, over all machines"
     if machine.calibration.framework or not device.on_cpu:
         yield _describe_beyond_tensors(case)
-    if pictures := describe_media(case):
-        yield f"{pictures} (--image_tokens)"
+    if media := describe_media(case):
+        yield f"{media} (--image_tokens)"
     if (moe := case.model.architecture.moe) is not None:
         # An example: with the expert-parallel ranks of the settings, or with eight.
         own, balanced = settings.parallel.expert_model_parallel_size, is_balanced(settings)

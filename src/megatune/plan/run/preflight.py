@@ -146,23 +146,23 @@ def _unused(loaded: Loaded, architecture: Architecture | None) -> Iterator[str]:
 def with_rows(
     case: Case,
     lengths: RowLengths,
-    pictures: tuple[int, int] | None = None,
+    media: tuple[int, int] | None = None,
     *,
     loaded: Loaded | None = None,
 ) -> Preflight:
     """Plan a run again after its rows are read, and decide whether it may start.
 
     Args:
-        pictures: the most image and video tokens in a row, and those of the largest image or video; None for a language
+        media: the most image and video tokens in a row, and those of the largest image or video; None for a language
             model.
         loaded: the settings' source, whose dialect is used for advice; None for our own.
 
     Raises:
         MegatuneError: SETTINGS if it cannot fit.
     """
-    of_row, largest = pictures if pictures is not None else (case.image_tokens, case.largest_picture)
+    of_row, largest = media if media is not None else (case.image_tokens, case.largest_picture)
     planned = estimate(replace(case, lengths=lengths, image_tokens=of_row, largest_picture=largest))
-    shown = [describe_lengths(planned.case), *([describe_media(planned.case)] if pictures is not None else [])]
+    shown = [describe_lengths(planned.case), *([describe_media(planned.case)] if media is not None else [])]
     lines = [f"plan       {'; '.join(shown)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"]
     phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (plain_finding, plain)
     messages = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
@@ -215,8 +215,8 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
         yield f"plan       {reference}"
     if written := describe_generation(planned):
         yield f"plan       {written}"
-    if pictures := describe_media(case):
-        yield f"plan       {pictures}"
+    if media := describe_media(case):
+        yield f"plan       {media}"
 
 
 # --- a run that does not fit -----------------------------------------------------------------------------------------

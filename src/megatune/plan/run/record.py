@@ -102,11 +102,11 @@ class RunRecord:
         if measured is None or not measured.longest_row:
             return None
 
-        def planned(tokens: int, of_pictures: int | None) -> Estimate:
+        def planned(tokens: int, of_media: int | None) -> Estimate:
             length = -(-tokens // self.case.sequences_per_row)
             settings = with_settings(self.case.settings, {"data.cutoff_len": length})
             case = replace(self.case, settings=settings, document_length=measured.document_tokens, lengths=None)
-            return estimate(replace(case, image_tokens=of_pictures))
+            return estimate(replace(case, image_tokens=of_media))
 
         mean = planned(math.ceil(measured.row_tokens), math.ceil(measured.picture_tokens))
         return planned(measured.longest_row, self.case.image_tokens), mean

@@ -134,7 +134,7 @@ class Groups(NamedTuple):
 
     tensor: Group
     context: Group
-    pictures: Group
+    media: Group
     expert: Group
     expert_tensor: Group
 
@@ -271,7 +271,7 @@ def vision_exchange(shapes: Shapes, groups: Groups, images: Images) -> tuple[flo
     """Return the communication of the word embedding, which is reduced whole, and of the features of images, each of
     which one rank has computed; backward their gradients are reduced over context-parallel ranks."""
     features = images.features(shapes)
-    forward = all_reduce(groups.tensor, shapes.whole_hidden) + all_gather(groups.pictures, features)
+    forward = all_reduce(groups.tensor, shapes.whole_hidden) + all_gather(groups.media, features)
     backward = all_gather(groups.tensor, shapes.whole_hidden) if shapes.sequence_parallel else 0.0
     if images.num_trained:
         backward *= images.tower.num_mergers

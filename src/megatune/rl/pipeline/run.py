@@ -20,7 +20,7 @@ from megatune.generation.inputs import has_tokenizer
 from megatune.launch.torchrun import handle_stop_signals
 from megatune.progress import say
 from megatune.rl.cluster.cluster import Cluster
-from megatune.rl.pictures import check_images, vision_of
+from megatune.rl.media import check_images, vision_of
 from megatune.rl.pipeline.driver import Driver
 from megatune.rl.pipeline.files import Progress, fixed_settings, read_progress
 from megatune.rl.pipeline.report import Reports

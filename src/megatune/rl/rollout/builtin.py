@@ -26,7 +26,7 @@ from megatune.generation.inputs import find_model, has_tokenizer
 from megatune.generation.options import Sampling
 from megatune.generation.stopping import ends_with_stop_word, stop_ids
 from megatune.generation.transformers_backend import left_padded, load_pretrained, load_tokenizer
-from megatune.rl.pictures import model_arguments, position_shift
+from megatune.rl.media import model_arguments, position_shift
 from megatune.rl.rollout.engine import (
     DTYPES,
     INSTRUCTION_TOKENS,
@@ -75,7 +75,7 @@ class _Row(SequenceState):
     @property
     def key(self) -> bytes:
         """Identifies the tokens and images before the next token; sequences with the same key share a prefill."""
-        images = () if self.request.images is None else self.request.images.pictures
+        images = () if self.request.images is None else self.request.images.media
         return np.array(self.ids).tobytes() + b"".join(blake2b(each.packed).digest() for each in images)
 
 

@@ -129,7 +129,7 @@ def document(rollouts: Rollouts, sample: int) -> Document:
     labels = np.full_like(tokens, IGNORE_INDEX)
     labels[places] = tokens[places]
     images = rollouts.images[sample] if rollouts.images else None
-    return Document(tokens, labels, images.pictures if images is not None else ())
+    return Document(tokens, labels, images.media if images is not None else ())
 
 
 def extras(

@@ -51,7 +51,7 @@ def build_callbacks(
     Args:
         output_dir: has plan.json if there is a plan to compare the run with (`begin_record`).
         resume_step: steps already done; log records of an earlier run after them are dropped.
-        quarantine: records unreadable pictures, with on_bad_row: quarantine.
+        quarantine: records unreadable images and videos, with on_bad_row: quarantine.
         log_dir: for the output of libraries of trackers and hubs; output_dir/logs by default.
         source: the folder of the initial model.
         stop_requested: whether the run was asked to stop.
@@ -115,8 +115,8 @@ class CallbackList(Callback):
         if self._num_steps == 1 or report.step % self._logging_steps == 0 or report.step == report.total_steps:
             self._log()
 
-    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
-        self._call("on_unreadable", pictures)
+    def on_unreadable(self, media: Sequence[Unreadable]) -> None:
+        self._call("on_unreadable", media)
 
     def on_notice(self, notice: Notice) -> None:
         self._call("on_record", notice_record(notice))

@@ -67,7 +67,7 @@ class StepReport(_Numbers):
         row_tokens: mean length of the rows of this rank's micro-batches, including padding.
         longest_row: the longest of them.
         document_tokens: mean length of the sequences in packed rows; None without packing.
-        picture_tokens: mean number of picture tokens in these rows.
+        picture_tokens: mean number of image or video tokens in these rows.
         skipped: the weights were not updated, because gradients overflowed (fp16) or the step was bad.
         is_bad: loss or gradients were not finite, or above a bound.
     """
@@ -186,8 +186,8 @@ class Callback:
     def on_train_begin(self, schedule: RunSchedule) -> None:
         """Called before the first step of this process."""
 
-    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
-        """Called before a training or evaluation step with pictures that could not be decoded."""
+    def on_unreadable(self, media: Sequence[Unreadable]) -> None:
+        """Called before a training or evaluation step with images and videos that could not be decoded."""
 
     def on_step_end(self, report: StepReport) -> None:
         """Called after every optimizer step."""

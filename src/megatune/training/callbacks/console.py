@@ -88,8 +88,8 @@ class Console(Callback):
         if self._progress is not None:
             self._progress.to(report.step)
 
-    def on_unreadable(self, pictures: Sequence[Unreadable]) -> None:
-        for each in pictures:
+    def on_unreadable(self, media: Sequence[Unreadable]) -> None:
+        for each in media:
             if each.where not in self._unreadable and len(self._unreadable) < MOST_NAMED:
                 self._unreadable.add(each.where)
                 detail = f" ({each.detail})" if each.detail else ""

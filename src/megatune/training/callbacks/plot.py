@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatune.picture import as_png, new_figure
+from megatune.figure import as_png, new_figure
 from megatune.training.callbacks.base import Callback, LogReport, TrainSummary
 from megatune.training.callbacks.metrics import METRICS_NAME
 from megatune.training.storage.files import read_json_lines, write_atomically

@@ -54,7 +54,7 @@ def _kernel(settings: Settings, architecture: Architecture) -> str:
             return f"plain matrix products: {obstacle}"
         case "varlen":
             what = "packed rows" if settings.packing else "context parallelism"
-            what = what if needs_varlen(settings) else "attention sinks" if architecture.attention_sinks else "pictures"
+            what = what if needs_varlen(settings) else "attention sinks" if architecture.attention_sinks else "images"
             return f"flash with variable lengths ({version}), for {what}"
     names = {"cudnn": "cuDNN", "flash": f"flash ({version})" if version else "flash"}
     order = ", then ".join(names[kernel] for kernel in kernels if kernel in names)

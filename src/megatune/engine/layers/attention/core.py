@@ -29,7 +29,7 @@ from megatune.engine.layers.attention.kernels import (
     Kernel,
     add_sinks,
     attend,
-    attend_with_pictures,
+    attend_with_images,
     equal_channels,
     merge,
     pick,
@@ -61,7 +61,7 @@ class Attention(NamedTuple):
         backend: the kernels that may be used.
         window: the largest number of keys that a query sees, counted back from its own; None for all.
         sinks: [n], the scores of the heads' attention sinks, see `kernels.add_sinks`; None without sinks.
-        pictures: runs of image tokens, which also see their whole run.
+        media: runs of image tokens, which also see their whole run.
     """
 
     boundaries: tuple[int, ...]
@@ -69,15 +69,15 @@ class Attention(NamedTuple):
     backend: AttnBackend
     window: int | None = None
     sinks: Tensor | None = None
-    pictures: Runs = ()
+    media: Runs = ()
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
     """Attend in whole rows, with the fastest kernel that the backend allows."""
     spans, scale, backend, sinks = causal_spans(how.boundaries, how.window), how.scale, how.backend, how.sinks
-    if (later := later_tokens(how.pictures, query.shape[1], len(query))) is not None:
+    if (later := later_tokens(how.media, query.shape[1], len(query))) is not None:
         assert sinks is None, "no family has both"
-        return attend_with_pictures(query, key, value, spans, later, scale, backend)
+        return attend_with_images(query, key, value, spans, later, scale, backend)
     if spans.is_one_square and backend.name not in PLAIN_BACKENDS and sinks is None:
         return _one_document(query, key, value, scale, backend)
     output = attend(query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2), spans, scale, backend, sinks)
@@ -289,10 +289,10 @@ class CoreAttention(torch.nn.Module):
         Padding is at the end of its sequence, so no real token sees it and no mask is needed.
         """
         scale = self.softmax_scale or 1 / math.sqrt(query.shape[-1])
-        pictures = packed_seq_params.pictures if self.bidirectional_images else ()
-        how = Attention(packed_seq_params.boundaries, scale, self.backend, self.window, self.softmax_offset, pictures)
+        media = packed_seq_params.media if self.bidirectional_images else ()
+        how = Attention(packed_seq_params.boundaries, scale, self.backend, self.window, self.softmax_offset, media)
         if self.cp_comm_type is None:
             return attend_rows(query, key, value, how).flatten(2)
-        assert not how.pictures or self.cp_comm_type == "a2a", "the settings' rules require whole rows for images"
+        assert not how.media or self.cp_comm_type == "a2a", "the settings' rules require whole rows for images"
         across, group = _ACROSS_RANKS[self.cp_comm_type], parallel_state.get_context_parallel_group()
         return across(query, key, value, how, group).flatten(2)

@@ -263,17 +263,17 @@ def attend(
     return _Attention.apply(query, key, value, sinks, spans, scale, pick(query, value, backend))
 
 
-def attend_with_pictures(
+def attend_with_images(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, later: LaterTokens, scale: float, backend: AttnBackend
 ) -> Tensor:
     """Attend within `spans`, and to `later` image tokens, as in Gemma 3: [t, b, n, d], [t, b, g, d] and [t, b, g, e] to
     [t, b, n, e], with t tokens of b whole rows."""
     kernel = pick(query, value, backend)
-    output: Tensor = _PictureAttention.apply(query, key, value, spans, later, scale, kernel)
+    output: Tensor = _ImageAttention.apply(query, key, value, spans, later, scale, kernel)
     return output
 
 
-class _PictureAttention(torch.autograd.Function):
+class _ImageAttention(torch.autograd.Function):
     """Attention to the keys that causal attention excludes is a second call of the same kernel, merged by the
     log-sum-exps. No window limits it: a window ends a number of tokens before the query."""
 

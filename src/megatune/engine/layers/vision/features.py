@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatune.encoders import Vision
 from megatune.engine import device
-from megatune.engine.sequences import Pictures, local_tokens
+from megatune.engine.sequences import BatchMedia, local_tokens
 
 if TYPE_CHECKING:
     from megatune.engine.layers.vision.tower import Tower
@@ -35,7 +35,7 @@ class VisionFeatures:
     def __init__(self, tower: Tower, vision: Vision) -> None:
         self._tower, self._vision = tower, vision
 
-    def __call__(self, pictures: Pictures | None) -> Tensor | None:
+    def __call__(self, media: BatchMedia | None) -> Tensor | None:
         """Encode images; collective over tensor- and context-parallel ranks if there are any.
 
         An encoder or merger that is trained runs exactly once per micro-batch, because DDP counts gradients to start
@@ -45,30 +45,30 @@ class VisionFeatures:
             [N, 1 + k, h], the same on all of these ranks; None if there is no image and nothing is trained.
         """
         trained = torch.is_grad_enabled() and self._tower.is_trained
-        if pictures is None:
-            return self._of_no_picture() if trained else None
+        if media is None:
+            return self._of_no_media() if trained else None
         with torch.set_grad_enabled(trained):
-            return self._encode_own(pictures, trained)
+            return self._encode_own(media, trained)
 
-    def _encode_own(self, pictures: Pictures, trained: bool) -> Tensor:
+    def _encode_own(self, media: BatchMedia, trained: bool) -> Tensor:
         rank, size = (
             parallel_state.get_tensor_and_context_parallel_rank(),
             parallel_state.get_tensor_and_context_parallel_world_size(),
         )
-        own = pictures.grids[pictures.owners == rank]
+        own = media.grids[media.owners == rank]
         if len(own):
-            features = self._tower(pictures.pixel_values.to(device.current(), non_blocking=True), own)
+            features = self._tower(media.pixel_values.to(device.current(), non_blocking=True), own)
         elif trained:
-            features = self._of_no_picture()
+            features = self._of_no_media()
         else:
             shape = (0, 1 + self._vision.num_deepstack_mergers, self._vision.out_hidden_size)
             features = torch.empty(shape, dtype=self._tower.dtype, device=device.current())
         if size == 1:
             return features
-        counts = pictures.grids.prod(1) // self._vision.spatial_merge_size**2
-        return gather_features(features, plan_gather(counts, pictures.owners, rank, size))
+        counts = media.grids.prod(1) // self._vision.spatial_merge_size**2
+        return gather_features(features, plan_gather(counts, media.owners, rank, size))
 
-    def _of_no_picture(self) -> Tensor:
+    def _of_no_media(self) -> Tensor:
         """Run the encoder on zeros, and return an empty part of the result: [0, 1 + k, h]."""
         size, vision = self._vision.spatial_merge_size, self._vision
         channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -77,7 +77,7 @@ class VisionFeatures:
 
 
 def place_features(
-    features: Tensor, embeddings: Tensor, pictures: Pictures | None, boundaries: Sequence[int]
+    features: Tensor, embeddings: Tensor, media: BatchMedia | None, boundaries: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
     """Insert features in place of embeddings.
 
@@ -90,10 +90,10 @@ def place_features(
         Embeddings; and the tensor to add to the hidden states after each of the first k layers, [s / cp, b, k, h],
         zeros for text; None if k is 0.
     """
-    if pictures is None:
+    if media is None:
         return embeddings + features.to(embeddings.dtype).sum(), None
     s, (t, b) = boundaries[-1], embeddings.shape[:2]
-    rows, tokens = pictures.places // s, pictures.places % s
+    rows, tokens = media.places // s, media.places % s
     features = features.to(embeddings.dtype)
     if t < s:
         cp_rank, cp_size = parallel_state.get_context_parallel_rank(), s // t

@@ -1,7 +1,6 @@
-"""Images and videos of documents ("pictures" in names): positions of their tokens, and the sources they are decoded
-from.
+"""Images and videos ("media") of documents: positions of their tokens, and the sources they are decoded from.
 
-    FOLDER/pictures.npy  a record of every image and video in tokens.npy, in the order of their tokens
+    FOLDER/media.npy     a record of every image and video in tokens.npy, in the order of their tokens
     FOLDER/sources.npy   the measurement of each, and its file name, or its bytes if it has no file
     FOLDER/files.npy     "SIZE PATH" of every file, each followed by a zero byte
 
@@ -29,7 +28,7 @@ from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
 from megatune.data.store import Column, ColumnWriter
 
-PICTURES_FILE = "pictures.npy"
+MEDIA_FILE = "media.npy"
 SOURCES_FILE = "sources.npy"
 FILES_FILE = "files.npy"
 
@@ -47,7 +46,7 @@ _STAT_THREADS = 16  # network file systems have a high latency per file
 _FILES_PER_TASK = 1024
 
 
-class DocumentPicture(NamedTuple):
+class DocumentMedia(NamedTuple):
     """An image or video of a document.
 
     Attributes:
@@ -109,12 +108,12 @@ def _header_of(content: bytes | memoryview) -> tuple[dict[str, Any], int]:
 
 
 def are_current(folder: Path) -> bool:
-    """Return whether the image and video files of a folder of token rows are unchanged, see `PictureTable`."""
-    return not (folder / PICTURES_FILE).exists() or PictureTable(folder).is_current()
+    """Return whether the image and video files of a folder of token rows are unchanged, see `MediaTable`."""
+    return not (folder / MEDIA_FILE).exists() or MediaTable(folder).is_current()
 
 
 @dataclass(frozen=True, slots=True)
-class PictureCounts:
+class MediaCounts:
     """Numbers of images and videos, each counted as often as it is used.
 
     Attributes:
@@ -140,7 +139,7 @@ class PictureCounts:
         return f"{what} with {self.tokens:,} tokens, {mean:,.0f} each and {self.largest:,} at most"
 
 
-class PictureTable:
+class MediaTable:
     """The images and videos of a folder of token rows, memory-mapped.
 
     Raises:
@@ -148,17 +147,17 @@ class PictureTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._records = Column(folder / PICTURES_FILE).whole()
+        self._records = Column(folder / MEDIA_FILE).whole()
         self._sources = Column(folder / SOURCES_FILE)
         self._files = Column(folder / FILES_FILE).whole()
         held = int(self._records["offset"][-1] + self._records["size"][-1]) if len(self._records) else 0
         if held != len(self._sources):
-            raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {PICTURES_FILE} names {held}")
+            raise ValueError(f"{SOURCES_FILE} has {len(self._sources)} bytes, {MEDIA_FILE} names {held}")
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def between(self, start: int, stop: int) -> tuple[DocumentPicture, ...]:
+    def between(self, start: int, stop: int) -> tuple[DocumentMedia, ...]:
         """Return the images and videos of the document with tokens start to stop of tokens.npy.
 
         Raises:
@@ -167,9 +166,9 @@ class PictureTable:
         if not len(self._records):
             return ()
         first, last = np.searchsorted(self._tokens, (start, stop))
-        return tuple(self._picture(record, start) for record in self._records[first:last])
+        return tuple(self._item(record, start) for record in self._records[first:last])
 
-    def count(self, spans: np.ndarray, rows: np.ndarray) -> PictureCounts:
+    def count(self, spans: np.ndarray, rows: np.ndarray) -> MediaCounts:
         """Count the images and videos of token rows.
 
         Args:
@@ -182,7 +181,7 @@ class PictureTable:
         tokens, videos = self._records["num_tokens"].astype(np.int64), self._records["is_video"] != 0
         before = np.append(0, np.cumsum(tokens))
         of_rows = np.diff(np.append(0, np.cumsum(before[last] - before[first]))[rows])
-        return PictureCounts(
+        return MediaCounts(
             images=int(uses[~videos].sum()),
             videos=int(uses[videos].sum()),
             tokens=int((uses * tokens).sum()),
@@ -205,11 +204,11 @@ class PictureTable:
     def _tokens(self) -> np.ndarray:
         return np.ascontiguousarray(self._records["token"])
 
-    def _picture(self, record: np.void, start: int) -> DocumentPicture:
+    def _item(self, record: np.void, start: int) -> DocumentMedia:
         offset, size = int(record["offset"]), int(record["size"])
         seconds = float(record["seconds_per_grid"])
         t, h, w = record["grid"].tolist()
-        return DocumentPicture(
+        return DocumentMedia(
             start=int(record["token"] - start),
             num_tokens=int(record["num_tokens"]),
             grid=(t, h, w),
@@ -226,19 +225,19 @@ def _have_their_sizes(files: Sequence[bytes]) -> bool:
         return False
 
 
-class PictureWriter:
+class MediaWriter:
     """Writes the images and videos of a folder of token rows, in the order of their tokens."""
 
     def __init__(self, folder: Path) -> None:
-        self._records = ColumnWriter(folder / PICTURES_FILE, _RECORD)
+        self._records = ColumnWriter(folder / MEDIA_FILE, _RECORD)
         self._sources = ColumnWriter(folder / SOURCES_FILE, np.uint8)
         self._files = ColumnWriter(folder / FILES_FILE, np.uint8)
         self.columns = (self._records, self._sources, self._files)
         self._offset = 0
 
-    def add(self, start: int, pictures: Sequence[DocumentPicture]) -> None:
+    def add(self, start: int, media: Sequence[DocumentMedia]) -> None:
         """Write the images and videos of the document that begins at this token of tokens.npy."""
-        for each in pictures:
+        for each in media:
             seconds = np.nan if each.seconds_per_grid is None else each.seconds_per_grid
             place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)
             self._records.append(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD))

@@ -18,7 +18,7 @@ from megatune.data.conversation import Conversation, Message
 from megatune.data.formats.fields import Inline, extract_media, files_of
 from megatune.data.formats.form import Columns
 from megatune.data.media.arguments import media_arguments, rotary_position_ids
-from megatune.data.pictures import unpacked
+from megatune.data.media_table import unpacked
 from megatune.data.truncation import unnumbered
 from megatune.data.vision import Placed, VisionInput, load_vision_input
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -77,8 +77,8 @@ def with_placeholders(
         raise RowError("picture-in-system", "the system message has an image", "images belong to the question")
     said = [Message(each["role"], each["content"]) for each in messages[begin:]]  # type: ignore[arg-type]
     inside = {number - begin: values for number, values in inline.items()}
-    asked, pictures = extract_media(row, Columns(images=column, videos=None), said, inside, wanted=True)
-    written, placed = vision.place(Conversation(asked, pictures=pictures), {})
+    asked, media = extract_media(row, Columns(images=column, videos=None), said, inside, wanted=True)
+    written, placed = vision.place(Conversation(asked, media=media), {})
     found = [{"role": each.role, "content": each.content} for each in written.messages]
     return [*({**each} for each in messages[:begin]), *found], placed
 
@@ -145,7 +145,7 @@ def model_arguments(input_ids: np.ndarray, images: PromptImages) -> dict[str, Te
         MegatuneError: (DATA) an image cannot be read, or has changed since its size was measured.
     """
     given = []
-    for each in images.pictures:
+    for each in images.media:
         source, measured = unpacked(each.packed)
         try:
             pixels = images.vision.processor.pixels(source, measured)
@@ -160,5 +160,5 @@ def position_shift(input_ids: np.ndarray, images: PromptImages | None) -> int:
     """Return the difference between position ids after a prompt's images and token indices."""
     if images is None:
         return 0
-    measures = [(each.grid, each.seconds_per_grid) for each in images.pictures]
+    measures = [(each.grid, each.seconds_per_grid) for each in images.media]
     return int(rotary_position_ids(input_ids, measures, images.vision.vision).max()) + 1 - len(input_ids)
