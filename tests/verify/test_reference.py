@@ -61,6 +61,19 @@ def test_sixteen_bits_are_computed_as_transformers_does(model_dir, tmp_path):
     assert torch.equal(Results(tmp_path).logits(0), expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_5_vl"])
+def test_a_gpu_computes_what_the_cpu_computes(model_dir, tmp_path, monkeypatch, family):
+    folder = model_dir(family)
+    samples = random_samples(301, [40])
+    write_reference(folder, samples, tmp_path / "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write_reference(folder, samples, tmp_path / "cpu")
+    found, expected = Results(tmp_path / "gpu"), Results(tmp_path / "cpu")
+    assert abs(found.loss - expected.loss) <= 1e-6 * expected.loss
+    assert (found.logits(0) - expected.logits(0)).abs().max() <= 1e-4 * expected.logits(0).abs().max()
+
+
 def test_the_reference_is_computed_without_the_engine():
     listing = "import sys, megatune.verify.reference; print(*sys.modules, sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout

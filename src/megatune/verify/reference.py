@@ -1,4 +1,5 @@
-"""Compute the reference with plain Transformers for the same tokens, independently of the engine."""
+"""Compute the reference with plain Transformers for the same tokens, independently of the engine: on a GPU if the model
+fits there, otherwise on the CPU."""
 
 from __future__ import annotations
 
@@ -132,6 +133,15 @@ def _cut(tensor: Tensor, place: FileTensor) -> Tensor:
     return matrix[place.first_row : place.first_row + place.rows]
 
 
+def _move_to_gpu(model: torch.nn.Module) -> None:
+    """Move a model to the GPU, where fp32 is computed in fp32, if weights and gradients need at most 3/4 of its free
+    memory."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if torch.cuda.is_available() and 2 * size <= 0.75 * torch.cuda.mem_get_info()[0]:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        model.to("cuda")
+
+
 def _architecture(model: Any) -> Architecture:
     architecture, where = read_architecture(model.config.to_dict(), str(model.name_or_path)), str(model.name_or_path)
     # The config's default may contradict the files: weights that differ in them are not tied.
@@ -214,6 +224,7 @@ def write_reference(
         loss_scale: multiplies the loss; gradients are divided by it before they are written.
     """
     model, adapter = _load_rounded(model_dir, weights_dtype, dtype, adapters)
+    _move_to_gpu(model)
     with _tracing(model) as traced:
         reference = compute_reference(model, samples, adapter=adapter, loss_scale=loss_scale)
     folder.mkdir(parents=True, exist_ok=True)
