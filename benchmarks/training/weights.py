@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatune.bridge.safetensors_files import TensorSource
-from megatune.families.weights import Segment
+from megatune.families.table import Box, whole_box
 
 _STANDARD_DEVIATION = 0.02
 _ADAPTER = ".default"  # what peft puts into the names of an adapter's parameters
@@ -37,18 +37,11 @@ class RandomCheckpoint(TensorSource):
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self._shapes, self._device = shapes, device
+        self.shapes, self._device = shapes, device
 
-    def has(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, segment: Segment) -> Tensor:
-        return draw(segment.name, self._shapes[segment.name], self._device).narrow(
-            segment.dim, segment.start, segment.stop - segment.start
-        )
+    def read_box(self, name: str, box: Box) -> Tensor:
+        shape = self.shapes[name]
+        return draw(name, tuple(shape), self._device).view(whole_box(shape).shape)[box.slices]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megatune.data.conversation import Conversation, Message, PreferencePair
-from megatune.data.samples import RowReader, Sample, drawn_rows
+from megatune.data.samples import RowReader, drawn_samples
 from megatune.data.sources import resolve_datasets
 from megatune.errors import MegatuneError
 
@@ -39,8 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     (source,) = resolve_datasets([arguments.dataset], arguments.dataset_dir, "dpo")
     pairs = []
-    samples = (Sample(row) for row, _, _ in drawn_rows(source, seed=0))
-    for sample, example in RowReader(source, "dpo", {}).examples(samples):
+    for sample, example in RowReader(source, "dpo", {}).examples(drawn_samples(source, seed=0)):
         if isinstance(example, PreferencePair):
             pairs.append((example.chosen, example.rejected))
         else:
