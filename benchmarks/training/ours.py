@@ -55,7 +55,7 @@ class Megatune:
         checkpoint = RandomCheckpoint(shapes, device.current())
         with torch.no_grad():
             for local in parameters:
-                checkpoint.fill(local.parameter.data.view(-1), local.segments(architecture))
+                checkpoint.fill(local.parameter.data.view(-1), local.rows(architecture))
         self._optimizer = optimizer.build_optimizer(
             self._model, architecture, self._settings.optimizer, self._settings.parallel, self._settings.precision
         )
