@@ -143,7 +143,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, f
         running = -(-options.prompts * options.group // options.engines)
         engines = EngineGroup(infer, groups["actor_infer"], running)
         policy = ModelGroup(train, groups["actor_train"])
-        learner = Learner(settings, DeviceScheduler(engines, [policy]), policy, None, None, {})
+        learner = Learner(settings, DeviceScheduler(engines, [policy]), {"actor_train": policy})
         make = make_sampler_factory(settings, engines, cluster.reward_pool(settings.rewards), model)
         collector = Collector(
             make(infer.generating_args, "train"), ProblemOrder({"shape": problems}, 1).at, {"shape": options.prompts},

@@ -24,6 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import Bounds, MediaProcessor
+from megatune.encoders import MediaPlaceholder
 
 SIZES = ((500, 375), (640, 480), (1024, 768), (1920, 1080), (3024, 4032))
 OF_EACH = 3
@@ -84,7 +85,7 @@ def ways(first: tuple[int, int]) -> tuple[Way, Way, Way, Way]:
     bounds = Bounds(first=first, min_pixels=LEAST, max_pixels=MOST, mean=MEAN, std=STD, resample=3)
     ours = MediaProcessor(
         patch_size=14, temporal_patch_size=2, merge_size=2, image=bounds, video=bounds, video_fps=2.0,
-        video_maxlen=128, timestamps=False,
+        video_maxlen=128, timestamps=False, text=MediaPlaceholder(),
     )  # fmt: skip
     return (
         partial(their_pixels, theirs, first),
