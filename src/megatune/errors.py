@@ -136,3 +136,8 @@ def _hub_token() -> str:
             return file.read(1000).strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def with_article(name: str) -> str:
+    """Format a model type with its article: "a qwen3", "an internvl"."""
+    return f"{'an' if name[:1] in 'aeiou' else 'a'} {name}"

@@ -20,7 +20,7 @@ from megatune.bridge.torch_dist.export import TorchDistFiles
 from megatune.bridge.torch_dist.table import read_table
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
-from megatune.errors import MegatuneError
+from megatune.errors import MegatuneError, with_article
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.table import Box, whole_box
 
@@ -35,7 +35,7 @@ def test_heads_of_two_sizes_are_refused(family: str, model_dir: MakeModel, tmp_p
     # Nor are weights that somebody else has written: a run that starts from them ends before it reads any.
     folder = to_mcore(model_dir("llama"), tmp_path / "other")
     shutil.copy(model_dir(family) / "config.json", folder)
-    with pytest.raises(MegatuneError, match=f"a {family} can neither be read nor written in Megatron-Core"):
+    with pytest.raises(MegatuneError, match=f"{with_article(family)} can neither be read nor written in Megatron-Core"):
         open_checkpoint(folder, load_architecture(folder))
 
 

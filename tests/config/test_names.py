@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,16 @@ from megatune.config.load import load
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.settings import all_settings, plain, setting_paths
 from megatune.config.values import shown
+from megatune.errors import MegatuneError
+from megatune.families import as_trained
 
 INFOS = all_settings()
 NEEDS = [(info, need) for info in INFOS.values() for need in info.needs]
+
+
+def test_model_types_have_their_article():
+    with pytest.raises(MegatuneError, match="mtp_num_layers 1 with an olmo2"):
+        as_trained(replace(QWEN, model_type="olmo2"), "config.json", "sft", mtp_num_layers=1)
 
 
 def test_names_are_written_by_who_prints():

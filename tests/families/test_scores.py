@@ -11,7 +11,7 @@ from model_sizes import tiny_config
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from megatune.errors import ExitCode, MegatuneError
+from megatune.errors import ExitCode, MegatuneError, with_article
 from megatune.families import FAMILIES, load_architecture
 from megatune.families.scores import SCORER, as_saved
 
@@ -41,7 +41,9 @@ def test_language_models_have_one_in_transformers() -> None:
 def test_others_are_refused(family: str, tmp_path: Path) -> None:
     code, text = refused(tmp_path, tiny_config(family).to_dict(), "rm")
     assert code == ExitCode.SETTINGS
-    assert text.startswith(f"stage rm with a {family}\n    why: Transformers has no sequence classification")
+    assert text.startswith(
+        f"stage rm with {with_article(family)}\n    why: Transformers has no sequence classification"
+    )
 
 
 @pytest.mark.parametrize("family", SCORED)
@@ -127,7 +129,7 @@ def test_names_and_problem_type_of_a_classifier_are_saved(tmp_path: Path) -> Non
 def test_vision_language_models_have_none(tmp_path: Path, family: str) -> None:
     assert refused(tmp_path, tiny_config(family).to_dict(), "rm") == (
         ExitCode.SETTINGS,
-        f"stage rm with a {family}\n"
+        f"stage rm with {with_article(family)}\n"
         "    why: models with scores are made from language models that read text only\n"
         "    fix: name a language model of another family",
     )

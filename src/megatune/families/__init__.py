@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError, closest
+from megatune.errors import ExitCode, Finding, MegatuneError, closest, with_article
 from megatune.families import (
     deepseek_v2,
     deepseek_v3,
@@ -118,7 +118,7 @@ def as_trained(
     trained = scores.as_trained(architecture, where, stage, num_labels)
     if mtp_num_layers and FAMILIES[architecture.model_type].mtp is None:
         having = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mtp is not None))
-        what = f"mtp_num_layers {mtp_num_layers} with a {architecture.model_type}"
+        what = f"mtp_num_layers {mtp_num_layers} with {with_article(architecture.model_type)}"
         why = f"multi-token prediction layers are supported for {having}"
         raise MegatuneError(Finding(what, where, why, "remove mtp_num_layers"), ExitCode.SETTINGS)
     return replace(trained, mtp_num_layers=mtp_num_layers)

@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 from megatune.families import FAMILIES
 from megatune.families.dense import ENGINE_LAYER
 from megatune.families.family import Family
@@ -87,7 +87,8 @@ def check_arranged(architecture: Architecture, where: str) -> None:
         MegatuneError: INPUT, if they cannot.
     """
     if why := obstacle(FAMILIES[architecture.model_type]):
-        what = f"a {architecture.model_type} can neither be read nor written in Megatron-Core's torch_dist format"
+        model = with_article(architecture.model_type)
+        what = f"{model} can neither be read nor written in Megatron-Core's torch_dist format"
         raise MegatuneError(Finding(what, where, why, "use its Hugging Face format"), ExitCode.INPUT)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 from megatune.families import FAMILIES
 from megatune.families.adapters import ADAPTER_CONFIG, LORA_A, LORA_B, MAGNITUDE, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
@@ -117,7 +117,8 @@ class _AdapterReader:
         if self.unknown:
             number = len(self.unknown)
             have = "tensor has" if number == 1 else "tensors have"
-            what = f"{number} {have} no module in a {self.architecture.model_type}: {list_names(self.unknown, 3)}"
+            model = with_article(self.architecture.model_type)
+            what = f"{number} {have} no module in {model}: {list_names(self.unknown, 3)}"
             why = "adapters belong to linear layers of one model; embeddings are trained whole or not at all"
             yield Finding(what, where, why, base)
         yield from (Finding(what, where, fix=base) for what in self.wrong[:5])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
+from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean, with_article
 from megatune.families.values import value_problems
 from megatune.rope_scaling import (
     LinearRopeScaling,
@@ -112,7 +112,7 @@ def with_rope_scaling(config: Mapping[str, Any], requested: str | Mapping[str, A
 
 def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], original: Any) -> Iterator[Finding]:
     """Yield why a config.json cannot get a scaling."""
-    key, model_type = "rope_scaling", config.get("model_type")
+    key, model_type = "rope_scaling", str(config.get("model_type"))
     kind, values = given["rope_type"], [Finding(what, key, why) for what, why in value_problems(given)]
     yield from values
     if not isinstance(kind, str) or kind not in SCALED:
@@ -127,10 +127,11 @@ def _scaling_problems(config: Mapping[str, Any], given: Mapping[str, Any], origi
     if config.get("vision_config") or config.get("text_config"):
         why = "its config.json has separate rotary settings for the language model"
         fix = "remove it; the scaling that the model's README describes is written into its config.json"
-        yield Finding(f"not supported with a {model_type}", key, why, fix)
+        yield Finding(f"not supported with {with_article(model_type)}", key, why, fix)
     elif FULL_ATTENTION in (config.get(key) or config.get("rope_parameters") or {}):
         why = "its kinds of layers have different rotary embeddings"
-        yield Finding(f"not supported with a {model_type}", key, why, "remove it, or write them into config.json")
+        fix = "remove it, or write them into config.json"
+        yield Finding(f"not supported with {with_article(model_type)}", key, why, fix)
     elif not values and not isinstance(original, int):
         yield Finding("config.json has no max_position_embeddings", key, "the factor is relative to them")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatune.architecture import Architecture
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 
 STAGE, CLASSES = "rm", "cls"
 SCORER = "scorer"  # used as stage of a role that only scores with a reward model
@@ -43,7 +43,7 @@ def as_trained(architecture: Architecture, where: str, stage: str, num_labels: i
     own = architecture.num_labels
     if stage in (STAGE, CLASSES):
         if architecture.vision is not None or not architecture.has_classifier:
-            what = f"stage {stage} with a {architecture.model_type}"
+            what = f"stage {stage} with {with_article(architecture.model_type)}"
             why = "Transformers has no sequence classification class for this family, so it could not be saved"
             why = why if architecture.vision is None else _TEXT_ONLY
             raise MegatuneError(Finding(what, where, why, "name a language model of another family"), ExitCode.SETTINGS)

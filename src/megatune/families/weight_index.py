@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _MOST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
@@ -144,11 +144,11 @@ def key_findings(
 ) -> Iterator[Finding]:
     """Yield findings for tensors that are missing in files, and for unknown ones."""
     if missing:
-        why = f"config.json describes a {model_type} that has them"
+        why = f"config.json describes {with_article(model_type)} that has them"
         fix = "use the config.json and the weights of one checkpoint"
         yield Finding(f"{len(missing)} {word} are missing: {list_names(missing)}", where, why, fix)
     if unknown:
-        why = f"a {model_type} does not have them, and no tensor is skipped silently"
+        why = f"{with_article(model_type)} does not have them, and no tensor is skipped silently"
         fix = "check that config.json names the right model_type, or remove them"
         yield Finding(f"{len(unknown)} {word} are unknown: {list_names(unknown)}", where, why, fix)
 

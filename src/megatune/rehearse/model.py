@@ -17,7 +17,7 @@ from megatune.data.templates import check_template
 from megatune.data.templates.named import is_template_file, read_template
 from megatune.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
 from megatune.demo.family import FAMILIES as DEMO_FAMILIES
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 from megatune.families import FAMILIES, read_architecture, read_config
 from megatune.hub.models import CONFIG, is_hub_id
 from megatune.rehearse.outcome import Change
@@ -264,5 +264,5 @@ def _write_demo_tokenizer(architecture: Architecture, folder: Path, template: st
 
 def _of_family(finding: Finding, architecture: Architecture) -> Finding:
     """Replace the temporary folder in a finding by the model family."""
-    what = finding.what.replace("this model's tokenizer", f"the tokenizers of a {architecture.model_type}")
+    what = finding.what.replace("this model's tokenizer", f"the tokenizers of {with_article(architecture.model_type)}")
     return Finding(what, "", finding.why, finding.fix)

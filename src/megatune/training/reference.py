@@ -40,7 +40,7 @@ from megatune.engine.layers.adapter import without_adapters
 from megatune.engine.model import Chunk
 from megatune.engine.sequences import LocalBatch, MicroBatch, sequence_sums
 from megatune.engine.step import ObjectiveOutput, evaluate
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.errors import ExitCode, Finding, MegatuneError, with_article
 from megatune.families import load_architecture
 from megatune.families.peft_config import read_peft_config
 from megatune.hub.models import MAIN
@@ -256,9 +256,10 @@ def _check_fits(context: RankContext, settings: Settings, architecture: Architec
     own = load_architecture(model_dir)
     findings = [replace(each, where=f"ref_model: {model_dir}") for each in check(settings, own, context.world_size)]
     if own.model_type != architecture.model_type and (own.vision is not None or architecture.vision is not None):
-        what = f"ref_model is a {own.model_type}, and the model that is trained a {architecture.model_type}"
+        trained = with_article(architecture.model_type)
+        what = f"ref_model is {with_article(own.model_type)}, and the model that is trained {trained}"
         why = "rows hold images and videos in the form that the trained model reads"
-        findings.append(Finding(what, str(model_dir), why, f"name a {architecture.model_type}"))
+        findings.append(Finding(what, str(model_dir), why, f"name {trained}"))
     if findings:
         raise MegatuneError(findings, ExitCode.SETTINGS)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import date
 
 from megatune.config.rules.rule import Context, Problem, needs_of
+from megatune.errors import with_article
 
 _SUM_TOLERANCE = 2e-3  # 0.333 for each of three data sets is accepted
 
@@ -104,7 +105,7 @@ def tiles(context: Context) -> Iterator[Problem]:
     if architecture is None or (architecture.vision is not None and architecture.vision.tiles):
         return
     if context.settings.data.crop_to_patches:
-        what = f"`crop_to_patches: true` with a {architecture.model_type}"
+        what = f"`crop_to_patches: true` with {with_article(architecture.model_type)}"
         yield Problem(("crop_to_patches",), what, "only InternVL supports tiles", "remove `crop_to_patches`")
 
 

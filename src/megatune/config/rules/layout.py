@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatune.architecture import Architecture
 from megatune.config.rules.rule import Context, Problem, divisors, either, multiples_around, nearest, needs_of
+from megatune.errors import with_article
 
 _TP = "tensor_model_parallel_size"
 _CP = "context_parallel_size"
@@ -189,7 +190,7 @@ def routing(context: Context) -> Iterator[Problem]:
     architecture, experts = context.architecture, context.settings.experts
     if architecture is None or architecture.moe is None:
         return
-    moe, kind = architecture.moe, f"a {architecture.model_type}"
+    moe, kind = architecture.moe, with_article(architecture.model_type)
     if experts.moe_router_bias_update_rate and not moe.expert_bias:
         what = f"`{_BIAS}` with a model that has no bias on its experts"
         yield Problem((_BIAS,), what, f"{kind} balances with a loss: `moe_aux_loss_coeff`", f"remove `{_BIAS}`")

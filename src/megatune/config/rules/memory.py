@@ -12,6 +12,7 @@ from megatune.config.kernels import te_obstacle
 from megatune.config.pipeline import pipeline_chunks
 from megatune.config.rules.layout import tensor_parallel_fits
 from megatune.config.rules.rule import Context, Problem, divisors, nearest, needs_of
+from megatune.errors import with_article
 from megatune.families import FAMILIES
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
 
@@ -55,7 +56,7 @@ def modules(context: Context) -> Iterator[Problem]:
         elif not architecture.moe.shared_expert_intermediate_size:
             absent["shared_experts"] = "has no shared experts"
         for module in sorted(chosen & absent.keys()):
-            what = f"`recompute_modules` has {module}, and a {architecture.model_type} {absent[module]}"
+            what = f"`recompute_modules` has {module}, and {with_article(architecture.model_type)} {absent[module]}"
             yield Problem(("recompute_modules",), what, "", f"remove {module}")
     for module, needs, wanted in (
         ("moe_act", "moe_grouped_gemm", True),
@@ -89,7 +90,7 @@ def transformer_engine(context: Context) -> Iterator[Problem]:
     if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
         return
     if why := te_obstacle(settings, architecture):
-        what = f"`transformer_impl: transformer_engine` with a {architecture.model_type}"
+        what = f"`transformer_impl: transformer_engine` with {with_article(architecture.model_type)}"
         yield Problem(("transformer_impl",), what, why, "write `transformer_impl: native`, or auto")
 
 

@@ -13,6 +13,7 @@ from megatune.config.entry import SettingEntry
 from megatune.config.setting import EXPERTS, Limit, Needs, SettingInfo
 from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
 from megatune.config.values import shown
+from megatune.errors import with_article
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _problem(context: Context, info: SettingInfo, need: Needs) -> Problem:
     asked = f"`{info.name}: {_said(setting_value(context.settings, info.path))}`"
     if need.path == EXPERTS:
         assert context.architecture is not None
-        why = f"a {context.architecture.model_type} has no experts"
+        why = f"{with_article(context.architecture.model_type)} has no experts"
         return Problem((info.name,), f"{asked} with a dense model", why, f"remove `{info.name}`")
     name, value = need.path.partition(".")[2], setting_value(context.settings, need.path)
     has_value = bool(value) or need.path in context.written

@@ -10,7 +10,7 @@ from typing import Any
 from megatune.config.rules.rule import Context, Problem, either, multiples_around, needs_of
 from megatune.config.settings import INTERVALS, setting_value
 from megatune.config.values import is_number
-from megatune.errors import did_you_mean
+from megatune.errors import did_you_mean, with_article
 from megatune.families import FAMILIES
 from megatune.families.megatron_names import obstacle
 
@@ -23,7 +23,7 @@ def megatron_form(context: Context) -> Iterator[Problem]:
     if architecture is None or checkpoint.save_format != "torch_dist":
         return
     if why := obstacle(FAMILIES[architecture.model_type]):
-        what = f"`save_format: torch_dist` with a {architecture.model_type}"
+        what = f"`save_format: torch_dist` with {with_article(architecture.model_type)}"
         yield Problem(("save_format",), what, why, "write `save_format: hf`")
 
 

@@ -8,7 +8,7 @@ from megatune.architecture import Architecture
 from megatune.config.groups.finetuning import FinetuningSettings
 from megatune.config.rules import finetuning as rules
 from megatune.config.rules.rule import Context, Problem
-from megatune.errors import did_you_mean
+from megatune.errors import did_you_mean, with_article
 from megatune.families import FAMILIES
 from megatune.families.adapters import ALL_TARGETS, adapters, is_target, matrices, module_path
 from megatune.families.dense import EMBEDDING, OUTPUT_LAYER
@@ -52,7 +52,7 @@ def whole_modules(context: Context) -> Iterator[Problem]:
         fix = f"write {_TIED[0]} instead, which trains the shared matrix"
         yield Problem((_WHOLE,), what, "they share one matrix, which has the name of the first", fix)
     if unknown:
-        why = f"modules of a {architecture.model_type} outside of layers: {', '.join(known)}"
+        why = f"modules of {with_article(architecture.model_type)} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
         fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
         fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
@@ -124,7 +124,7 @@ def parts(context: Context) -> Iterator[Problem]:
         size = 2 if stack is Stack.PROJECTOR else 1
         named = [_leaf(tensor, size) for weight, tensor in matrices(architecture) if weight.stack is stack]
         if not named:
-            why = f"that of a {architecture.model_type} has no linear layer that can have one"
+            why = f"that of {with_article(architecture.model_type)} has no linear layer that can have one"
             yield Problem((switch,), what, why, f"remove `{switch}`, or write `finetuning_type: full`")
             continue
         more = f"; {ALL_TARGETS[0]} does not include it" if stack is Stack.PROJECTOR else ""
@@ -174,7 +174,7 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         whole = leaf in modules(architecture, per_layer=False)
         fix = f"write `{_WHOLE}: {leaf}`, which trains it fully" if whole else f"remove {target}"
         return Problem((_TARGET,), what, f"{leaf} is not a matrix, so it has no adapter", fix)
-    why = f"linear layers of a {architecture.model_type}: {', '.join(known)}"
+    why = f"linear layers of {with_article(architecture.model_type)}: {', '.join(known)}"
     return Problem((_TARGET,), what, why, did_you_mean(leaf, known, f"write `{_TARGET}: all`"))
 
 
@@ -213,7 +213,7 @@ def known_modules(context: Context) -> Iterator[Problem]:
     ):
         if unknown := [module for module in asked if module not in known]:
             what = f"`{name}` has {', '.join(unknown)}"
-            why = f"modules of a {architecture.model_type} {where}: {', '.join(known)}"
+            why = f"modules of {with_article(architecture.model_type)} {where}: {', '.join(known)}"
             fix = did_you_mean(unknown[0], known, f"write `{name}: {known[0]}`, or others of them")
             yield Problem((name,), what, why, fix)
 
