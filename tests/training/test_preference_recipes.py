@@ -68,7 +68,7 @@ def test_an_example_trains(name: str, pool: RankPool, data: Path, tmp_path: Path
     loaded = load(
         EXAMPLES / f"{name}.yaml",
         [f"model_name_or_path={model}", f"dataset_dir={data}", f"output_dir={output}", "max_steps=3",
-         "gradient_accumulation_steps=2", "logging_steps=1", "preprocessing_num_workers=1",
+         "gradient_accumulation_steps=8", "logging_steps=1", "preprocessing_num_workers=1",
          "dataloader_num_workers=0", "learning_rate=1e-3",
          "cutoff_len=64", "ddp_timeout=240", "report_to=none"],
     )  # fmt: skip
