@@ -60,7 +60,7 @@ def curve(settings: RLSettings) -> list[float]:
     """On every rank: rewards by step."""
     rollout, run = settings.rollout, settings.run
     worker = started(PolicyWorker, settings)
-    engine = BuiltinEngine.load(settings.actor_infer, max_running=128, context=64)
+    engine = BuiltinEngine(settings.actor_infer, max_running=128, context=64)
     server = EngineServer(worker.context, lambda: engine)
     policy = ModelGroup(settings.actor_train, Together(worker))  # type: ignore[arg-type]
     policy.info = worker._info()

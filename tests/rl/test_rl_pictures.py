@@ -138,7 +138,7 @@ def test_the_engine_samples_with_pictures_as_transformers_sees_them(model, image
     role = InferRole(device_mapping=[0], model_name_or_path=str(model), dtype="fp32")
 
     def sampled(most: int, order: int) -> dict[str, Response]:
-        return drained(BuiltinEngine.load(role, max_running=most, context=400), requests[::order])
+        return drained(BuiltinEngine(role, max_running=most, context=400), requests[::order])
 
     together, alone = sampled(4, 1), sampled(1, -1)
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()

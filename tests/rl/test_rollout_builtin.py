@@ -19,7 +19,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.families import load_architecture
 from megatune.rl.rollout.builtin import BuiltinEngine
-from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
+from megatune.rl.rollout.checks import INSTRUCTION_TOKENS
 from megatune.rl.rollout.mismatch import Mismatch, check_mismatch, is_inlier, mismatch_of
 from megatune.rl.rollout.sampling import sample
 from megatune.rl.samples import Request, Response
@@ -42,7 +42,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, max_running: int = 4, *, return_routing: bool = False) -> BuiltinEngine:
     role = InferRole(device_mapping=[0], model_name_or_path=str(folder), dtype="fp32", return_routing=return_routing)
-    return BuiltinEngine.load(role, max_running=max_running, context=CONTEXT)
+    return BuiltinEngine(role, max_running=max_running, context=CONTEXT)
 
 
 def drained(engine: BuiltinEngine, requests: Sequence[Request]) -> dict[str, Response]:
@@ -257,7 +257,7 @@ def test_a_judge_that_is_too_short_is_told_what_fits(dense: Path) -> None:
                       generating_args=Generating(max_new_tokens=8))  # fmt: skip
     longest = load_architecture(dense).max_position_embeddings
     with pytest.raises(MegatuneError) as raised:
-        BuiltinEngine.load(judge, max_running=1, context=longest + 1)
+        BuiltinEngine(judge, max_running=1, context=longest + 1)
     (finding,) = raised.value.findings
     advised = longest - INSTRUCTION_TOKENS - 8
     assert (f"response_length of {advised} together" in finding.fix) == (advised > 0)

@@ -84,6 +84,11 @@ class Request:
         """Tokens of the prompt and of the response so far, int64."""
         return np.concatenate([self.prompt_ids, self.response_ids])
 
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of the prompt and the response."""
+        return len(self.prompt_ids) + self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Response:

@@ -12,7 +12,7 @@ import numpy as np
 from megatune.data.encode import load_tokenizer
 from megatune.rl.prompts import encode_prompts, prompt_writer
 from megatune.rl.rewards.answer import RewardError
-from megatune.rl.rollout.engine import INSTRUCTION_TOKENS
+from megatune.rl.rollout.checks import INSTRUCTION_TOKENS
 from megatune.rl.samples import Request, Response
 
 if TYPE_CHECKING:

@@ -1,26 +1,22 @@
-"""The interface of rollout engines, and their common parts: requests in flight, weight updates that are complete or
-raise, and checks of the versions and arguments of vLLM and SGLang."""
+"""The interface of rollout engines, and their common parts: requests in flight, and weight updates that are complete or
+raise."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
 from safetensors import safe_open
 
-from megatune.config.rl.settings import InferRole
-from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
 from megatune.rl.samples import Request, Response
 from megatune.rl.transport import LostPeerError, PackedBucket, Route
-
-INSTRUCTION_TOKENS = 512  # of a judge's prompt, without question and response
 
 Memory: TypeAlias = Literal["weights", "cache"]
 # Names that vLLM and SGLang have for dtypes, and for the parts of an engine's memory.
@@ -80,6 +76,7 @@ class RolloutEngine(ABC):
         self._update: WeightUpdate | None = None
         self._sampled: dict[str, SequenceState] = {}  # in flight, by request id
         self._finished: list[Response] = []
+        self._asleep: set[Memory] = set()
 
     @property
     def version(self) -> int:
@@ -173,6 +170,7 @@ class RolloutEngine(ABC):
         """Free device memory: the cache (level 1), or also the weights (level 2), which the next update sends."""
         assert not self._sampled, "abort what is in flight first"
         self._free(level)
+        self._asleep = {"weights", "cache"}
         if level > 1:
             self._version = None
 
@@ -180,21 +178,23 @@ class RolloutEngine(ABC):
     def _free(self, level: int) -> None:
         """Free the memory; see `sleep`."""
 
-    @abstractmethod
     def wake(self, *parts: Memory) -> None:
-        """Reallocate sleeping parts of the memory, by default all. The engine can sample once it has both."""
+        """Reallocate parts of the memory, by default all. The engine can sample once it has both."""
+        if waking := self._asleep & set(parts or self._asleep):
+            self._restore(waking)
+            self._asleep -= waking
+
+    @abstractmethod
+    def _restore(self, parts: Collection[Memory]) -> None:
+        """Reallocate sleeping parts; see `wake`."""
 
     def close(self) -> None:  # noqa: B027  (most have nothing to do)
         """End subprocesses and remove temporary files; no other method is called afterwards."""
 
     def _check_ready(self) -> None:
-        if self._version is None:
-            raise cannot_sample("its weights have no version: no complete update has arrived")
-
-
-def cannot_sample(why: str) -> MegatuneError:
-    """Return the error of an engine that is not ready."""
-    return MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
+        why = "it sleeps" if self._asleep else "its weights have no version: no complete update has arrived"
+        if self._asleep or self._version is None:
+            raise MegatuneError(Finding("the rollout engine cannot sample", "actor_infer", why), ExitCode.INTERNAL)
 
 
 @dataclass(slots=True)
@@ -260,47 +260,3 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _named(names: list[str]) -> str:
     return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
-
-
-def check_version(engine: str, packages: Sequence[str], tested: str, role: InferRole) -> None:
-    """Refuse another version of an engine than the tested one.
-
-    Args:
-        packages: names of packages that provide the engine.
-        tested: prefix of the version, such as "0.32".
-
-    Raises:
-        MegatuneError: UNAVAILABLE.
-    """
-    fix = f"pip install '{packages[0]}~={tested}.0' into the environment that py_executable of {role.name} names"
-    found = next((each for name in packages if (each := _version_of(name)) is not None), None)
-    if found is None:
-        what, why = f"{engine} is not installed", f"this environment has no package {' or '.join(packages)}"
-        raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
-    if found != tested and not found.startswith(f"{tested}."):
-        what = f"{engine} {found} is installed"
-        why = f"weights are updated in the form of {tested}, and another version may load them wrongly without an error"
-        raise MegatuneError(Finding(what, role.name, why, fix), ExitCode.UNAVAILABLE)
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def check_arguments(engine: str, given: Mapping[str, object], known: Collection[str], role: InferRole) -> None:
-    """Refuse arguments that an engine does not have.
-
-    Raises:
-        MegatuneError: SETTINGS, with a finding for each.
-    """
-    findings = []
-    for key in given:
-        if key not in known:
-            fix = did_you_mean(key, known, "leave it out")
-            where = f"{role.name}.strategy_args.strategy_config"
-            findings.append(Finding(f"{engine} has no argument {key}", where, "", fix))
-    if findings:
-        raise MegatuneError(findings, ExitCode.SETTINGS)

@@ -14,56 +14,31 @@ from transformers.cache_utils import DynamicLayer
 from megatune.errors import ExitCode, Finding, MegatuneError
 
 
-class KVCache:
-    """Keys and values of sequences that are padded on the left.
+class KVCache(DynamicCache):
+    """Keys and values of sequences that are padded on the left to the longest."""
 
-    Attributes:
-        past: the model's past_key_values, which a forward pass reads and appends to.
-        mask: int64 [rows, tokens], 0 at padding.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.past = DynamicCache()
-        self.mask = torch.zeros(0, 0, dtype=torch.int64, device=device)
-
-    def add(self, past: DynamicCache, mask: Tensor) -> None:
-        """Add the sequences of another cache with mask [more rows, tokens]."""
-        width = max(mask.shape[1], self.mask.shape[1])
-        self.mask = torch.cat([_widened(self.mask, width, 1), _widened(mask, width, 1)])
-        for place, new in enumerate(past.layers):
-            if place == len(self.past.layers):
-                self.past.layers.append(new)
-            else:
-                old = self.past.layers[place]
-                old.keys = torch.cat([_widened(old.keys, width, 2), _widened(new.keys, width, 2)])
-                old.values = torch.cat([_widened(old.values, width, 2), _widened(new.values, width, 2)])
-
-    def begin_token(self) -> Tensor:
-        """Extend the mask by one token per sequence, and return the number of tokens before it, int64 [rows]."""
-        lengths = self.mask.sum(-1)
-        self.mask = pad(self.mask, (0, 1), value=1)
-        return lengths
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, and drop columns in which all of them have padding."""
-        if not rows:
-            self.clear()
+    def append(self, other: KVCache) -> None:
+        """Add the sequences of another cache."""
+        if not self.layers:
+            self.layers.extend(other.layers)
             return
-        kept = torch.tensor(rows, device=self.mask.device)
-        longest = int(self.mask[kept].sum(-1).max())
-        self.mask = self.mask[kept, -longest:]
-        for layer in self.past.layers:
-            layer.keys, layer.values = layer.keys[kept, :, -longest:], layer.values[kept, :, -longest:]
+        for own, more in zip(self.layers, other.layers, strict=True):
+            own.keys, own.values = _joined(own.keys, more.keys), _joined(own.values, more.values)
 
-    def clear(self) -> None:
-        """Drop all rows."""
-        self.past, self.mask = DynamicCache(), self.mask.new_zeros(0, 0)
+    def keep(self, rows: Sequence[int], width: int) -> None:
+        """Keep only these rows, and of each the last `width` tokens."""
+        if not rows:
+            self.layers.clear()
+            return
+        self.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[:, :, -width:], layer.values[:, :, -width:]
 
 
-def _widened(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Pad with zeros on the left along a dimension, to a width."""
-    missing = [0, 0] * (tensor.dim() - 1 - dim) + [width - tensor.shape[dim], 0]
-    return pad(tensor, missing)
+def _joined(*parts: Tensor) -> Tensor:
+    """Concatenate [rows, heads, tokens, size] tensors along rows, padded on the left."""
+    width = max(each.shape[2] for each in parts)
+    return torch.cat([pad(each, (0, 0, width - each.shape[2], 0)) for each in parts])
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:

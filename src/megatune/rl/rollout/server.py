@@ -185,4 +185,4 @@ def load_engine(role: InferRole, *, seed: int, max_running: int, context: int) -
         return SglangEngine.load(role, seed=seed, max_running=max_running, context=context)
     from megatune.rl.rollout.builtin import BuiltinEngine
 
-    return BuiltinEngine.load(role, max_running=max_running, context=context)
+    return BuiltinEngine(role, max_running=max_running, context=context)

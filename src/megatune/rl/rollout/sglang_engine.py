@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,13 @@ from megatune.config.rl.settings import InferRole
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.generation.vllm import starting
+from megatune.rl.rollout.checks import check_arguments, check_version
 from megatune.rl.rollout.engine import (
     DTYPES,
     MEMORY_TAGS,
     Memory,
     RolloutEngine,
     SequenceState,
-    check_arguments,
-    check_version,
     checkpoint_shapes,
 )
 from megatune.rl.samples import Request, Response
@@ -63,7 +62,7 @@ class SglangEngine(RolloutEngine):
         super().__init__(shapes, has_weights=has_weights)
         self._engine, self._seeds, self._num_layers = engine, seeds, num_layers
         self._tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        self._asleep: list[str] = []
+        self._released: set[Memory] = set()
         self._is_updating = False
         self._receiver: Receiver
 
@@ -196,15 +195,12 @@ class SglangEngine(RolloutEngine):
             raise MegatuneError(Finding(f"SGLang {what}", "actor_infer", result[1]), ExitCode.INTERNAL)
 
     def _free(self, level: int) -> None:
-        self._asleep = [*MEMORY_TAGS.values()] if level > 1 else [MEMORY_TAGS["cache"]]
-        self._engine.release_memory_occupation(tags=self._asleep)
+        self._released = {*MEMORY_TAGS} if level > 1 else {"cache"}
+        self._engine.release_memory_occupation(tags=[MEMORY_TAGS[part] for part in sorted(self._released)])
 
-    def wake(self, *parts: Memory) -> None:
-        """Wake up; see `RolloutEngine.wake`."""
-        tags = [tag for part in parts or MEMORY_TAGS if (tag := MEMORY_TAGS[part]) in self._asleep]
-        if tags:
+    def _restore(self, parts: Collection[Memory]) -> None:
+        if tags := [MEMORY_TAGS[part] for part in parts if part in self._released]:
             self._engine.resume_memory_occupation(tags=tags)
-            self._asleep = [tag for tag in self._asleep if tag not in tags]
 
     def close(self) -> None:
         """End SGLang's processes; see `RolloutEngine.close`."""

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.generation.vllm import Vllm, lora_request, set_environment
+from megatune.rl.rollout.checks import check_arguments, check_version
 from megatune.rl.rollout.engine import (
     DTYPES,
     MEMORY_TAGS,
     Memory,
     RolloutEngine,
     SequenceState,
-    check_arguments,
-    check_version,
     checkpoint_shapes,
 )
 from megatune.rl.samples import Request, Response
@@ -198,10 +197,9 @@ class VllmEngine(RolloutEngine):
         if self._can_sleep:
             self._vllm.engine.sleep(level)
 
-    def wake(self, *parts: Memory) -> None:
-        """Wake up; see `RolloutEngine.wake`."""
+    def _restore(self, parts: Collection[Memory]) -> None:
         if self._can_sleep:
-            self._vllm.engine.wake_up([MEMORY_TAGS[part] for part in parts or MEMORY_TAGS])
+            self._vllm.engine.wake_up([MEMORY_TAGS[part] for part in parts])
 
     def close(self) -> None:
         """End the workers, which remove their shared memory; see `RolloutEngine.close`."""
