@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import RankContext
 from megatune.rl.rollout.server import EngineServer
 
@@ -29,7 +30,7 @@ class Worker:
     def __init__(self, context: RankContext, start: int = 0) -> None:
         self.context, self.number = context, start
         self.taken: dict[str, Any] = {}
-        self.version = self.doomed = 0
+        self.version, self.doomed, self.is_early = 0, 0, False
 
     def add(self, value: int) -> tuple[int, int]:
         self.number += value
@@ -50,6 +51,9 @@ class Worker:
         """Take `seconds`, with a beat that allows for so many."""
         self.context.beat(phase, step, limit=beat)
         time.sleep(seconds)
+
+    def refuse(self, text: str) -> None:
+        raise MegatuneError(Finding(text), ExitCode.INPUT)
 
     def fail(self, text: str, seconds: float = 0.0) -> None:
         time.sleep(seconds)
@@ -118,8 +122,8 @@ class Worker:
         self.sender.free()
 
     def connect(self, route: Route, first: int) -> None:
-        if self.doomed and self.is_early:
-            os.kill(os.getpid(), self.doomed)
+        if self.is_early:
+            self._end()
         import torch
 
         from megatune.rl.transport import Receiver
@@ -130,15 +134,22 @@ class Worker:
         self.taken, self.expected = {}, num_tensors
 
     def doom(self, signum: int, is_early: bool) -> None:
-        """Send this process a signal before it meets the others, or in the next update, before its third bucket."""
+        """Send this process a signal before it meets the others, or in the next update, before its third bucket; raise
+        instead for -1."""
         self.doomed, self.is_early = signum, is_early
+
+    def _end(self) -> None:
+        if self.doomed < 0:
+            raise RuntimeError("an illegal memory access was encountered")
+        if self.doomed:
+            os.kill(os.getpid(), self.doomed)
 
     def update(self, packed: PackedBucket) -> bool:
         from megatune.rl.transport import LostPeerError
 
         time.sleep(0.01 * self.context.rank)
-        if self.doomed and len(self.taken) == 4:
-            os.kill(os.getpid(), self.doomed)
+        if len(self.taken) == 4:
+            self._end()
         try:
             with self.receiver.opened(packed) as tensors:
                 for name, tensor in tensors.items():

@@ -164,13 +164,16 @@ def test_weights(ray: None, tmp_path: Path) -> None:
         assert caught.value.exit_code == ExitCode.INTERNAL
 
 
+RAISES = -1
+
+
 @pytest.mark.extended(signal.SIGKILL)
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, RAISES])
 def test_an_engine_is_lost_in_a_broadcast_and_one_in_a_meeting(
     signum: int, ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies, or hangs: what the others wait in breaks off, they get all from the first bucket, and it meets them
-    again with the next weights."""
+    """It dies, hangs or raises: what the others wait in breaks off, they get all from the first bucket, and it meets
+    them again with the next weights."""
     monkeypatch.setattr("megatune.rl.cluster.watch.STOPPED_SECONDS", 1.0)
     specs = [
         RoleSpec("actor_train", WORKER, devices=(0,), rendezvous=True),
@@ -264,6 +267,37 @@ def test_an_actor_that_may_be_started_again(ray: None, tmp_path: Path, capfd: py
     said = capfd.readouterr().err
     assert said.startswith("warning: actor_infer-1 on host ")
     assert "started again (no more restarts of it: max_engine_restarts)" in said
+
+
+def test_an_actor_that_raises(ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What it did not expect counts as its death; what its message explains ends the run."""
+    spec = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), is_server=True, restarts=2)
+    with Cluster(tmp_path, {0, 1}) as cluster:
+        engines = cluster.start([spec])["actor_infer"]
+        waiting = engines.start("work", "generate", 4, 3.0)
+        assert engines.start_one(1, "fail", "an illegal memory access was encountered").result() == []
+        assert waiting.result() == [None]
+        assert engines.run(engines.restart(1))
+        engines.admit(1)
+        assert engines.call("add", 1) == [(0, 11), (1, 11)]
+        with pytest.raises(MegatuneError, match="this model has no such layer") as caught:
+            engines.start_one(1, "refuse", "this model has no such layer").result()
+        assert caught.value.exit_code == ExitCode.INPUT
+    (said,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: "))
+    assert "failed: RuntimeError: an illegal memory access was encountered. It is started again" in said
+
+
+def test_an_error_of_the_driver_that_nothing_awaits(ray: None, tmp_path: Path) -> None:
+    """A callback that raises would leave the run waiting for what it was to bring."""
+
+    def dispatch() -> None:
+        raise KeyError("engine 7")
+
+    with Cluster(tmp_path, {0}) as cluster:
+        engines = cluster.start([RoleSpec("actor_infer", SERVER, devices=(0,), is_server=True)])["actor_infer"]
+        engines.loop.call_soon(dispatch)
+        with pytest.raises(KeyError, match="engine 7"):
+            engines.run(asyncio.sleep(60))
 
 
 def test_an_engine_that_never_answers(ray: None, tmp_path: Path) -> None:

@@ -141,10 +141,10 @@ class RLRunSettings(Group):
     How: A role that has not answered by then is reported with its phase and step, and the run stops.
     When: Raise it for very long responses; with a smaller value hangs are found sooner."""
     max_engine_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a rollout engine, or a judge, may be restarted after it died or hung.
+    """How often a rollout engine, or a judge, may be restarted after it died, hung or raised an unexpected error.
     How: Meanwhile the other engines take over its unfinished responses; it is used again from the next weight transfer
-    on. A warning says each time which engine it was and why. Beyond this number for one engine the run stops with exit
-    code 76, and can be resumed from its last checkpoint.
+    on. A warning says each time which engine it was and why. Beyond this number for one engine the run stops with
+    the exit code of the failure, and can be resumed from its last checkpoint.
     When: 0 to see every crash at once; more for runs of weeks on machines that fail."""
     max_log_prob_gap: Positive | None = None
     """The largest allowed mean difference between log-probabilities of rollout engine and trainer. null depends on the

@@ -108,8 +108,9 @@ class Watch:
         self._failed: dict[Actor, Failure] = {}
         self._runner = asyncio.Runner()
         self.loop = self._runner.get_loop()
-        self.loop.set_exception_handler(_report)
+        self.loop.set_exception_handler(self._note_own_error)
         self._has_failed = asyncio.Event()
+        self._own_error: Exception | None = None  # of a task or callback of this process that nothing awaits
         self._looked, self._frozen = time.monotonic(), 0.0
         self._watching = self.loop.create_task(self._watch())
 
@@ -148,6 +149,8 @@ class Watch:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_failed.wait(), _POLL_SECONDS)
+            if self._own_error is not None:
+                raise self._own_error
             self._look()
             if self._failed:
                 await self._conclude_failure()
@@ -168,7 +171,7 @@ class Watch:
             if not self._failed and call in self._calls:  # the actor that computed an argument was lost
                 self._conclude(call, LOST)
         elif isinstance(found := answer.result(), Failure):
-            self._failed.setdefault(call.actor, found)
+            self._note_failure(call.actor, found)
         else:
             self._conclude(call, found)
         if self._failed:
@@ -210,11 +213,15 @@ class Watch:
         found = re.search(r"exit code (\d+)", ray_message)
         reason, out_of_memory = self._machines[actor.machine].crash_reason(actor.name)
         exit_code = int(found[1]) if found else None
-        failure = report.death_failure(actor.state, actor.host, reason, exit_code, out_of_memory)
-        if actor.restarts:
+        self._note_failure(actor, report.death_failure(actor.state, actor.host, reason, exit_code, out_of_memory))
+
+    def _note_failure(self, actor: Actor, failure: Failure) -> None:
+        """Lose an actor that may be restarted, or let the run end. It also ends where the actor's message says what to
+        do (`MegatuneError`), since a restart would not change that."""
+        if actor.restarts and not failure.findings:
             self._lose(actor, report.failure_findings(self._run_dir, actor.name, failure, self.position)[0])
         else:
-            self._failed[actor] = failure
+            self._failed.setdefault(actor, failure)
 
     def _lose(self, actor: Actor, finding: Finding) -> None:
         """Continue without an actor that may be restarted: kill what is left of it, and give up its calls."""
@@ -292,8 +299,11 @@ class Watch:
         report.write_report(self._run_dir, self.actors, culprit, error, traceback)
         raise error
 
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log the exception of a task, except KeyboardInterrupt, which ends the run anyway."""
-    if not isinstance(context.get("exception"), KeyboardInterrupt):
-        loop.default_exception_handler(context)
+    def _note_own_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Let the run end with an exception that asyncio would only log, after which something would be waited for in
+        vain. KeyboardInterrupt ends the run anyway."""
+        if isinstance(error := context.get("exception"), Exception):
+            self._own_error = self._own_error or error
+            self._has_failed.set()
+        elif error is None:
+            loop.default_exception_handler(context)

@@ -209,9 +209,11 @@ class EngineGroup:
             self._restarts[rank] = self.loop.create_task(self._restart(rank))
 
     async def _restart(self, rank: int) -> None:
-        is_there = await self.group.restart(rank)
-        if self._restarts.get(rank) is asyncio.current_task():
-            del self._restarts[rank]
+        try:
+            is_there = await self.group.restart(rank)
+        finally:
+            if self._restarts.get(rank) is asyncio.current_task():
+                del self._restarts[rank]
         if is_there and self._static_weights:
             self.group.admit(rank)
             self.mark_updated()
