@@ -88,9 +88,11 @@ def test_a_large_power_of_a_small_number_has_its_value(power: str, value: str) -
         assert score_answer(MathRule(), answer(rf"\boxed{{{text}}}", truth))["score"] == 1
 
 
-@pytest.mark.parametrize("text", ["(1+x)^{100000}", r"\binom{10^8}{5000000}"])
+@pytest.mark.parametrize("text", ["(1+x)^{100000}", r"\binom{1000000000}{500000000}"])
 def test_math_that_takes_too_long_is_a_timeout(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """To compare, or already to read: binomials are computed then."""
+    """To compare, or already to read: binomials are computed then. Neither would end within hours."""
+    # An alarm within the imports of the first comparison would leave modules behind that are half there.
+    assert MathRule()(answer(r"\boxed{x = 3}", "3")).score == 1
     monkeypatch.setattr(rules, "SECONDS", 1)
     said = score_answer(MathRule(), answer(rf"\boxed{{{text}}}", "3"))
     assert said["timeout"]
