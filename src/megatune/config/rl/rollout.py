@@ -16,7 +16,7 @@ ENVIRONMENTS = ("python", "search")  # the built-in ones
 class GroupFilter(Group):
     type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
     """Which groups of responses are dropped before training, by their scores.
-    How: filter_args has the bounds. With is_use_additional_prompts others are sampled instead.
+    How: filter_args has the bounds. The group of another prompt takes the place of a dropped one.
     When: mean_filter or std_filter with rewards of 0 and 1.
     - no_filter: none
     - mean_filter: groups whose mean is not between threshold_down and threshold_up
@@ -242,9 +242,9 @@ class RolloutSettings(Group):
     train_infer_correction corrects for the difference.
     When: With actor_infer on separate devices: 1 hides most of the waiting."""
     is_use_additional_prompts: bool = False
-    """Sample additional prompts until enough groups pass query_filter_config of their rewards.
-    How: A step then has rollout_batch_size groups that pass the filter; without it, filtered groups are missing from
-    the step.
+    """Sample more prompts than a step needs, in case query_filter_config of their rewards drops groups.
+    How: A step always has rollout_batch_size groups that pass the filter; without this, the prompt that replaces a
+    dropped group begins only then, and the step waits for it.
     When: With a filter; DAPO calls it dynamic sampling."""
     max_additional_running_prompts: Annotated[int, Field(ge=0), "prompts"] = 16
     """With is_use_additional_prompts: how many additional prompts may be sampled at the same time.
