@@ -29,26 +29,42 @@ CODES = {
     ("terminal", signal.SIGHUP): 75,
 }
 STOPPED = "its process is stopped"
+# name -> (settings, strikes). A chain is short, because a busy machine takes minutes for a run.
 CHAINS: dict[str, tuple[str, list[Strike]]] = {
-    "one rank, one engine": (
+    "one rank": (
         "small",
         [
             *(Strike(phase, "actor_train-0") for phase in ("load", "sync", "train", "save")),
-            *(Strike(phase, "actor_infer-0", is_idle=phase == "train") for phase in ("sync", "rollout", "train")),
-            *(Strike(phase, "driver") for phase in ("rollout", "train", "save")),
             Strike("train", "actor_train-0", signal.SIGSTOP),
+        ],
+    ),
+    "one engine": (
+        "small",
+        [
+            *(Strike(phase, "actor_infer-0", is_idle=phase == "train") for phase in ("sync", "rollout", "train")),
             Strike("rollout", "actor_infer-0", signal.SIGSTOP),
-            Strike("rollout", "driver", signal.SIGINT),
-            Strike("train", "driver", signal.SIGTERM),
-            Strike("rollout", "terminal", signal.SIGHUP),
             Strike("rollout", "reward"),  # the run goes on
         ],
     ),
-    "two ranks, a critic and a reference on the same devices": (
+    "the driver": (
+        "small",
+        [
+            *(Strike(phase, "driver") for phase in ("rollout", "train", "save")),
+            Strike("rollout", "driver", signal.SIGINT),
+            Strike("train", "driver", signal.SIGTERM),
+            Strike("rollout", "terminal", signal.SIGHUP),
+        ],
+    ),
+    "two ranks with a critic": (
         "ppo",
         [
             *(Strike(phase, "actor_train-1") for phase in ("train", "sync", "save", "old_log_probs")),
             *(Strike(phase, "critic-0") for phase in ("values", "critic", "save")),
+        ],
+    ),
+    "a reference and an engine on the same devices": (
+        "ppo",
+        [
             *(Strike(phase, "reference-0", is_idle=phase == "rollout") for phase in ("load", "reference", "rollout")),
             Strike("validation", "actor_infer-0"),
             Strike("train", "reference-0", signal.SIGSTOP, is_idle=True),

@@ -22,7 +22,7 @@ from megatune.config.rl.settings import InferRole
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, MegatuneError
 from megatune.generation.vllm import starting
-from megatune.rl.rollout.engine import check_arguments, check_version
+from megatune.rl.rollout.checks import check_arguments, check_version
 from megatune.rl.rollout.vllm_engine import VllmEngine
 from megatune.rl.samples import Request
 
