@@ -110,7 +110,7 @@ class Worker:
         list(self._weights())
 
     def broadcast_weights(self) -> bool:
-        from megatune.rl.transport import LostPeerError
+        from megatune.rl.broadcast import LostPeerError
 
         try:
             self.sender.broadcast()
@@ -145,7 +145,7 @@ class Worker:
             os.kill(os.getpid(), self.doomed)
 
     def update(self, packed: PackedBucket) -> bool:
-        from megatune.rl.transport import LostPeerError
+        from megatune.rl.broadcast import LostPeerError
 
         time.sleep(0.01 * self.context.rank)
         if len(self.taken) == 4:

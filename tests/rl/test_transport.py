@@ -15,16 +15,8 @@ from torch.distributed import TCPStore
 
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl import transport
-from megatune.rl.transport import (
-    LostPeerError,
-    PackedBucket,
-    Receiver,
-    Route,
-    Sender,
-    abort_transfer,
-    choose_route,
-    merge_buckets,
-)
+from megatune.rl.broadcast import LostPeerError
+from megatune.rl.transport import PackedBucket, Receiver, Route, Sender, choose_route, merge_buckets
 
 
 def chosen(trainer: list[int], engines: list[int], *, on_gpus: bool) -> Route:
@@ -124,7 +116,7 @@ def test_nobody_waits_in_a_meeting_for_an_engine_that_was_lost() -> None:
     route = sender.open("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         meeting, coming = threads.submit(sender.join), threads.submit(Receiver, route, 0, cpu)
-        abort_transfer(route)
+        route.abort()
         meeting.result(60)
         receiver = coming.result(60)
     packed = sender.pack(buckets()[0])

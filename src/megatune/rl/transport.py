@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,21 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, TCPStore
+from torch.distributed import TCPStore
 
-from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.rl.broadcast import RENDEZVOUS_TIMEOUT, BroadcastGroup, LostPeerError, abort_broadcast, connect_store
 
 _ALIGNMENT = 16  # bytes; suitable for tensors of any dtype
 NUM_BUFFERS = 2
-_JOINED, _ABORTED = "joined", "aborted"  # keys of the store: one for each joined process, and one if a process is gone
-_POLL_SECONDS, _ABORT_POLL_SECONDS = 0.0005, 0.2  # intervals of checking a broadcast, and whether it was aborted
-_RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
-_ABORT_TIMEOUT = timedelta(seconds=5)  # for the driver to connect with the first sender's store
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: storage_device
-
-
-class LostPeerError(Exception):
-    """A broadcast was aborted because one of its processes is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +48,15 @@ class Route:
     address: str = ""
     port: int = 0
     seconds: float = 1800.0
+
+    def join(self, store: TCPStore, rank: int, device: torch.device) -> BroadcastGroup:
+        """Join the broadcast; rank 0 is the first sender, and the listeners follow."""
+        return BroadcastGroup(store, rank, 1 + len(self.listeners), device, timedelta(seconds=self.seconds))
+
+    def abort(self) -> None:
+        """Tell all processes in the rendezvous or a broadcast that one is gone."""
+        if self.listeners:
+            abort_broadcast(self.address, self.port)
 
 
 def choose_route(
@@ -143,8 +143,7 @@ class Sender:
         self._buffers: list[_Memory] = [_Memory(), _Memory()]
         self._count = 0
         self._store: TCPStore | None = None
-        self._group: Any = None
-        self._work: Any = None
+        self._group: BroadcastGroup | None = None
 
     def open(self, address: str) -> Route:
         """Open the store of the rendezvous, on the first sender, if there are listeners; return the completed route.
@@ -154,7 +153,7 @@ class Sender:
         """
         if self._route.listeners:
             size = 1 + len(self._route.listeners)
-            self._store = TCPStore(address, 0, size, True, _RENDEZVOUS_TIMEOUT, wait_for_workers=False)
+            self._store = TCPStore(address, 0, size, True, RENDEZVOUS_TIMEOUT, wait_for_workers=False)
             self._route = replace(self._route, address=address, port=self._store.port)
         return self._route
 
@@ -165,7 +164,7 @@ class Sender:
             MegatuneError: UNAVAILABLE, if their versions of NCCL differ.
         """
         if self._store is not None:
-            self._group = _join_group(self._store, 0, self._route, self._device)
+            self._group = self._route.join(self._store, 0, self._device)
 
     def pack(self, bucket: Mapping[str, Tensor]) -> PackedBucket:
         """Copy tensors into a buffer."""
@@ -186,25 +185,16 @@ class Sender:
         return packed
 
     def broadcast(self) -> None:
-        """Start to broadcast the last bucket, after the previous broadcast has finished.
-
-        Raises:
-            LostPeerError: a listener is gone.
-        """
-        if self._store is not None:
-            self._wait()
+        """Start to broadcast the last bucket; see `BroadcastGroup.start`."""
+        if self._group is not None:
             memory = self._buffers[(self._count - 1) % NUM_BUFFERS]
-            self._work = _broadcast(self._group, memory.buffer[: memory.used])
-
-    def _wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None and self._store is not None:
-            _finish(work, self._group, self._store)
+            self._group.start(memory.buffer[: memory.used])
 
     def free(self) -> None:
         """Free the buffers, between updates."""
-        with suppress(LostPeerError):  # each receiver has reported whether it got everything
-            self._wait()
+        if self._group is not None:
+            with suppress(LostPeerError):  # each receiver has reported whether it got everything
+                self._group.wait()
         for memory in self._buffers:
             memory.free()
 
@@ -213,10 +203,10 @@ class Receiver:
     """Opens buckets in a process that has an engine's weights."""
 
     def __init__(self, route: Route, number: int, device: torch.device) -> None:
-        self._device, self._store = device, None
+        self._device, self._group = device, None
         if number in route.listeners:
-            self._store = _connect_store(route, _RENDEZVOUS_TIMEOUT)
-            self._group = _join_group(self._store, 1 + route.listeners.index(number), route, device)
+            store = connect_store(route.address, route.port)
+            self._group = route.join(store, 1 + route.listeners.index(number), device)
 
     @contextmanager
     def opened(self, bucket: PackedBucket) -> Iterator[dict[str, Tensor]]:
@@ -227,9 +217,10 @@ class Receiver:
         """
         if bucket.file:
             buffer = torch.from_file(bucket.file, shared=False, size=bucket.nbytes, dtype=torch.uint8)
-        elif self._store is not None:
+        elif self._group is not None:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            _finish(_broadcast(self._group, buffer), self._group, self._store)
+            self._group.start(buffer)
+            self._group.wait()
         else:
             buffer = _open_handle(bucket.handles[_uuid()])
         yield bucket.tensors(buffer)
@@ -262,84 +253,6 @@ class _Memory:
             else:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.used = nbytes
-
-
-def _connect_store(route: Route, timeout: timedelta) -> TCPStore:
-    """Connect with the store of the rendezvous."""
-    return TCPStore(route.address, route.port, None, wait_for_workers=False, timeout=timeout)
-
-
-def abort_transfer(route: Route) -> None:
-    """Tell all processes in the rendezvous or a broadcast of a route that one is gone; NCCL would wait for it."""
-    if route.listeners:
-        with suppress(RuntimeError):  # the first sender is gone, too
-            _connect_store(route, _ABORT_TIMEOUT).set(_ABORTED, "")
-
-
-def _join_group(store: TCPStore, rank: int, route: Route, device: torch.device) -> Any:
-    """Join the process group of the first sender and the listeners, independent of a process's other groups; return
-    None if one of them does not join.
-
-    Raises:
-        MegatuneError: see `Sender.join`.
-    """
-    size = 1 + len(route.listeners)
-    everyone = [f"{_JOINED}{each}" for each in range(size)]
-    try:
-        store.set(everyone[rank], ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "gloo")
-        until = time.monotonic() + _RENDEZVOUS_TIMEOUT.total_seconds()
-        while not store.check(everyone):
-            if store.check([_ABORTED]) or time.monotonic() > until:
-                return None
-            time.sleep(_ABORT_POLL_SECONDS)
-        own, *others = [store.get(each).decode() for each in everyone]
-        if other := next((each for each in others if each != own), None):
-            if rank == 0:
-                raise _versions_differ(own, other)
-            return None
-        if device.type == "cuda":
-            options = torch.distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=route.seconds)
-            return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
-        group = torch.distributed.ProcessGroupGloo(store, rank, size, _RENDEZVOUS_TIMEOUT)
-    except RuntimeError:
-        return None
-    group.set_timeout(timedelta(seconds=route.seconds))
-    return group
-
-
-def _versions_differ(own: str, other: str) -> MegatuneError:
-    what, why = f"the trainer has NCCL {own}, and a rollout engine {other}", "NCCL only connects equal versions"
-    fix = "install the trainer's version of torch, for the same CUDA, into the environment that py_executable names"
-    return MegatuneError(Finding(what, "actor_infer", why, fix), ExitCode.UNAVAILABLE)
-
-
-def _broadcast(group: Any, buffer: Tensor) -> Any:
-    """Start a broadcast and return its work handle."""
-    options = BroadcastOptions()
-    options.rootRank = 0
-    try:
-        if group is not None:
-            return group.broadcast([buffer], options)
-    except RuntimeError as error:
-        raise LostPeerError from error
-    raise LostPeerError
-
-
-def _finish(work: Any, group: Any, store: TCPStore) -> None:
-    """Wait for a broadcast, and abort the group if a process is gone."""
-    try:
-        checked = time.monotonic()
-        while not work.is_completed():
-            time.sleep(_POLL_SECONDS)
-            if time.monotonic() - checked > _ABORT_POLL_SECONDS:
-                checked = time.monotonic()
-                if store.check([_ABORTED]):
-                    group.abort()
-                    raise LostPeerError
-        work.wait()
-    except RuntimeError as error:
-        raise LostPeerError from error
 
 
 def _uuid() -> str:

@@ -14,7 +14,7 @@ from megatune.rl.pipeline.learn import Learner, log_probs_of_version, routing_of
 from megatune.rl.pipeline.roles import DeviceScheduler, EngineGroup, ModelGroup
 from megatune.rl.rollout.mismatch import Mismatch
 from megatune.rl.samples import Problem, Request, Response, Rollouts
-from megatune.rl.transport import PackedBucket, Route, abort_transfer, choose_route, merge_buckets
+from megatune.rl.transport import PackedBucket, Route, choose_route, merge_buckets
 
 _PROBE_TOKENS = 16
 
@@ -75,7 +75,7 @@ class Weights:
     def _abort(self) -> None:
         """End the rendezvous or the broadcast that waits for an engine that was lost."""
         if self._route is not None:
-            abort_transfer(self._route)
+            self._route.abort()
             self._route = None
 
     def _send_all(self, version: int) -> list[PackedBucket]:

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import FAMILIES, load_architecture, read_config
 from megatune.families.forms import find_form
+from megatune.rl.broadcast import LostPeerError
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import LostPeerError, PackedBucket, Route
+from megatune.rl.transport import PackedBucket, Route
 
 Memory: TypeAlias = Literal["weights", "cache"]
 # Names that vLLM and SGLang have for dtypes, and for the parts of an engine's memory.

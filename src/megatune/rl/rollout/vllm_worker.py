@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatune.rl.transport import LostPeerError, PackedBucket, Receiver, Route
+from megatune.rl.broadcast import LostPeerError
+from megatune.rl.transport import PackedBucket, Receiver, Route
 
 
 class _KnownWarning(logging.Filter):

@@ -17,8 +17,9 @@ from megatune.engine.step import Objective
 from megatune.families import FAMILIES
 from megatune.launch.context import RankContext
 from megatune.objectives.policy.objective import OLD, ROLLOUT, DivergenceObjective, PolicyObjective
+from megatune.rl.broadcast import LostPeerError
 from megatune.rl.samples import Rollouts
-from megatune.rl.transport import LostPeerError, PackedBucket, Route, Sender
+from megatune.rl.transport import PackedBucket, Route, Sender
 from megatune.rl.worker.batching import SampleValues, response_values
 from megatune.rl.worker.model import WorkerInfo
 from megatune.rl.worker.training import TrainedWorker, TrainResult
