@@ -274,8 +274,9 @@ def test_an_actor_that_raises(ray: None, tmp_path: Path, capfd: pytest.CaptureFi
     spec = RoleSpec("actor_infer", SERVER, {"start": 10}, devices=(0, 1), is_server=True, restarts=2)
     with Cluster(tmp_path, {0, 1}) as cluster:
         engines = cluster.start([spec])["actor_infer"]
-        waiting = engines.start("work", "generate", 4, 3.0)
-        assert engines.start_one(1, "fail", "an illegal memory access was encountered").result() == []
+        failing = engines.start_one(1, "fail", "an illegal memory access was encountered")
+        waiting = engines.start("work", "generate", 4, 3.0)  # of the other one, it comes after what fails
+        assert failing.result() == []
         assert waiting.result() == [None]
         assert engines.run(engines.restart(1))
         engines.admit(1)
