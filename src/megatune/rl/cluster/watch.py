@@ -149,11 +149,11 @@ class Watch:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_failed.wait(), _POLL_SECONDS)
-            if self._own_error is not None:
-                raise self._own_error
             self._look()
             if self._failed:
                 await self._conclude_failure()
+            if self._own_error is not None:
+                raise self._own_error
             self._find_hung()
 
     def _arrived(self, call: Call, answer: Any) -> None:
@@ -300,8 +300,8 @@ class Watch:
         raise error
 
     def _note_own_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Let the run end with an exception that asyncio would only log, after which something would be waited for in
-        vain. KeyboardInterrupt ends the run anyway."""
+        """Let the run end with an exception that asyncio would only log; the run would wait for a result that never
+        comes. KeyboardInterrupt ends the run anyway."""
         if isinstance(error := context.get("exception"), Exception):
             self._own_error = self._own_error or error
             self._has_failed.set()
