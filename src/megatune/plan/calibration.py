@@ -1,7 +1,7 @@
 """Fits the planner's factors to measured runs.
 
 Seconds of a step and bytes of a rank are fitted separately, each by least squares on the logarithm of predicted over
-measured, with Huber weights (a run with an error above 20 % counts less) and weak regularization towards 1, because
+measured, with Huber's loss (a run with an error above 20 % counts less) and weak regularization towards 1, because
 there are few runs. A factor is fitted only if the runs determine it: it scales at least a tenth of the prediction, and
 its share varies between the runs differently from that of the other factor. A fit is kept only if it helps: each run is
 predicted with factors fitted to the others, and if the median error is larger than without factors, the fit is refused.
@@ -183,8 +183,8 @@ def keep_first(run: Path) -> Path | None:
     """
     measured = _measured([run])
     device = measured[0].mean.machine.device.name
-    path, framework = calibration_path(device), _fit("memory", measured)[0].get("framework", 0)
-    if path.exists() or not framework:
+    path = calibration_path(device)
+    if path.exists() or not (framework := _fit("memory", measured)[0].get("framework", 0)):
         return None
     write_calibration(Calibration(framework=framework, num_runs=len(measured)), path, device)
     return path
@@ -261,6 +261,8 @@ def _fit(of: str, runs: Sequence[_Run]) -> tuple[dict[str, Any], dict[str, str]]
     def residuals(unknowns: _Array) -> _Array:
         return np.log(np.maximum(predicted(calibration(known, unknowns.tolist())) / measured, 0.01))
 
+    if not known:
+        return {}, left
     fitted = calibration(known, _least_squares(residuals, len(known)).tolist())
     return {name: value if name == "framework" else round(value, 4)
             for name, value in asdict(fitted).items() if name in known}, left  # fmt: skip
@@ -281,15 +283,14 @@ def _identified(shares: Mapping[str, _Array], what: str) -> tuple[list[str], dic
 
 
 def _least_squares(residuals: Callable[[_Array], _Array], count: int) -> _Array:
-    """Solve for the unknowns by Gauss-Newton from 0, with Huber weights and regularization towards 0."""
-    unknowns = np.zeros(count)
-    for _ in range(30 if count else 0):
-        now = residuals(unknowns)
-        weights = np.minimum(1.0, _HUBER / np.maximum(np.abs(now), 1e-12))
-        slopes = np.stack([(residuals(unknowns + move) - now) / 1e-3 for move in 1e-3 * np.eye(count)], axis=1)
-        normal = slopes.T @ (weights[:, None] * slopes) + _PULL * np.eye(count)
-        step = np.linalg.solve(normal, -slopes.T @ (weights * now) - _PULL * unknowns)
-        unknowns = np.clip(unknowns + np.clip(step, -1.0, 1.0), math.log(_RANGE[0]), math.log(_RANGE[1]))
-        if np.abs(step).max() < 1e-5:
-            break
-    return unknowns
+    """Solve for the unknowns from 0, with Huber's loss and regularization towards 0."""
+    from scipy.optimize import approx_fprime, least_squares  # takes half a second to import
+
+    def regularized(unknowns: _Array) -> _Array:
+        return np.append(residuals(unknowns), math.sqrt(_PULL) * unknowns)
+
+    def slopes(unknowns: _Array) -> _Array:
+        return approx_fprime(unknowns, regularized, 1e-3)  # the default step is below the rounding of bytes
+
+    bounds = np.log(_RANGE)
+    return least_squares(regularized, np.zeros(count), slopes, bounds, loss="huber", f_scale=_HUBER).x
