@@ -6,13 +6,12 @@ Writes docs/published-layouts.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reporting import commit, markdown_table
+from reporting import markdown_table
 
 from megatune.config.load import load
 from megatune.config.settings import Settings
@@ -44,6 +43,8 @@ rows of a step and row length. Every row is assumed to have the full length. Not
 runs two of three lie within a factor of {_FACTORS[0]} of the planned time, and of mixtures of experts within
 {_FACTORS[1]}; nine of ten within {_FACTORS[2]} and {_FACTORS[3]}. Differences between layouts of one
 model are more certain than that.
+
+Written by `python benchmarks/published_layouts.py --output`.
 """
 
 _WHY = {
@@ -208,7 +209,7 @@ def section(example: Example) -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page, without its date."""
+    """The whole page."""
     return "\n".join([_HEAD.rstrip("\n"), *(line for example in EXAMPLES for line in section(example))]) + "\n"
 
 
@@ -219,10 +220,7 @@ def main() -> None:
     text = page()
     print(text)
     if arguments.output:
-        made = (
-            f"\nMade by `benchmarks/published_layouts.py` on {datetime.date.today().isoformat()}, commit {commit()}.\n"
-        )
-        PAGE.write_text(text + made, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
