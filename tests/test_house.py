@@ -24,8 +24,8 @@ FLOORS = {
     4: {"rl", "doctor"},
     3: {"training", "generation", "verify"},
     2: {"bridge", "objectives", "demo"},
-    1: {"engine", "data", "plan", "launch"},
-    0: {"config", "half_precision"},
+    1: {"engine", "data", "plan"},
+    0: {"config", "half_precision", "launch"},
     # Families know of no settings; rules of settings ask them which names a model has.
     -1: {
         "families",
@@ -34,6 +34,7 @@ FLOORS = {
         "encoders",
         "rope_scaling",
         "figure",
+        "pages",
         "progress",
         "processes",
         "hub",

@@ -71,7 +71,8 @@ def leave(
     if memory is not None:
         (launch / "memory" / f"rank-{memory.rank}.json").write_text(json.dumps(asdict(memory)))
     if report:
-        (launch / "report.json").write_text(json.dumps({"findings": [], "culprit": None, "traceback": "", **report}))
+        usual = {"outcome": outcome, "findings": [], "culprit": None, "traceback": ""}
+        (launch / "report.json").write_text(json.dumps({**usual, **report}))
     return folder
 
 
@@ -191,7 +192,7 @@ def test_a_run_that_really_runs_out_of_memory(tmp_path: Path) -> None:
 
 def test_a_run_that_torchrun_started_is_explained_by_what_its_ranks_noted(tmp_path: Path) -> None:
     folder = leave(tmp_path / "run", outcome="failed", memory=RankMemory(rank=1, peak=2**34))
-    noted: dict[str, Any] = {"host": "here", "phase": "train", "step": 3, "findings": [], "traceback": ""}
+    noted: dict[str, Any] = {"host": "here", "pid": 7, "phase": "train", "step": 3, "findings": [], "traceback": ""}
     lost = {**noted, "rank": 0, "exit_code": 76, "kind": "collective", "time": 1.0, "summary": "peer is gone"}
     first = {**noted, "rank": 1, "exit_code": 71, "kind": "error", "time": 2.0, "summary": "tried to allocate 2 GiB"}
     earlier = {**noted, "rank": 8, "exit_code": 70, "kind": "error", "time": 0.0, "summary": "of a larger run"}

@@ -50,6 +50,11 @@ class Failure:
     findings: tuple[Finding, ...] = ()
     traceback: str = field(default="", repr=False)
 
+    @property
+    def order(self) -> tuple[Kind, float]:
+        """The smaller, the more likely it is the first cause."""
+        return self.kind, self.time
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"kind": self.kind.name.lower()}
 

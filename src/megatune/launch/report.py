@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -89,9 +90,28 @@ def first_cause(run_dir: Path, failed: list[RankState]) -> tuple[RankState, Fail
 
     def order(found: tuple[RankState, Failure | None, Kind]) -> tuple[Kind, float]:
         state, failure, kind = found
-        return kind, failure.time if failure else state.ended or 0.0
+        return failure.order if failure else (kind, state.ended or 0.0)
 
     return min(map(describe, failed), key=order)
+
+
+def read_outcome(run_dir: Path, world_size: float = math.inf) -> Outcome | None:
+    """Read the outcome of a run from its report.json, or from the files of its ranks if torchrun started them; None if
+    unknown."""
+    unreadable = (OSError, ValueError, LookupError, TypeError)
+    with contextlib.suppress(*unreadable):
+        report = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
+        findings = tuple(Finding(**each) for each in report["findings"])
+        code = int(report["exit_code"])
+        return Outcome(report["outcome"], code, report["culprit"], findings, report["traceback"])
+    failures: list[Failure] = []
+    for path in run_dir.glob("rank-*.error.json"):
+        with contextlib.suppress(*unreadable):
+            failures += filter(None, [read_failure(path)])
+    # An earlier run with more ranks may have left files of other ranks.
+    failures = [each for each in failures if each.rank < world_size]
+    first = min(failures, key=lambda each: each.order, default=None)
+    return raised_outcome(run_dir, first, first.rank) if first is not None else None
 
 
 def failed_outcome(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding
 from megatune.launch.processes import RankProcesses
+from megatune.launch.report import read_outcome
 from megatune.launch.supervisor import run_ranks
 from megatune.launch.world import LOOPBACK, World, find_free_port
 
@@ -66,7 +66,8 @@ def run_local(
         code = run_ranks(target, payload, world, run_dir, hang_timeout=limit, on_poll=watcher)
     if not watcher.timed_out and not watcher.killed and code in (ExitCode.INTERRUPTED, ExitCode.STOPPED):
         raise Interrupted(code)
-    findings = _reported(run_dir)
+    ended = read_outcome(run_dir)
+    findings = ended.findings if ended is not None else ()
     if watcher.timed_out:
         findings = (timeout_finding(limit), *findings)
         code = ExitCode.PROCESS_DIED
@@ -100,14 +101,6 @@ def redirect_output(log: Path) -> Iterator[None]:
         for number, own in zip((1, 2), kept, strict=True):
             os.dup2(own, number)
             os.close(own)
-
-
-def _reported(run_dir: Path) -> tuple[Finding, ...]:
-    """Return the findings in the report of a run, if it wrote one."""
-    with contextlib.suppress(OSError, ValueError):
-        ended = json.loads((run_dir / "report.json").read_text())
-        return tuple(Finding(**each) for each in ended["findings"])
-    return ()
 
 
 class Watcher:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.launch.report import Outcome, read_outcome
 from megatune.plan.fixes import Fix, savings, speedups
 from megatune.plan.memory.stage import StageMemory
 from megatune.plan.pages.words import TIME_NAMES, describe_row_length, parts, percent, size
@@ -27,7 +25,6 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # share of the device's memory below which something else caused the end of memory
 _LESS = 0.9  # share of the memory at which a run ended that proposals may need
-_KINDS = ("error", "unavailable", "collective", "relayed")  # causes before their consequences
 _OUTCOMES = {
     "finished": "finished",
     "stopped": "stopped on request; the same command resumes it",
@@ -56,44 +53,31 @@ def diagnose(folder: Path) -> list[str]:
     except MegatuneError as error:
         raise (_unplanned(folder, error) if is_run else error) from None
     world_size = record.case.world_size
-    exit_code, rank, what = _ending(launch, world_size)
-    head = f"{folder}: {what or _OUTCOMES[record.outcome]}"
-    if exit_code == ExitCode.OUT_OF_MEMORY:
+    ended = read_outcome(launch, world_size)
+    head = f"{folder}: {_what(ended) or _OUTCOMES[record.outcome]}"
+    if ended is not None and ended.exit_code == ExitCode.OUT_OF_MEMORY:
         # An earlier run with more ranks may have left files of other ranks.
         memory = [each for each in read_rank_memory(launch) if each.rank < world_size]
-        return [head, *_out_of_memory(record, rank, memory)]
+        return [head, *_out_of_memory(record, ended.rank, memory)]
     return [head, *verdict(record), *_memory_apart(record), *_pace(folder, record)]
 
 
 def ran_out_of_memory(folder: Path) -> bool:
     """Return whether the run in this folder ran out of memory, by its launcher's report."""
-    return _ending(folder / "launch")[0] == ExitCode.OUT_OF_MEMORY
+    ended = read_outcome(folder / "launch")
+    return ended is not None and ended.exit_code == ExitCode.OUT_OF_MEMORY
 
 
-def _ending(launch: Path, world_size: float = math.inf) -> tuple[int | None, int | None, str]:
-    """Return the exit code, the rank that failed first and the failure as text, from OUTPUT/launch/report.json, or
-    from the ranks' files if torchrun started them; None and "" if unknown."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        report = json.loads((launch / "report.json").read_text(encoding="utf-8"))
-        findings = [Finding(**each) for each in report["findings"]]
-        return int(report["exit_code"]), report["culprit"], findings[0].what if findings else ""
-    failures: list[tuple[int, float, int, int, str]] = []
-    for path in launch.glob("rank-*.error.json"):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            note = json.loads(path.read_text(encoding="utf-8"))
-            words = [Finding(**each).what for each in note["findings"]]
-            verb = "ran out of memory" if note["exit_code"] == ExitCode.OUT_OF_MEMORY else "failed"
-            what = f"{verb} at step {note['step']} ({note['phase']}): {note['summary']}"
-            what = words[0] if words else f"rank {note['rank']} on host {note['host']} {what}"
-            if note["rank"] < world_size:
-                failures.append((_KINDS.index(note["kind"]), note["time"], note["exit_code"], note["rank"], what))
-    return min(failures)[2:] if failures else (None, None, "")
+def _what(ended: Outcome | None) -> str:
+    """Return the failure as text; "" if there is none, or if it is unknown."""
+    return ended.findings[0].what if ended is not None and ended.findings else ""
 
 
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     """Describe the end of a run without a plan, its peak memory, and how to get a plan."""
-    exit_code, _, what = _ending(folder / "launch")
-    what = f"{folder}: {what or _ENDINGS.get(exit_code, 'how it ended is not recorded')}"
+    ended = read_outcome(folder / "launch")
+    usual = _ENDINGS.get(ended.exit_code if ended is not None else None, "how it ended is not recorded")
+    what = f"{folder}: {_what(ended) or usual}"
     if peak := max((each.peak for each in read_rank_memory(folder / "launch")), default=0):
         what += f"; a rank held up to {size(peak)}"
     end, why = "it has no plan", f"there is no {PLAN_NAME} in {folder}; runs with memory_check: off have none"
