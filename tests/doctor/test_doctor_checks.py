@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatune.doctor.check import Verdict, as_json, from_json, lines
+from megatune.doctor.check import Verdict, as_json, from_json, pages
 from megatune.doctor.folders import folders
 from megatune.doctor.machine import gpus, machine, variables
 from megatune.doctor.network import _infiniband, hub, network
 from megatune.doctor.software import software
+from megatune.pages import as_text
 from megatune.training.checks import DiskSpace
 
 
@@ -155,5 +156,6 @@ def test_a_package_built_for_another_torch_is_found_without_ending_this_process(
 def test_a_report_survives_json_and_says_reason_and_fix():
     checks = list(variables({"NCCL_P2P_DISABLE": "1"}, tensor_parallel=False, gpus=False))
     assert from_json(as_json(checks)) == checks
-    assert any("fix: unset it" in line for line in lines(checks))
-    assert lines(checks)[-1] == "1 with a warning"
+    printed = [as_text(page) for page in pages(checks)]
+    assert "        fix: unset it" in printed[0].splitlines()
+    assert printed[-1] == "1 with a warning"

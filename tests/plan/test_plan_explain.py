@@ -15,12 +15,13 @@ from megatune.config.load import load
 from megatune.config.rules import check
 from megatune.config.settings import all_settings, with_settings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.pages import columns_of, page_width
 from megatune.plan.catalogue import find_machine
 from megatune.plan.changes import value_of
 from megatune.plan.estimate import estimate
 from megatune.plan.explain.cost import BaseCase, case_of_file, compare_with, default_cases, impact_of, needed
 from megatune.plan.explain.settings import explain_file, explain_key, settings_page
-from megatune.plan.explain.words import WIDTH, columns_of, language_of, others_of, signed_bytes, words_of, wrapped
+from megatune.plan.explain.words import language_of, others_of, signed_bytes, words_of, wrapped
 
 CASES = default_cases()
 INFOS = all_settings()
@@ -86,7 +87,7 @@ def test_every_key_is_explained(path: str, language: str) -> None:
     cases = CASES[:1] if path.startswith(("parallel.", "recompute.")) else [BaseCase(None, why_not="")]
     text = explain_key(path, cases, language)  # type: ignore[arg-type]
     assert path.partition(".")[2] in text.splitlines()[0]
-    assert max(map(columns_of, text.splitlines())) <= WIDTH + 2
+    assert max(map(columns_of, text.splitlines())) <= page_width()
     assert not re.search(r"(?<!\{)\{\w+\}(?!\})", text), "a phrase that is not filled in"
     headings = (
         ("takes", "default", "what", "how", "when", "cost") if language == "en" else ("取值", "说明", "原理", "代价")
@@ -223,7 +224,7 @@ def test_wrapping() -> None:
     text = "张量并行把每一层切分到 tensor_model_parallel_size 个进程上，" * 8
     lines = wrapped(text, indent="  ").splitlines()
     assert len(lines) > 3
-    assert all(columns_of(line) <= WIDTH + 2 and not line.strip().startswith("，") for line in lines)
+    assert all(columns_of(line) <= page_width() and not line.strip().startswith("，") for line in lines)
     assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
 
 

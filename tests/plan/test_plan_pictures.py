@@ -7,12 +7,12 @@ import json
 import pytest
 
 from megatune.config.settings import BatchSettings, ParallelSettings, PrecisionSettings, Settings
+from megatune.pages import as_text, columns, plain
 from megatune.plan.answer import Answer, Question, answer
 from megatune.plan.case import Case
 from megatune.plan.catalogue import find_machine, find_model
-from megatune.plan.pages.tables import as_text
 from megatune.plan.pages.whole import pages
-from megatune.plan.pages.words import amount, bytes_unit, columns, describe_layout, duration, plain, seconds_unit
+from megatune.plan.pages.words import amount, bytes_unit, describe_layout, duration, seconds_unit
 from megatune.plan.results import FRONTIER_NAME, TRACE_NAME, figures, frontier_figure, schedule_trace
 from megatune.plan.schedule import timeline
 

@@ -14,9 +14,10 @@ from megatune.cli.main import main
 from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.doctor.check import Verdict
+from megatune.pages import as_text
 from megatune.rehearse import stages
 from megatune.rehearse.file_checks import DATA, DISK, SETTINGS, TEMPLATE
-from megatune.rehearse.outcome import Outcome, exit_code, table
+from megatune.rehearse.outcome import Outcome, exit_code, pages
 from megatune.rehearse.run import Rehearsal
 
 ROWS = [
@@ -54,7 +55,8 @@ def look(
     (folder / "rehearsal").mkdir()
     rehearsal = Rehearsal(loaded.for_world(gpus), gpus, None, folder / "rehearsal", lambda line: None)
     rehearsal.run(later or {})
-    assert "\n".join(table(rehearsal.outcomes)).endswith(f"exit code {int(exit_code(rehearsal.outcomes))}")
+    *_, last = map(as_text, pages(rehearsal.outcomes))
+    assert last.endswith(f"exit code {int(exit_code(rehearsal.outcomes))}")
     return {one.stage: one for one in rehearsal.outcomes}
 
 
@@ -204,7 +206,7 @@ def test_the_command_ends_with_the_first_failure(
         f"model_name_or_path: {model}\ndataset: nothing.jsonl\ntemplate: llama3\noutput_dir: {tmp_path / 'out'}\n"
     )
     assert main(["rehearse", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "report.json")]) == 66
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "template: llama3 does not fit this model's tokenizer" in printed
     assert "exit code 66" in printed
     report = json.loads((tmp_path / "report.json").read_text())
@@ -228,4 +230,4 @@ def test_a_command_line_of_megatron_swift(
 ) -> None:
     words = ["--model", str(model), "--dataset", "gone.jsonl", "--tensor_model_parallel_size", tp, "--train_iters", "9"]
     assert main(["rehearse", "--gpus", tp, "megatron", "sft", *words, "--save", str(tmp_path / "out")]) == code
-    assert said in capsys.readouterr().out
+    assert said in " ".join(capsys.readouterr().out.split())

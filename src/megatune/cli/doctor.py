@@ -48,9 +48,10 @@ def run(verb: str, words: Sequence[str]) -> int:
     Raises:
         MegatuneError: SETTINGS if the number of ranks cannot be decided; UNAVAILABLE if the rendezvous fails.
     """
-    from megatune.doctor.check import as_json, has_failed, lines
+    from megatune.doctor.check import as_json, has_failed, pages
     from megatune.doctor.run import check_joined, check_started, needs_of
     from megatune.launch.world import World, torchrun_env
+    from megatune.pages import show_pages
 
     given = COMMAND.read(words)
     given.stop()
@@ -62,7 +63,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     needs = needs_of(loaded, here.world_size, whole=is_run)
     checks = check_started(needs, here) if isinstance(here, World) else check_joined(needs, here)
     if isinstance(here, World) or here.rank == 0:
-        print(as_json(checks) if given.options.json_ else "\n".join(lines(checks)), flush=True)
+        print(as_json(checks), flush=True) if given.options.json_ else show_pages(pages(checks))
     return int(ExitCode.UNAVAILABLE if has_failed(checks) else ExitCode.DONE)
 
 

@@ -61,7 +61,7 @@ def run(verb: str, words: Sequence[str]) -> int:
     """
     from megatune.generation.inference_config import model_dir, resolve_config
     from megatune.generation.inputs import find_model
-    from megatune.plan.pages.words import columns
+    from megatune.pages import columns
 
     given = COMMAND.read(words)
     options = given.options

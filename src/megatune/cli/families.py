@@ -68,7 +68,7 @@ def run(verb: str, words: Sequence[str]) -> int:
 
 
 def _overview(found: Sequence[Evidence]) -> Iterator[str]:
-    from megatune.plan.pages.words import columns
+    from megatune.pages import columns
 
     head = ("model_type", "input", "torch_dist", "quantized", "layouts", "logits", "loss", "gradients", "bf16")
     yield from columns([head, *(_row(each) for each in found)], left=(0, 1, 2, 3))

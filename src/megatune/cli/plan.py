@@ -95,7 +95,7 @@ def _run(words: Sequence[str]) -> int:
 
         print(document(found, options.top))
     else:
-        from megatune.plan.pages.tables import show_pages
+        from megatune.pages import show_pages
         from megatune.plan.pages.whole import pages
 
         show_pages(pages(found, options.top))
@@ -110,9 +110,9 @@ def _run(words: Sequence[str]) -> int:
 def _compare(given: ParsedArguments[PlanOptions], kinds: Sequence[str]) -> int:
     """Plan the run on each of several kinds of GPUs and print the table."""
     from megatune.launch.devices import count_gpus
+    from megatune.pages import show_pages
     from megatune.plan.answer import Question
     from megatune.plan.compare import document, offers, pages, prices_of
-    from megatune.plan.pages.tables import show_pages
     from megatune.plan.read_question import PlannedRows, QuestionReader
     from megatune.training.planning import data_rows, this_machine
 
@@ -164,7 +164,7 @@ def _plan_rl(file: str, given: ParsedArguments[PlanOptions]) -> int:
 
         print(json.dumps(document(answer), indent=2, allow_nan=False, ensure_ascii=False))
     else:
-        from megatune.plan.pages.tables import show_pages
+        from megatune.pages import show_pages
         from megatune.plan.rl.pages import pages
 
         show_pages(pages(answer))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 from megatune.errors import Finding
+from megatune.pages import Entry, Item, Page
 
 
 class Verdict(StrEnum):
@@ -59,18 +60,13 @@ def failures(group: str, findings: Iterable[Finding]) -> list[Check]:
     return [Check(group, each.where or group, Verdict.FAIL, each.what, each.why, each.fix) for each in findings]
 
 
-_WIDTH = 118
 _WORDS = {Verdict.PASS: "passed", Verdict.WARN: "with a warning", Verdict.FAIL: "failed", Verdict.SKIP: "skipped"}
 
 
-def row(verdict: Verdict, text: str, below: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the lines of one check."""
-    indent = " " * 8
-    yield from textwrap.wrap(
-        text, _WIDTH, initial_indent=f"  {verdict}  ", subsequent_indent=indent, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-    yield from (f"{indent}{line}" for line in below)
+def row(verdict: Verdict, text: str, below: Iterable[str] = ()) -> Iterator[Item]:
+    """Yield the paragraphs of one check."""
+    yield Entry(f"  {verdict}", text, indent=8)
+    yield from (f"{' ' * 8}{line}" for line in below)
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
@@ -79,18 +75,21 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     return ", ".join(f"{counts[verdict]} {word}" for verdict, word in _WORDS.items() if counts[verdict])
 
 
-def lines(checks: Sequence[Check]) -> list[str]:
-    """Return a line for each check, with reason and fix of warnings and failures, and a summary."""
+def pages(checks: Sequence[Check]) -> Iterator[Page]:
+    """Yield each group with its checks, with reason and fix of warnings and failures, and a summary."""
     several = len({check.host for check in checks} - {""}) > 1
-    shown, group = [], ""
-    for check in checks:
-        heading = f"{check.group} of {check.host}" if several and check.host else check.group
-        if heading != group:
-            shown.append(heading)
-            group = heading
-        below = (f"{label}: {text}" for label, text in (("why", check.why), ("fix", check.fix)) if text)
-        shown += row(check.verdict, f"{check.name}: {check.found}", below)
-    return [*shown, "", summary(check.verdict for check in checks)]
+
+    def heading(check: Check) -> str:
+        return f"{check.group} of {check.host}" if several and check.host else check.group
+
+    for name, group in groupby(checks, heading):
+        yield Page(name, (item for check in group for item in _items(check)))
+    yield Page("", [summary(check.verdict for check in checks)])
+
+
+def _items(check: Check) -> Iterator[Item]:
+    below = (f"{label}: {text}" for label, text in (("why", check.why), ("fix", check.fix)) if text)
+    return row(check.verdict, f"{check.name}: {check.found}", below)
 
 
 def as_json(checks: Sequence[Check]) -> str:

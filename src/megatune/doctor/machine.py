@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from megatune.config.kernels import c_compiler
+from megatune.config.values import counted
 from megatune.doctor.check import Check, Verdict, check
 from megatune.launch.devices import count_cpus, free_memory, nvidia_smi
 from megatune.plan.pages.words import size
@@ -27,7 +28,8 @@ _check = partial(check, "machine")
 def machine(ranks: int, workers: int) -> Iterator[Check]:
     """Check what `ranks` processes of this machine share, each with `workers` data-loading processes."""
     cores, processes = count_cpus(), ranks * (1 + workers)
-    found = f"{cores} cores, {ranks} ranks" + (f" with {workers} data workers each" if workers else "")
+    found = f"{counted(cores, 'core')}, {counted(ranks, 'rank')}"
+    found += f" with {counted(workers, 'data worker')} each" if workers else ""
     why = f"{processes} processes on {cores} cores slow each other down; a container's quota is included"
     fix = "use fewer dataloader_num_workers or more cores" if workers else "give the container more cores"
     yield _check("cores", found, processes <= 2 * cores, why, fix, Verdict.WARN)
@@ -40,7 +42,7 @@ def machine(ranks: int, workers: int) -> Iterator[Check]:
     swap = psutil.swap_memory()
     fix = "end other processes; `swapoff -a` shows whether memory is short"
     why = "pages that a step needs may have to be read from disk"
-    found = f"{size(swap.used)} of {size(swap.total)} in use"
+    found = f"{size(swap.used)} of {size(swap.total)} in use" if swap.total else "none"
     yield _check("swap", found, swap.used < 2**30, why, fix, Verdict.WARN)
 
     yield _shared_memory(ranks)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatune.config.values import counted
 from megatune.doctor.check import Check, Verdict, as_json, check
 from megatune.doctor.software import versions
 from megatune.engine import device, groups
@@ -212,7 +213,7 @@ def _versions(measured: Sequence[Measured]) -> Check:
             for host, other in others
             if other != version
         ]
-    found = "; ".join(differing) or f"the same on all {len(measured)} ranks"
+    found = "; ".join(differing) or f"the same on {counted(len(measured), 'rank')}"
     why = "ranks with different versions compute different numbers, or hang"
     return _verdict("versions", found, not differing, why, "install the same environment on all machines")
 

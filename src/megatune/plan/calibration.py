@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.pages import columns
 from megatune.plan.case import Case
 from megatune.plan.catalogue.own import calibration_path, write_calibration
 from megatune.plan.estimate import estimate
 from megatune.plan.machine import Calibration
-from megatune.plan.pages.words import columns, percent, size
+from megatune.plan.pages.words import percent, size
 from megatune.plan.run.record import RunRecord, comparable, read_records
 
 _SEEN = 0.1  # least share of the prediction that a fitted factor scales

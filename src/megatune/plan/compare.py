@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.pages import Item, Page, Table
 from megatune.plan.answer import Question
 from megatune.plan.catalogue import device_names, find_machine
 from megatune.plan.estimate import Estimate
-from megatune.plan.pages.tables import Item, Page, Table
 from megatune.plan.pages.words import amount, bytes_unit, describe_layout, duration, seconds
 from megatune.plan.search import search
 

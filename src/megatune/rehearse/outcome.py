@@ -1,15 +1,16 @@
-"""The outcomes of the stages of a rehearsal, and their table and JSON."""
+"""The outcomes of the stages of a rehearsal, and their page and JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatune.config.values import counted
 from megatune.doctor.check import Verdict, row, summary
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.pages import Item, Page
 
 # Verdicts in JSON. Stages are skipped if this machine or file does not allow them, or they are not supported.
 _WORDS = {Verdict.PASS: "passed", Verdict.FAIL: "FAILED", Verdict.SKIP: "not rehearsable"}
@@ -78,14 +79,16 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
     return next((one.exit_code for one in outcomes if one.verdict is Verdict.FAIL), ExitCode.DONE)
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of each stage, with the findings of failed ones, and a summary."""
-    shown: list[str] = []
-    for one in outcomes:
-        below = (line for finding in one.findings for line in str(finding).splitlines())
-        shown += row(one.verdict, f"{one.stage} ({one.seconds:.1f} s): {one.found}", below)
+def pages(outcomes: Sequence[Outcome]) -> Iterator[Page]:
+    """Yield the stages, with the findings of failed ones, and a summary."""
+    yield Page("", (item for one in outcomes for item in _items(one)))
     counts, seconds = summary(one.verdict for one in outcomes), sum(one.seconds for one in outcomes)
-    return [*shown, "", f"{counts}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"]
+    yield Page("", [f"{counts}; {seconds:.0f} s; exit code {int(exit_code(outcomes))}"])
+
+
+def _items(one: Outcome) -> Iterator[Item]:
+    below = (line for finding in one.findings for line in str(finding).splitlines())
+    return row(one.verdict, f"{one.stage} ({one.seconds:.1f} s): {one.found}", below)
 
 
 def as_json(outcomes: Sequence[Outcome], changes: Sequence[Change]) -> str:

@@ -20,6 +20,7 @@ from megatune.doctor.check import Verdict
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
 from megatune.launch.devices import free_memory
+from megatune.pages import Page, show_pages
 from megatune.plan.machine import Machine
 from megatune.progress import say
 from megatune.rehearse import stages
@@ -35,7 +36,7 @@ from megatune.rehearse.file_checks import (
     rehearse_template,
 )
 from megatune.rehearse.model import RealModel, SmallModel, find_real_model, shrink, write_model
-from megatune.rehearse.outcome import Change, Outcome, as_json, exit_code, failed, from_error, skipped, table
+from megatune.rehearse.outcome import Change, Outcome, as_json, exit_code, failed, from_error, pages, skipped
 from megatune.rehearse.ranks import Interrupted
 from megatune.rehearse.settings import MOST_PROCESSES, describe_layout, rehearsal_world_size, shrink_settings
 
@@ -235,10 +236,9 @@ def rehearse(loaded: Loaded, gpus: int, machine: Machine | None, *, keep: str | 
         except Interrupted as ended:
             print("interrupted", file=sys.stderr)
             return int(ended.args[0])
-        if rehearsal.changes:
-            print("\nchanged for the rehearsal")
-            print("\n".join(f"  {change.line()}" for change in rehearsal.changes))
-        print("\n" + "\n".join(table(rehearsal.outcomes)), flush=True)
+        changed = Page("changed for the rehearsal", (f"  {change.line()}" for change in rehearsal.changes))
+        print()
+        show_pages([changed, *pages(rehearsal.outcomes)])
         if keep is not None:
             print(f"all files are in {folder}")
         if report is not None:

@@ -25,7 +25,7 @@ from megatune.config.values import parse, shown
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.figure import new_figure, write
 from megatune.launch.devices import count_gpus
-from megatune.plan.pages.words import columns
+from megatune.pages import columns
 from megatune.progress import say
 from megatune.training.start import Launch, check_all
 from megatune.training.storage.files import read_json_lines, writing

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +12,8 @@ import yaml
 
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
 from megatune.config.values import shown
+from megatune.pages import columns_of, page_width
+from megatune.pages import wrapped as lines_of
 from megatune.plan.changes import value_of
 from megatune.plan.changes import written as written_changes
 from megatune.plan.estimate import Estimate, estimate
@@ -85,30 +84,9 @@ def phrase_of(text: str, kind: str, language: Language) -> str:
     return phrases(kind, "rl" if kind == "reasons" else "").get(text, text)
 
 
-WIDTH = 100
-# Characters that must not begin a line.
-_CLOSING = "，。；：、）！？”%"
-
-
-def columns_of(text: str) -> int:
-    """Return the width of a text in terminal columns."""
-    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
-
-
 def wrapped(text: str, indent: str = "", first: str = "") -> str:
-    """Wrap a paragraph to `WIDTH` columns, with `indent` before each line, or `first` before the first one."""
-    head = first or indent
-    if text.isascii():
-        return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
-    lines, line, used = [], head, columns_of(head)
-    # The pieces that are not split: words of other scripts with the space after them, and single Chinese characters.
-    for word in re.findall(r"[^\s\u2e80-\uffef]+\s*|[\u2e80-\uffef]\s*|\s+", text):
-        if used + columns_of(word.rstrip()) > WIDTH and word[0] not in _CLOSING and line.strip():
-            lines.append(line.rstrip())
-            line, used, word = indent, columns_of(indent), word.lstrip()
-        line += word
-        used += columns_of(word)
-    return "\n".join([*lines, line.rstrip()])
+    """Wrap a paragraph to the terminal, with `indent` before each line, or `first` before the first one."""
+    return "\n".join(lines_of(text, page_width(), first or indent, indent))
 
 
 @cache

@@ -1,17 +1,13 @@
-"""Lays out pages of paragraphs and tables for a terminal or a file; and the tables of plans."""
+"""The tables of plans."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.groups.performance import RecomputeSettings
 from megatune.config.values import counted, shown
+from megatune.pages import Item, Table
 from megatune.plan.changes import differences
 from megatune.plan.estimate import Estimate
 from megatune.plan.memory.estimate import beyond_tensors
@@ -23,14 +19,12 @@ from megatune.plan.pages.words import (
     TIME_NAMES,
     Unit,
     bytes_unit,
-    columns,
     describe_generation,
     describe_layout,
     describe_recompute,
     describe_reference_passes,
     duration,
     largest_part,
-    plain,
     seconds_unit,
 )
 from megatune.plan.search import SearchResult
@@ -41,71 +35,6 @@ _MOST_REFUSED, _MOST_TOO_LARGE, _MOST_OF_FRONTIER = 4, 3, 8
 # Layouts that take more than this multiple of the fastest time are left out: they would compress a figure.
 SLOWEST = 4.0
 _GROUPS = ("parallel", "batch", "recompute", "performance", "experts")
-
-
-class Entry(NamedTuple):
-    """A named line at the head of a page."""
-
-    name: str
-    text: str
-
-
-class Table(NamedTuple):
-    """Rows of cells.
-
-    Attributes:
-        rows: the first one may have the names of the columns.
-        left: indices of the columns that are aligned to the left.
-        instead: items to print if the table is too wide; () to print it anyway.
-    """
-
-    rows: Sequence[Sequence[str]]
-    left: Iterable[int] = (0,)
-    instead: Sequence[str | Table] = ()
-
-
-Item = str | Entry | Table
-
-
-class Page(NamedTuple):
-    """Paragraphs and tables under a heading, "" for none. Lines of a paragraph after the first are indented."""
-
-    heading: str
-    items: Iterable[Item]
-
-
-def show_pages(pages: Iterable[Page]) -> None:
-    """Print the pages that are not empty, separated by blank lines: with bold headings on a terminal, and in ASCII if
-    the output supports nothing else."""
-    is_terminal, width = sys.stdout.isatty(), 80
-    if is_terminal:
-        width = max(min(120, shutil.get_terminal_size().columns), 40)
-    is_plain = not is_terminal or not (sys.stdout.encoding or "").lower().startswith("utf")
-    is_bold = is_terminal and not os.environ.get("NO_COLOR")
-    texts = (as_text(page, width, is_plain=is_plain, is_bold=is_bold) for page in pages)
-    print("\n\n".join(filter(None, texts)))
-
-
-def as_text(page: Page, width: int = 80, *, is_plain: bool = True, is_bold: bool = False) -> str:
-    """Return a page as text, in ASCII if `is_plain`; "" if it has no items."""
-    lines = [line.rstrip() for item in page.items for line in _laid_out(item, width)]
-    lines = list(map(plain, lines)) if is_plain else lines
-    heading = f"\x1b[1m{page.heading}\x1b[0m" if is_bold else page.heading
-    return "\n".join([*([heading] if page.heading and lines else []), *lines])
-
-
-def _laid_out(item: Item, width: int) -> Iterator[str]:
-    if isinstance(item, Table):
-        lines = ["  " + line for line in columns(item.rows, item.left)]
-        if item.instead and max(map(len, lines)) > width:
-            lines = [line for each in item.instead for line in _laid_out(each, width)]
-        yield from lines
-    elif isinstance(item, Entry):
-        yield from textwrap.wrap(item.text, width, initial_indent=f"{item.name:<9}", subsequent_indent=" " * 9)
-    else:
-        text = item.lstrip()
-        indent = item[: len(item) - len(text)]
-        yield from textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "    ")
 
 
 def time_table(parts: Iterable[tuple[str, float]], total: float, factor: float) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.settings import plain, with_settings
 from megatune.config.values import counted
+from megatune.pages import Entry, Item, Page
 from megatune.plan.answer import Answer, Question
 from megatune.plan.case import Case
 from megatune.plan.changes import ACROSS_MACHINES, LOSSY, written
@@ -28,9 +29,6 @@ from megatune.plan.memory.estimate import (
 from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.operators.shapes import BALANCED_VARIATION, FREE_VARIATION, expert_imbalance, is_balanced
 from megatune.plan.pages.tables import (
-    Entry,
-    Item,
-    Page,
     comparison_lines,
     distinct,
     frontier_lines,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatune.config.groups.performance import RecomputeSettings
@@ -16,10 +15,6 @@ from megatune.plan.memory.tensors import num_trained_parameters
 from megatune.plan.schedule import bubble_shares
 from megatune.plan.time.estimate import answers, num_reference_passes
 
-# ASCII replacements, for files and encodings that do not support these characters.
-_PLAIN = str.maketrans(
-    {"×": "x", "·": "-", "±": "+/-", "→": "->", "█": "#", "▏": "|", "─": "-", "…": "...", "≤": "<=", "–": "-"}
-)
 # Names of each part: in a sentence, and at the head of a narrow column.
 _PARTS = {
     "weights": ("weights", "weights"),
@@ -93,23 +88,6 @@ def duration(seconds: float) -> str:
         if seconds >= (1.5 if name != "min" else 2) * size:
             return f"{seconds / size:.3g} {name}"
     return f"{seconds:.3g} s"
-
-
-def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = (0,)) -> Iterator[str]:
-    """Align the columns of a table: those with an index in `left` to the left, the others to the right."""
-    rows, left = list(rows), frozenset(left)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
-def plain(text: str) -> str:
-    """Return the text in ASCII."""
-    return text.translate(_PLAIN).encode("ascii", "replace").decode("ascii")
 
 
 def size(num_bytes: float) -> str:

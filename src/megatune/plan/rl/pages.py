@@ -9,13 +9,14 @@ from typing import Any
 
 from megatune.config.rl.settings import SHARE_KEYS, InferRole, ModelRole, RLSettings
 from megatune.config.values import counted, ranges
+from megatune.pages import Entry, Item, Page, Table
 from megatune.plan.case import Case
 from megatune.plan.changes import written
 from megatune.plan.estimate import estimate
 from megatune.plan.fixes import savings
 from megatune.plan.flops import num_parameters
 from megatune.plan.memory.estimate import COMMUNICATOR, CONTEXT
-from megatune.plan.pages.tables import Entry, Item, Page, Table, time_table
+from megatune.plan.pages.tables import time_table
 from megatune.plan.pages.words import (
     Unit,
     amount,
