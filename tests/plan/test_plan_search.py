@@ -326,6 +326,15 @@ def test_what_costs_nothing_is_on_and_what_the_user_wrote_stays() -> None:
     assert best.time.total < search(request(free=False)).best.time.total
 
 
+def test_parts_of_a_row_reduce_gradients_while_they_compute() -> None:
+    found = search(request(world_size=8, cutoff=32_768, global_batch_size=1)).ranked
+    assert {each.case.settings.parallel.context_parallel_size for each in found} > {1}
+    for each in found:
+        parallel = each.case.settings.parallel
+        overlaps = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+        assert overlaps == (each.case.shard_size > 1,) * 2
+
+
 def test_virtual_stages_are_ranked_where_they_win_clearly() -> None:
     asked = request(world_size=32, global_batch_size=128, model=find_model("Qwen3-32B"))
     num_virtual = 0

@@ -203,8 +203,8 @@ class Space:
         dense, overlaps = self.architecture.moe is None, {}
         # On a CPU nothing overlaps with computation: the settings are kept.
         if not self.machine.device.on_cpu:
-            has_replicas = self.world > layout.tp * layout.pp * layout.cp
-            overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), has_replicas)
+            reduces = self.world > layout.tp * layout.pp  # gradients, also over context-parallel ranks
+            overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), reduces)
             overlaps["use_distributed_optimizer"] = True
         update = {
             **_EVEN_STAGES,
