@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatune.config.rl.settings import SHARE_KEYS, InferRole, ModelRole, RLSettings
+from megatune.config.settings import with_settings
 from megatune.config.values import counted, ranges
 from megatune.pages import Entry, Item, Page, Table
 from megatune.plan.case import Case
@@ -65,7 +66,9 @@ def pages(found: RLAnswer) -> Iterator[Page]:
     yield Page("", _role_lines(found))
     yield Page("", _memory(found))
     if not found.fits:
-        yield Page("What would make it fit", (f"  {text}" for text in advice(found)))
+        fixes = advice(found)
+        enough = any(fix.is_enough for fix in fixes)
+        yield Page("What would make it fit" if enough else "What helps most", (f"  {fix.text}" for fix in fixes))
     yield Page("", _time(found))
     yield Page("Assumed", (f"  - {note}" for note in notes(found)))
 
@@ -190,7 +193,8 @@ def _rate(found: RLAnswer) -> float:
 
 def _describe_rollouts(found: RLAnswer) -> str:
     rollout, infer, engine = found.seconds.rollout, found.question.settings.actor_infer, found.engine
-    text = f"Rollouts: each of {counted(infer.num_engines, 'engine')} samples {rollout.at_once:.0f} sequences at once"
+    engines = "the engine" if infer.num_engines == 1 else f"each of {infer.num_engines} engines"
+    text = f"Rollouts: {engines} samples {counted(round(rollout.at_once), 'sequence')} at once"
     text += f" (its cache holds {engine.cached_tokens:,} tokens), {seconds(rollout.busy_step)} for a token of each"
     if found.seconds.overlaps:
         return f"{text}."
@@ -260,7 +264,7 @@ def document(found: RLAnswer) -> dict[str, Any]:
         "rollouts_run_ahead": time.overlaps,
         "uncertainty": UNCERTAINTY,
         "tokens_per_second_per_gpu": _rate(found),
-        "advice": [] if found.fits else advice(found),
+        "advice": [] if found.fits else [fix.text for fix in advice(found)],
         "assumptions": list(notes(found)),
     }
 
@@ -268,37 +272,55 @@ def document(found: RLAnswer) -> dict[str, Any]:
 # --- changes of the file that make it fit ----------------------------------------------------------------------------
 
 
-def advice(found: RLAnswer) -> list[str]:
+class Advice(NamedTuple):
+    """A change of the file as text, and whether the run fits with it alone."""
+
+    text: str
+    is_enough: bool
+
+
+def advice(found: RLAnswer) -> list[Advice]:
     """Return changes of the file that were planned, each with the memory of a device after it."""
     group, phase = found.fullest
     role = {TRAIN: found.question.settings.actor_train, TRAIN_CRITIC: found.question.settings.critic}.get(phase)
-    is_too_large = group.total(phase) > found.question.machine.device.memory
-    texts = [*_of_training(found, group, phase, role)] if role is not None and is_too_large else []
+    fixes = []
+    if role is not None and group.total(phase) > found.question.machine.device.memory:
+        for words, changed in _of_training(found, group, phase, role):
+            after, held = _planned(found, changed, phase)
+            enough = "" if after.fits else ", which is not enough alone"
+            pace = describe_pace(after.seconds.phases[phase] / found.seconds.phases[phase])
+            fixes.append(Advice(f"{words}: {held} in {phase}{enough}; training {pace}", after.fits))
     for tried in _alternatives(found.question.settings):
         for words, changed in tried:
-            after = plan_rl(replace(found.question, settings=found.question.settings.with_role(changed)))
+            after, held = _planned(found, changed, phase)
             if after.fits:
-                held = size(max(each.total(phase) for each in after.groups))
-                texts.append(f"{words}: {held} in {phase}, {after.seconds.rollout.at_once:.0f} sequences at once")
+                at_once = counted(round(after.seconds.rollout.at_once), "sequence")
+                fixes.append(Advice(f"{words}: {held} in {phase}, {at_once} at once", is_enough=True))
                 break
-    return texts or [f"No single change that was tried is enough; these need less memory: {_LESS}."]
+    return fixes or [Advice(f"No single change that was tried is enough; these need less memory: {_LESS}.", False)]
 
 
-def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[str]:
-    """Yield savings by the planner of training, within the memory that the other roles leave."""
+def _planned(found: RLAnswer, changed: ModelRole | InferRole, phase: str) -> tuple[RLAnswer, str]:
+    """Return the plan with a changed role, and the memory of the fullest device in a phase."""
+    after = plan_rl(replace(found.question, settings=found.question.settings.with_role(changed)))
+    return after, size(max(each.total(phase) for each in after.groups))
+
+
+def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[tuple[str, ModelRole]]:
+    """Yield savings by the planner of training, within the memory that the other roles leave, as text and as a new
+    role."""
     others = sum(each.total(phase) for each in group.held if each.role != role.name)
     own = next(each.parts[phase] for each in group.held if each.role == role.name)
     others += own.get(TEACHER_WEIGHTS, 0) + own.get(TEACHER_STATES, 0)
     room = found.question.machine.device.memory - others
     tried = savings(estimate(training_case(found.question, role, longest=True)), _TRIED, room)
     for fix in [each for each in tried if not any(path.startswith(_NOT_A_ROLE_S) for path in each.changes)][:_SAID]:
-        held, pace = fix.after.fullest.total, describe_pace(1 - fix.gain)
-        enough = "" if held <= room else ", which is not enough alone"
         changes = dict(fix.changes)
         if _ACCUMULATION in changes:  # a case of packed rows has another number than the file
             ratio = fix.after.case.num_micro_batches / fix.before.case.num_micro_batches
             changes[_ACCUMULATION] = round(role.settings.batch.gradient_accumulation_steps * ratio)
-        yield f"{role.name}: {written(changes)}: {size(held + others)} in {phase}{enough}; training {pace}"
+        changed = role.model_copy(update={"settings": with_settings(role.settings, changes)})
+        yield f"{role.name}: {written(changes)}", changed
 
 
 def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, ModelRole | InferRole]]]:

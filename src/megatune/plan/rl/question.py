@@ -12,6 +12,7 @@ from megatune.architecture import Architecture
 from megatune.config.dialects.roll import read_roll
 from megatune.config.rl.settings import ModelRole, RLSettings
 from megatune.config.settings import Settings
+from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.plan.case import PlannedModel
 from megatune.plan.catalogue import find_model
@@ -194,7 +195,9 @@ class RLQuestionReader(PlanReader):
         """Return the mean tokens of a prompt or response."""
         value: float | None = getattr(self.options, name)
         if value is None:
-            self.notes.append(f"the mean {name.partition('_')[0]} has {longest / part:,.0f} tokens (--{name})")
+            self.notes.append(
+                f"the mean {name.partition('_')[0]} has {counted(round(longest / part), 'token')} (--{name})"
+            )
             return longest / part
         if value > longest:
             what, why = f"--{name} {value:g} is too large", f"the longest has {longest:,}"
