@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatune.config.rl.settings import SHARE_KEYS, InferRole, ModelRole, RLSettings
 from megatune.config.settings import with_settings
@@ -66,9 +66,8 @@ def pages(found: RLAnswer) -> Iterator[Page]:
     yield Page("", _role_lines(found))
     yield Page("", _memory(found))
     if not found.fits:
-        fixes = advice(found)
-        enough = any(fix.is_enough for fix in fixes)
-        yield Page("What would make it fit" if enough else "What helps most", (f"  {fix.text}" for fix in fixes))
+        enough, texts = advice(found)
+        yield Page("What would make it fit" if enough else "What helps most", (f"  {text}" for text in texts))
     yield Page("", _time(found))
     yield Page("Assumed", (f"  - {note}" for note in notes(found)))
 
@@ -264,7 +263,7 @@ def document(found: RLAnswer) -> dict[str, Any]:
         "rollouts_run_ahead": time.overlaps,
         "uncertainty": UNCERTAINTY,
         "tokens_per_second_per_gpu": _rate(found),
-        "advice": [] if found.fits else [fix.text for fix in advice(found)],
+        "advice": [] if found.fits else advice(found)[1],
         "assumptions": list(notes(found)),
     }
 
@@ -272,43 +271,48 @@ def document(found: RLAnswer) -> dict[str, Any]:
 # --- changes of the file that make it fit ----------------------------------------------------------------------------
 
 
-class Advice(NamedTuple):
-    """A change of the file as text, and whether the run fits with it alone."""
-
-    text: str
-    is_enough: bool
+_Change = tuple[str, ModelRole | InferRole]  # as text, and a new role
 
 
-def advice(found: RLAnswer) -> list[Advice]:
-    """Return changes of the file that were planned, each with the memory of a device after it."""
+def advice(found: RLAnswer) -> tuple[bool, list[str]]:
+    """Return whether changes of the file make it fit, and those that do; otherwise those that save most in the fullest
+    phase. Of each kind of changes there is one."""
+    group, phase = found.fullest
+    kinds = (*_of_training(found), *_alternatives(found.question.settings))
+    fixes = [_best(found, kind, phase) for kind in kinds]
+    enough = [(words, after) for words, after in fixes if after.fits]
+    texts = []
+    for words, after in enough or [fix for fix in fixes if _held(fix[1], phase) < group.total(phase)]:
+        fullest, then = after.fullest
+        is_other = not after.fits and then != phase
+        other = f", then {size(fullest.total(then))} in {then}" if is_other else ""
+        pace = describe_pace(after.seconds.total / found.seconds.total)
+        texts.append(f"{words}: {size(_held(after, phase))} in {phase}{other}; a step is {pace}")
+    return bool(enough), texts or [f"No single change that was tried helps; these need less memory: {_LESS}."]
+
+
+def _held(found: RLAnswer, phase: str) -> int:
+    """Return the bytes of the fullest device in a phase."""
+    return max(each.total(phase) for each in found.groups)
+
+
+def _best(found: RLAnswer, kind: Iterable[_Change], phase: str) -> tuple[str, RLAnswer]:
+    """Return the first change with which the run fits, or else the one with the least memory in a phase."""
+    fixes: list[tuple[str, RLAnswer]] = []
+    for words, role in kind:
+        fixes.append((words, plan_rl(replace(found.question, settings=found.question.settings.with_role(role)))))
+        if fixes[-1][1].fits:
+            return fixes[-1]
+    return min(fixes, key=lambda fix: _held(fix[1], phase))
+
+
+def _of_training(found: RLAnswer) -> Iterator[list[_Change]]:
+    """Yield savings by the planner of training if its phase is the fullest and too large, within the memory that the
+    other roles leave."""
     group, phase = found.fullest
     role = {TRAIN: found.question.settings.actor_train, TRAIN_CRITIC: found.question.settings.critic}.get(phase)
-    fixes = []
-    if role is not None and group.total(phase) > found.question.machine.device.memory:
-        for words, changed in _of_training(found, group, phase, role):
-            after, held = _planned(found, changed, phase)
-            enough = "" if after.fits else ", which is not enough alone"
-            pace = describe_pace(after.seconds.phases[phase] / found.seconds.phases[phase])
-            fixes.append(Advice(f"{words}: {held} in {phase}{enough}; training {pace}", after.fits))
-    for tried in _alternatives(found.question.settings):
-        for words, changed in tried:
-            after, held = _planned(found, changed, phase)
-            if after.fits:
-                at_once = counted(round(after.seconds.rollout.at_once), "sequence")
-                fixes.append(Advice(f"{words}: {held} in {phase}, {at_once} at once", is_enough=True))
-                break
-    return fixes or [Advice(f"No single change that was tried is enough; these need less memory: {_LESS}.", False)]
-
-
-def _planned(found: RLAnswer, changed: ModelRole | InferRole, phase: str) -> tuple[RLAnswer, str]:
-    """Return the plan with a changed role, and the memory of the fullest device in a phase."""
-    after = plan_rl(replace(found.question, settings=found.question.settings.with_role(changed)))
-    return after, size(max(each.total(phase) for each in after.groups))
-
-
-def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRole) -> Iterator[tuple[str, ModelRole]]:
-    """Yield savings by the planner of training, within the memory that the other roles leave, as text and as a new
-    role."""
+    if role is None or group.total(phase) <= found.question.machine.device.memory:
+        return
     others = sum(each.total(phase) for each in group.held if each.role != role.name)
     own = next(each.parts[phase] for each in group.held if each.role == role.name)
     others += own.get(TEACHER_WEIGHTS, 0) + own.get(TEACHER_STATES, 0)
@@ -320,23 +324,26 @@ def _of_training(found: RLAnswer, group: DeviceGroup, phase: str, role: ModelRol
             ratio = fix.after.case.num_micro_batches / fix.before.case.num_micro_batches
             changes[_ACCUMULATION] = round(role.settings.batch.gradient_accumulation_steps * ratio)
         changed = role.model_copy(update={"settings": with_settings(role.settings, changes)})
-        yield f"{role.name}: {written(changes)}", changed
+        yield [(f"{role.name}: {written(changes)}", changed)]
 
 
-def _alternatives(settings: RLSettings) -> Iterator[list[tuple[str, ModelRole | InferRole]]]:
+def _alternatives(settings: RLSettings) -> Iterator[list[_Change]]:
     """Yield kinds of changes, the smallest of each first, as text and as a new role: a smaller share of the device for
     the engine, an engine on more devices, or fewer rows in a forward pass."""
     infer = settings.actor_infer
 
     if (key := SHARE_KEYS.get(infer.engine)) is not None:
-        configs = [(share, {**infer.config, key: share}) for share in _TRIED_SHARES]
         yield [
-            (f"actor_infer: {key}: {share}", infer.model_copy(update={"config": config})) for share, config in configs
+            (f"actor_infer: {key}: {share}", infer.model_copy(update={"config": {**infer.config, key: share}}))
+            for share in _TRIED_SHARES
         ]
         if len(infer.devices) % (more := 2 * infer.devices_per_engine) == 0:
             spread = infer.model_copy(update={"devices_per_engine": more})
             yield [(f"actor_infer: tensor_parallel_size: {more}", spread)]
     for role in settings.models:
         sizes = [role.infer_batch_size >> power for power in range(1, role.infer_batch_size.bit_length())]
-        fewer = ((size, role.model_copy(update={"infer_batch_size": size})) for size in sizes)
-        yield [(f"{role.name}: infer_batch_size: {size}", each) for size, each in fewer]
+        if sizes:
+            yield [
+                (f"{role.name}: infer_batch_size: {rows}", role.model_copy(update={"infer_batch_size": rows}))
+                for rows in sizes
+            ]
