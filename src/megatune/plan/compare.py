@@ -125,7 +125,7 @@ def pages(found: Sequence[Offer]) -> Iterator[Page]:
 
 def _head(question: Question) -> Iterator[str]:
     rows = f"{counted(question.global_batch_size, 'row')} a step"
-    yield f"{question.case.model.name} on {question.case.world_size:,} GPUs of each kind, {rows}"
+    yield f"{question.case.model.name} on {counted(question.case.world_size, 'GPU')} of each kind, {rows}"
     if question.dataset_tokens is not None:
         yield f"{amount(question.dataset_tokens)} tokens"
     elif question.case.settings.optimizer.max_steps > 0:

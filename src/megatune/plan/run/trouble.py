@@ -25,14 +25,16 @@ _SLOW = 1.25  # measured over planned seconds of a step, beyond which a run coun
 _LARGER = 1.1  # measured over planned bytes, beyond which a part counts as larger than planned
 _CLOSE = 0.85  # share of the device's memory below which something else caused the end of memory
 _LESS = 0.9  # share of the memory at which a run ended that proposals may need
+# Outcomes of a plan's record, and of a launcher's report.
 _OUTCOMES = {
     "finished": "finished",
+    "done": "finished",
     "stopped": "stopped on request; the same command resumes it",
     "interrupted": "interrupted",
     "failed": "failed",
+    "hung": "hung",
     "running": "did not reach its end, or is still running",
 }
-_ENDINGS: dict[int | None, str] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped on request"}
 
 
 def diagnose(folder: Path) -> list[str]:
@@ -76,7 +78,7 @@ def _what(ended: Outcome | None) -> str:
 def _unplanned(folder: Path, error: MegatuneError) -> MegatuneError:
     """Describe the end of a run without a plan, its peak memory, and how to get a plan."""
     ended = read_outcome(folder / "launch")
-    usual = _ENDINGS.get(ended.exit_code if ended is not None else None, "how it ended is not recorded")
+    usual = "how it ended is not recorded" if ended is None else _OUTCOMES.get(ended.kind, ended.kind)
     what = f"{folder}: {_what(ended) or usual}"
     if peak := max((each.peak for each in read_rank_memory(folder / "launch")), default=0):
         what += f"; a rank held up to {size(peak)}"
