@@ -82,8 +82,7 @@ def _laid_out(item: Item, width: int) -> Iterator[str]:
     elif isinstance(item, Entry):
         if item.text:
             yield from wrapped(item.text, width, item.name.ljust(item.indent), " " * item.indent)
-    else:
-        text = item.lstrip()
+    elif text := item.lstrip():
         indent = item[: len(item) - len(text)]
         yield from wrapped(text, width, indent, indent + "    ")
 
