@@ -14,7 +14,7 @@ from megatune.config.dialects.swift import read_swift, swift_lines
 from megatune.config.dialects.swift_rl import rollout_keys
 from megatune.errors import MegatuneError
 from megatune.families import read_architecture
-from megatune.rl.problems import count_rows, find_prompts
+from megatune.rl.problem_files import count_rows, find_prompts
 
 PUBLISHED = {
     "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512,

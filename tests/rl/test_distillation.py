@@ -25,7 +25,7 @@ from megatune.config.rl.role import RouterReplay
 from megatune.config.rl.settings import RLSettings
 from megatune.data.encode import load_tokenizer
 from megatune.demo.checkpoint import make_checkpoint
-from megatune.rl.problems import count_rows, find_prompts
+from megatune.rl.problem_files import count_rows, find_prompts
 from megatune.rl.samples import Rollouts
 from megatune.rl.worker.distillation import DistillationWorker
 from megatune.rl.worker.training import TrainResult

@@ -17,7 +17,8 @@ from megatune.demo.family import demo_family
 from megatune.demo.tokenizer import make_tokenizer
 from megatune.errors import ExitCode, MegatuneError
 from megatune.rl.pipeline.collector import ProblemOrder
-from megatune.rl.problems import Problems, count_rows, read_problems
+from megatune.rl.problem_files import count_rows
+from megatune.rl.problems import Problems, read_problems
 
 REWARDS = {
     "math_rule": RewardRole("math_rule", "math_rule", ("deepmath_103k", "aime")),

@@ -31,7 +31,7 @@ from megatune.demo.checkpoint import make_checkpoint
 from megatune.engine.sequences import LocalBatch, Sequences
 from megatune.errors import MegatuneError
 from megatune.objectives.policy.objective import PolicyObjective
-from megatune.rl.problems import count_rows, find_prompts
+from megatune.rl.problem_files import count_rows, find_prompts
 from megatune.rl.reading import read_file
 
 ROOT = Path(__file__).parents[2]

@@ -119,7 +119,7 @@ def _reinforce(found: SwiftRun) -> int:
     from megatune.config.dialects.roll import read_keys
     from megatune.config.dialects.swift import swift_lines
     from megatune.config.dialects.swift_rl import rollout_keys
-    from megatune.rl.problems import count_rows, find_prompts
+    from megatune.rl.problem_files import count_rows, find_prompts
     from megatune.rl.reading import read_checked
 
     keys = rollout_keys(found, find_prompts, count_rows)

@@ -1,31 +1,28 @@
-"""Reads problems: rows of files, with their prompts."""
+"""Converts rows of files to problems, with their prompts."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from megatune.config.dialects.swift_rl import PromptSet
 from megatune.config.rl.rollout import DatasetFilter
 from megatune.config.rl.settings import UNSCORED
-from megatune.config.settings import Settings
 from megatune.data.bad_rows import MOST_NAMED, RowError, UnsupportedRow
 from megatune.data.formats.fields import Inline, encodable, field_names
 from megatune.data.formats.messages import content_of
 from megatune.data.media.processor import pad_media
-from megatune.data.readers import RawRow, read_rows
-from megatune.data.sources import datasets_of
+from megatune.data.readers import RawRow
 from megatune.data.vision import Placed, VisionInput
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.rl.media import with_images, with_placeholders
+from megatune.rl.problem_files import problem_rows
 from megatune.rl.prompts import PromptRow, Writer, encode_prompts, prompt_writer, swift_reader
 from megatune.rl.rewards.kinds import columns_of
 from megatune.rl.samples import Problem
@@ -91,7 +88,7 @@ def read_problems(
     by_domain: dict[str, list[Problem]] = {domain: [] for domain in data.domain_interleave_probs or rewards}
     bad: list[Finding] = []
     too_long, elsewhere, num_bad = 0, Counter[str](), 0
-    rows = _rows(data, dataset_filter or DatasetFilter())
+    rows = problem_rows(data, dataset_filter or DatasetFilter())
     while chunk := list(islice(rows, CHUNK_ROWS)):
         for raw, problem in zip(chunk, reader.problems(chunk, by_domain, elsewhere), strict=True):
             if isinstance(problem, RowError):
@@ -120,86 +117,33 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 _FIX_EMPTY = "name the tags of its rows in rewards.DOMAIN.tag_included, or raise prompt_length"
 
 
-def find_prompts(settings: Settings, evaluation: bool) -> list[PromptSet]:
-    """Find the files of data sets by their names as in training; those on a hub are downloaded.
-
-    Raises:
-        MegatuneError: as `resolve_datasets`.
-    """
-    sources = datasets_of(settings, evaluation=evaluation)
-    return [PromptSet(each.name, [*map(str, each.files)], each.num_samples) for each in sources]
-
-
-def count_rows(files: Sequence[str]) -> int:
-    """Count the rows of files.
-
-    Raises:
-        MegatuneError: a file is missing (exit code 66).
-    """
-    return sum(1 for name in files for _ in islice(read_rows(_counted(name)[0]), _counted(name)[1]))
-
-
-def _counted(name: str) -> tuple[Path, int | None]:
-    """Split `FILE#N` into the file and the number of its first rows to read; None for all rows."""
-    path, _, count = name.rpartition("#")
-    is_counted = path and count.isdecimal() and not Path(name).exists()
-    return (Path(path), int(count)) if is_counted else (Path(name), None)
-
-
-def _rows(data: PromptData, keep: DatasetFilter) -> Iterator[RawRow]:
-    """Yield the rows of all files that dataset_filter keeps."""
-    fix = "check the path; it is relative to the folder in which the command runs"
-    if missing := [name for name in data.file_name if not _counted(name)[0].exists()]:
-        findings = [Finding(f"no file {name!r}", "data_args.file_name", "", fix) for name in missing]
-        raise MegatuneError(findings, ExitCode.INPUT)
-    left = keep.num_samples or None
-    for file, count in map(_counted, data.file_name):
-        for row in islice(read_rows(file), count):
-            raw = replace(row, fields=_rename_verl_columns(row.fields, data))
-            if keep.source and raw.error is None and raw.fields.get("source") not in keep.source:
-                continue
-            if left is not None:
-                if not left:
-                    return
-                left -= 1
-            yield raw
-
-
-def _rename_verl_columns(row: dict[str, Any], data: PromptData) -> dict[str, Any]:
-    """Add tag and ground_truth from data_source and reward_model.ground_truth of verl's files and ROLL's image data."""
-    truth = row.get("reward_model")
-    found = {data.tag: row.get("data_source")}
-    found["ground_truth"] = truth.get("ground_truth") if isinstance(truth, Mapping) else None
-    more = {name: value for name, value in found.items() if row.get(name) is None and value is not None}
-    return {**row, **more} if more else row
-
-
+@dataclass(slots=True)
 class _Reader:
-    """Converts rows to problems."""
+    """Converts rows to problems; for the attributes, see `read_problems`."""
 
-    def __init__(
-        self,
-        data: PromptData,
-        rewards: Mapping[str, RewardRole],
-        tokenizer: PreTrainedTokenizerBase,
-        template: str | None,
-        tag_to_template: Mapping[str, str],
-        needs_difficulty: bool,
-        needs_answers: bool,
-        vision: VisionInput | None,
-    ) -> None:
-        self._needs_difficulty, self._needs_answers, self._vision = needs_difficulty, needs_answers, vision
-        self._data, self._rewards, self._tokenizer = data, rewards, tokenizer
-        self._template, self._tag_to_template = template, tag_to_template
-        self._writers: dict[str | None, Writer] = {}
-        by_rules = swift_reader(data, tokenizer, vision, answers=needs_answers) if data.conversation_rules else None
-        self._read_row = by_rules or self._messages
-        for tag in tag_to_template:  # raises for an unknown template before rows are read
+    data: PromptData
+    rewards: Mapping[str, RewardRole]
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    tag_to_template: Mapping[str, str]
+    needs_difficulty: bool
+    needs_answers: bool
+    vision: VisionInput | None
+    unknown_tags: Counter[str] = field(default_factory=Counter)
+    _writers: dict[str | None, Writer] = field(default_factory=dict)
+    _read_row: Callable[[Mapping[str, Any]], PromptRow] = field(init=False)
+    _domain_of: dict[str, str] = field(init=False)
+    _default_domain: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._read_row = self._messages
+        if self.data.conversation_rules:
+            self._read_row = swift_reader(self.data, self.tokenizer, self.vision, answers=self.needs_answers)
+        for tag in self.tag_to_template:  # raises for an unknown template before rows are read
             self._writer(tag)
-        self._domain_of = {tag: domain for domain, role in rewards.items() for tag in role.tag_included}
-        only = next(iter(rewards)) if len(rewards) == 1 else None
-        self._default_domain = UNKNOWN_TAGS if UNKNOWN_TAGS in rewards else only
-        self.unknown_tags: Counter[str] = Counter()
+        self._domain_of = {tag: domain for domain, role in self.rewards.items() for tag in role.tag_included}
+        only = next(iter(self.rewards)) if len(self.rewards) == 1 else None
+        self._default_domain = UNKNOWN_TAGS if UNKNOWN_TAGS in self.rewards else only
 
     def _domain(self, fields: Mapping[str, Any]) -> str | None:
         """Return the domain of a row; None if no reward would score it."""
@@ -207,7 +151,7 @@ class _Reader:
             return UNSCORED
         if fields.get("domain") is not None:
             return str(fields["domain"])
-        tag = str(fields.get(self._data.tag) or "")
+        tag = str(fields.get(self.data.tag) or "")
         if tag not in self._domain_of:
             self.unknown_tags[tag] += 1
         return self._domain_of.get(tag, self._default_domain)
@@ -231,10 +175,10 @@ class _Reader:
             except (RowError, UnsupportedRow) as error:
                 found.append(error if isinstance(error, RowError) else RowError("unsupported", error.what))
         texts = [cast(Problem, found[index]).prompt for index in images]
-        encoded = encode_prompts(texts, self._tokenizer, is_complete=self._data.conversation_rules is not None)
+        encoded = encode_prompts(texts, self.tokenizer, is_complete=self.data.conversation_rules is not None)
         for (index, placed), ids in zip(images.items(), encoded, strict=True):
             try:
-                found[index] = with_images(cast(Problem, found[index]), ids, placed, self._vision)
+                found[index] = with_images(cast(Problem, found[index]), ids, placed, self.vision)
             except RowError as error:
                 found[index] = error
             if not ids:
@@ -245,52 +189,52 @@ class _Reader:
         """Return the problem of a row, without tokens, and its images."""
         if raw.error is not None:
             raise raw.error
-        row, tag = raw.fields, encodable(str(raw.fields.get(self._data.tag) or ""), self._data.tag)
-        for column in columns_of(self._rewards[domain]):
+        row, tag = raw.fields, encodable(str(raw.fields.get(self.data.tag) or ""), self.data.tag)
+        for column in columns_of(self.rewards[domain]):
             if row.get(column) in (None, "", [], {}):
                 raise RowError("missing-field", f"the reward of {domain} needs the column {column}")
-        if self._needs_difficulty and not _is_number(row.get(DIFFICULTY)):
+        if self.needs_difficulty and not _is_number(row.get(DIFFICULTY)):
             what = f"difficulty_loss_weight needs a number from 0 to 1 in the column {DIFFICULTY}"
             raise RowError("missing-field", what, f"there is {row.get(DIFFICULTY)!r}")
         messages, text, placed, answer = self._read_row(row)
         answer_ids = None
-        if self._needs_answers:
+        if self.needs_answers:
             if not answer:
                 what = "opd_lmbda below 1 trains on answers of the rows"
                 raise RowError("no-answer", what, "there is none after the prompt")
-            answer_ids = np.array(self._tokenizer(answer, add_special_tokens=False)["input_ids"], np.int64)
-        if placed and self._vision is not None:
-            text = pad_media(text, self._vision.vision.text)
-        named = row.get(self._data.id)
-        number = raw.where if named is None else encodable(str(named), self._data.id)
+            answer_ids = np.array(self.tokenizer(answer, add_special_tokens=False)["input_ids"], np.int64)
+        if placed and self.vision is not None:
+            text = pad_media(text, self.vision.vision.text)
+        named = row.get(self.data.id)
+        number = raw.where if named is None else encodable(str(named), self.data.id)
         prompt = encodable(text, "prompt")
         return Problem(number, tag, domain, messages, _NO_TOKENS, row, prompt, answer_ids=answer_ids), placed
 
     def _messages(self, row: Mapping[str, Any]) -> PromptRow:
         """Return the messages of a row and its prompt, without ms-swift's rules."""
-        tag = str(row.get(self._data.tag) or "")
-        column = self._data.messages or ("" if self._data.prompt else "messages")
+        tag = str(row.get(self.data.tag) or "")
+        column = self.data.messages or ("" if self.data.prompt else "messages")
         if column and row.get(column):
             return self._from_messages(row[column], row, tag)
-        text = row.get(self._data.prompt or "prompt")
+        text = row.get(self.data.prompt or "prompt")
         if isinstance(text, list):  # of messages, as in verl's files
             return self._from_messages(text, row, tag)
         if not isinstance(text, str):
-            columns = " or ".join(filter(None, (column, self._data.prompt or "prompt")))
+            columns = " or ".join(filter(None, (column, self.data.prompt or "prompt")))
             raise RowError("missing-field", f"there is no prompt in {columns}", f"the row has {field_names(row)}")
         messages = [{"role": "user", "content": text}]
-        (written,), placed = with_placeholders(messages, {}, row, self._data.images, self._vision)
+        (written,), placed = with_placeholders(messages, {}, row, self.data.images, self.vision)
         return PromptRow(messages, written["content"], placed)
 
     def _from_messages(self, value: object, row: Mapping[str, Any], tag: str) -> PromptRow:
         messages, inline = read_messages(value)
-        written, placed = with_placeholders(messages, inline, row, self._data.images, self._vision)
+        written, placed = with_placeholders(messages, inline, row, self.data.images, self.vision)
         return PromptRow(messages, self._writer(tag)(written), placed)
 
     def _writer(self, tag: str) -> Writer:
-        name = self._tag_to_template.get(tag, self._template)
+        name = self.tag_to_template.get(tag, self.template)
         if name not in self._writers:
-            self._writers[name] = prompt_writer(name, self._tokenizer)
+            self._writers[name] = prompt_writer(name, self.tokenizer)
         return self._writers[name]
 
 
