@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatune.data.formats.form import Columns, Form, Tags
+from megatune.data.conversation import Conversation, Message, PreferencePair
+from megatune.data.formats import FORMATS
 
-OPENAI_TAGS = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
-ALPACA = Form()
-SHAREGPT = Form("sharegpt")
-OPENAI = Form("openai", Columns(messages="messages"), OPENAI_TAGS)
-QUERY = Form("query_response", Columns(prompt=None, query=None, response=None))
-TEXT = Form("text", Columns(prompt="text"))
+ALPACA, SHAREGPT, OPENAI, QUERY, TEXT = FORMATS.values()
 
 
 def sharegpt(*turns: tuple[Any, Any], **fields: Any) -> dict[str, Any]:
@@ -24,3 +20,11 @@ def openai(*messages: Any, **fields: Any) -> dict[str, Any]:
 
 def said(role: str, content: Any = "x", **keys: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **keys}
+
+
+def pair_of(
+    prompt: tuple[Message, ...], chosen: Message, rejected: Message, system: str | None = None, *common: Any
+) -> PreferencePair:
+    """The pair of two answers to one prompt."""
+    one, other = (Conversation((*prompt, answer), system, *common) for answer in (chosen, rejected))
+    return PreferencePair(one, other)

@@ -11,12 +11,12 @@ import pytest
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.config.settings import DataSettings, RunSettings, Settings
-from megatune.data.bad_rows import RowError
-from megatune.data.conversation import Conversation, Message
+from megatune.data.bad_rows import RowError, UnsupportedRow
+from megatune.data.conversation import Conversation, Message, RowMedia
 from megatune.data.encode import Encoded, make_encoder
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Form, detect
+from megatune.data.formats import FORMATS, detect
 from megatune.data.formats.labels import Labels
+from megatune.data.formats.swift import SwiftFormat
 from megatune.data.prepare import prepare
 from megatune.data.preview import read_preview
 from megatune.data.rows import LABEL
@@ -43,13 +43,23 @@ def test_rows_of_every_form(row: dict[str, Any], messages: tuple[Message, ...]) 
     row["label"] = 2
     form = detect(row)
     assert form is not None
-    assert to_example(row, form, "cls", labels=CLASSES) == Conversation(messages, label=(2.0,))
+    assert form.to_example(row, "cls", labels=CLASSES) == Conversation(messages, label=(2.0,))
+
+
+def test_images_of_a_text_are_read() -> None:
+    """They were dropped, and only the text was trained."""
+    row = {"text": "q", "images": ["1.png"], "label": 2}
+    found = FORMATS["text"].to_example(row, "cls", media=True, labels=CLASSES)
+    asked, media = Message("user", "<image>q"), RowMedia("image", "1.png", tag_added=True)
+    assert found == Conversation((asked,), media=(media,), label=(2.0,))
+    with pytest.raises(UnsupportedRow, match="the model reads text only"):
+        FORMATS["text"].to_example(row, "cls", labels=CLASSES)
 
 
 def test_ms_swift_reads_them_alike() -> None:
     for version in (3, 4):
-        form = Form("ms_swift", swift_version=version, renames=(("sort", "label"),))
-        found = to_example({"messages": [U], "sort": 1}, form, "cls", labels=CLASSES)
+        form = SwiftFormat(version=version, renames=(("sort", "label"),))
+        found = form.to_example({"messages": [U], "sort": 1}, "cls", labels=CLASSES)
         assert found == Conversation((QUESTION,), label=(1.0,))
 
 

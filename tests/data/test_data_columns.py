@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats import to_example
 from megatune.data.sources import resolve_datasets
 from megatune.errors import ExitCode, MegatuneError
 
@@ -19,7 +18,7 @@ QUESTION = Conversation((Message("user", "Who?"), Message("assistant", "I.")))
 def read(tmp_path: Path, columns: dict[str, str], *rows: dict[str, Any], stage: str = "sft") -> list[Any]:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (source,) = resolve_datasets(["rows.jsonl"], tmp_path, stage, columns)
-    return [to_example(row.fields, source, stage) for row in source.rows()]
+    return [source.format.to_example(row.fields, stage) for row in source.rows()]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_a_column_that_the_first_rows_lack(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     columns = {"q": "query", "a": "response", "picture": "image"}
     (source,) = resolve_datasets(["rows.jsonl"], tmp_path, "sft", columns)
-    assert source.columns.images == "picture"
+    assert source.format.columns.images == "picture"
 
 
 def test_columns_that_read_both_ways_are_refused(tmp_path: Path) -> None:

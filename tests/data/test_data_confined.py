@@ -12,7 +12,7 @@ import pytest
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation
-from megatune.data.formats.form import DEFAULT_FORMS, Form
+from megatune.data.formats import FORMATS, RowFormat
 from megatune.data.readers import files, read_rows, text
 from megatune.data.samples import RowReader
 from megatune.data.sources import resolve_datasets
@@ -88,12 +88,11 @@ def test_archives_scripts_and_pickles_are_not_opened(folder: Path, entry: dict[s
 ])  # fmt: skip
 def test_rows_of_a_hub_name_pictures_below_media_dir(path: Any, elsewhere: bool) -> None:
     """A user's own rows may name any file, as LLaMA-Factory's do."""
-    form = DEFAULT_FORMS["sharegpt"]
-    own = (form.formatting, form.columns, form.tags, form.ranking)
+    form = FORMATS["sharegpt"]
     chat = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}]
     fields = {"conversations": chat, "images": [path]}
     for fetched in (True, False):
-        source = DatasetSource(*own, name="x", files=(), fetched=fetched)
+        source = DatasetSource("x", (), form, fetched=fetched)
         example, _ = RowReader(source, "sft", {}, media=True).read(fields)
         if elsewhere and fetched:
             assert isinstance(example, RowError)
@@ -103,10 +102,9 @@ def test_rows_of_a_hub_name_pictures_below_media_dir(path: Any, elsewhere: bool)
 
 
 def test_frames_of_a_video_stay_below_media_dir_too() -> None:
-    form: Form = DEFAULT_FORMS["sharegpt"]
-    own = (form.formatting, form.columns, form.tags, form.ranking)
+    form: RowFormat = FORMATS["sharegpt"]
     chat = [{"from": "human", "value": "<video>What is it?"}, {"from": "gpt", "value": "A cat."}]
-    reader = RowReader(DatasetSource(*own, name="x", files=(), fetched=True), "sft", {}, media=True)
+    reader = RowReader(DatasetSource("x", (), form, fetched=True), "sft", {}, media=True)
     example, _ = reader.read({"conversations": chat, "videos": [["a.png", "/etc/passwd"]]})
     assert isinstance(example, RowError)
 

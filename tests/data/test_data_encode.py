@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from formats_kit import pair_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kit import llama3_tokenizer, qwen_tokenizer
@@ -14,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, Message, PreferencePair
+from megatune.data.conversation import Conversation, Example, Message
 from megatune.data.encode import Encoded, Encoder, load_tokenizer
 from megatune.data.templates import Thinking, load_template
 from megatune.data.tokenizer_files import check_pretraining_tokenizer
@@ -199,9 +200,7 @@ def test_mask_history_can_keep_earlier_thoughts() -> None:
     assert ("hm" in context(True), "hm" in context(False)) == (True, False)
 
 
-PAIR = PreferencePair.of_answers(
-    CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea.")
-)
+PAIR = pair_of(CONVERSATION.messages[:3], Message("assistant", "The same, I think."), Message("assistant", "No idea."))
 PAIR_PROMPT = TOKENIZER(ASK_1 + ANSWER_1 + ASK_2)["input_ids"]
 
 
@@ -270,7 +269,7 @@ def test_a_pair_is_as_long_as_its_longer_answer(strategy: str) -> None:
 
 def test_a_thought_in_one_answer_belongs_to_the_answers() -> None:
     """With enable_thinking: null, an answer without a thought is asked for with an empty one."""
-    thoughtful = PreferencePair.of_answers(
+    thoughtful = pair_of(
         (Message("user", "a"),), Message("assistant", "<think>\nhm\n</think>\n\nb"), Message("assistant", "c")
     )
     (result,) = Encoder(TOKENIZER, load_template("qwen3", TOKENIZER), 100, enable_thinking=None).encode([thoughtful])
@@ -285,7 +284,7 @@ def test_the_same_answer_twice_teaches_nothing() -> None:
     assert isinstance(result, RowError)
     assert (result.code, str(result)) == ("same-answers", "chosen and rejected are the same")
     *prompt, answer = PAIR.chosen.messages
-    almost = PreferencePair.of_answers(tuple(prompt), answer, replace(answer, content=f"{answer.content}!"))
+    almost = pair_of(tuple(prompt), answer, replace(answer, content=f"{answer.content}!"))
     result = encode(almost, 8)
     assert isinstance(result, LengthError)
     assert result.reason == "chosen and rejected are the same after cutting to cutoff_len"

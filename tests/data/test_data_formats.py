@@ -9,17 +9,17 @@ import pytest
 from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, TEXT, openai, said, sharegpt
 
 from megatune.data.conversation import Conversation, Message, ToolCall, fill_placeholders
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Columns, Form
+from megatune.data.formats import AlpacaFormat, QueryFormat, RowFormat
+from megatune.data.formats.columns import Columns
 
 
-def conversation(row: dict[str, Any], source: Form = ALPACA) -> Conversation:
-    example = to_example(row, source, "sft")
+def conversation(row: dict[str, Any], source: RowFormat = ALPACA) -> Conversation:
+    example = source.to_example(row, "sft")
     assert isinstance(example, Conversation)
     return example
 
 
-def written(row: dict[str, Any], source: Form) -> list[tuple[str, str]]:
+def written(row: dict[str, Any], source: RowFormat) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in conversation(row, source).messages]
 
 
@@ -177,7 +177,7 @@ def test_query_response(row: dict[str, Any], query: str, response: str) -> None:
 
 def test_query_response_columns_and_the_rest() -> None:
     columns = Columns(prompt="problem", query=None, response="solution")
-    source = Form("query_response", columns)
+    source = QueryFormat(columns)
     row = {"query": "no", "response": "no", "problem": "q", "solution": "r", "history": [["a", "b"]]}
     assert written(row, source) == [("user", "a"), ("assistant", "b"), ("user", "q"), ("assistant", "r")]
     assert conversation({**row, "system_prompt": "s"}, source).system == "s"
@@ -190,14 +190,14 @@ def test_query_response_columns_and_the_rest() -> None:
         ({"text": "Once"}, TEXT),
         ({"content": "Once"}, TEXT),
         ({"text": "Once", "content": "no"}, TEXT),
-        ({"text": "Once"}, Form(columns=Columns(prompt="text"))),
+        ({"text": "Once"}, AlpacaFormat(columns=Columns(prompt="text"))),
         ({"instruction": "Once", "input": "no", "output": "no"}, ALPACA),
         ({"response": "Once"}, QUERY),
         ({"query": "", "response": "Once"}, QUERY),
     ],
 )
-def test_pretraining_text(row: dict[str, Any], source: Form) -> None:
-    assert to_example(row, source, "pt") == "Once"
+def test_pretraining_text(row: dict[str, Any], source: RowFormat) -> None:
+    assert source.to_example(row, "pt") == "Once"
 
 
 def test_placeholders() -> None:

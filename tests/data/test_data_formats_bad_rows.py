@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 import megatune.data
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Form, detect
+from megatune.data.formats import RowFormat, detect
+from megatune.data.formats.swift import SwiftFormat
 
 HALF = "\ud83d"  # of a surrogate pair
 
 
-def complaint(row: dict[str, Any], source: Form, stage: str = "sft") -> str:
+def complaint(row: dict[str, Any], source: RowFormat, stage: str = "sft") -> str:
     with pytest.raises(RowError) as caught:
-        to_example(row, source, stage)
+        source.to_example(row, stage)
     return f"{caught.value.code}: {caught.value}"
 
 
@@ -290,7 +290,7 @@ def test_bad_openai_messages(row: dict[str, Any], message: str) -> None:
         ({"text": "a\0"}, TEXT, "pt", "nul-character: field 'text': a NUL character (character 2)"),
     ],
 )
-def test_bad_rows_of_other_forms(row: dict[str, Any], source: Form, stage: str, message: str) -> None:
+def test_bad_rows_of_other_forms(row: dict[str, Any], source: RowFormat, stage: str, message: str) -> None:
     assert complaint(row, source, stage) == message
 
 
@@ -360,9 +360,9 @@ NO_PICTURES = (
         ),
     ],
 )
-def test_what_refuses_the_data_set(row: dict[str, Any], source: Form, stage: str, problem: str) -> None:
+def test_what_refuses_the_data_set(row: dict[str, Any], source: RowFormat, stage: str, problem: str) -> None:
     with pytest.raises(UnsupportedRow) as caught:
-        to_example(row, source, stage)
+        source.to_example(row, stage)
     fix = f" -> {caught.value.fix}" if caught.value.fix else ""
     assert f"{caught.value}{fix}" == problem
     assert pickle.loads(pickle.dumps(caught.value)).fix == caught.value.fix
@@ -395,7 +395,7 @@ def test_no_row_gives_another_error(row: dict[str, Any], stage: str) -> None:
         sources.append(form)
     for source in sources:
         with suppress(RowError, UnsupportedRow):
-            to_example(row, source, stage)
+            source.to_example(row, stage)
 
 
 def test_every_code_is_documented() -> None:
@@ -429,7 +429,7 @@ def _name(node: ast.AST) -> str:
 
 @pytest.mark.parametrize(("history", "shown"), [(5, "5"), (True, "true"), ({"a": 1}, '{"a": 1}'), ("{}", "{}")])
 def test_what_ms_swift_reads_as_a_history_is_a_list(history: object, shown: str) -> None:
-    told = complaint({"query": "a", "response": "b", "history": history}, Form("ms_swift", swift_version=4))
+    told = complaint({"query": "a", "response": "b", "history": history}, SwiftFormat(version=4))
     assert told == f"bad-history: field 'history': expected a list of [question, answer] pairs ({shown})"
 
 
@@ -449,6 +449,6 @@ def test_results_follow_the_order_of_their_calls_whatever_their_ids_are(
     calls = [{"id": each, "function": {"name": f"f{number}", "arguments": "{}"}} for number, each in enumerate(ids)]
     results = [said("tool", f"of {each}", tool_call_id=each) for each in of_results]
     row = openai(said("user"), said("assistant", "", tool_calls=calls), *results, said("assistant"))
-    example = to_example(row, Form("ms_swift", swift_version=4), "sft")
+    example = SwiftFormat(version=4).to_example(row, "sft")
     found = [message.content for message in example.messages if message.role == "tool"]
     assert found == [f"of {each}" for each in (ids if in_order else of_results)]

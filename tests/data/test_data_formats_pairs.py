@@ -5,25 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from formats_kit import pair_of
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Message, PreferencePair, ToolCall
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Columns, Form, detect
+from megatune.data.formats import AlpacaFormat, RowFormat, detect
+from megatune.data.formats.columns import Columns
 
 Q, GOOD, BAD = Message("user", "q"), Message("assistant", "good"), Message("assistant", "bad")
 
 
-def detected(row: dict[str, Any]) -> Form:
+def detected(row: dict[str, Any]) -> RowFormat:
     form = detect(row)
     assert form is not None
     assert form.ranking
     return form
 
 
-def complaint(row: dict[str, Any], source: Form) -> str:
+def complaint(row: dict[str, Any], source: RowFormat) -> str:
     with pytest.raises(RowError) as caught:
-        to_example(row, source, "dpo")
+        source.to_example(row, "dpo")
     return f"{caught.value.code}: {caught.value}"
 
 
@@ -67,40 +68,36 @@ U, G, B = said("user", "q"), said("assistant", "good"), said("assistant", "bad")
     ],
 )
 def test_pairs(row: dict[str, Any]) -> None:
-    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers((Q,), GOOD, BAD)
+    assert detected(row).to_example(row, "dpo") == pair_of((Q,), GOOD, BAD)
 
 
 def test_system_history_and_tools() -> None:
     prompt = (Message("user", "a"), Message("assistant", "b"), Message("user", "c\nd"))
-    pair = PreferencePair.of_answers(prompt, GOOD, BAD, "s", ({"name": "f"},))
+    pair = pair_of(prompt, GOOD, BAD, "s", ({"name": "f"},))
     row: dict[str, Any] = {"chosen": "good", "rejected": "bad", "system": "s", "tools": '[{"name": "f"}]'}
     alpaca = {**row, "instruction": "c", "input": "d", "history": [["a", "b"]]}
-    assert to_example(alpaca, detected(alpaca), "dpo") == pair
+    assert detected(alpaca).to_example(alpaca, "dpo") == pair
     query = {**row, "query": "c\nd", "history": [["a", "b"]]}
-    assert to_example(query, detected(query), "dpo") == pair
+    assert detected(query).to_example(query, "dpo") == pair
     turns = [turn("system", "s"), turn("human", "a"), turn("gpt", "b"), turn("human", "c\nd")]
     chat = {**row, "conversations": turns, "system": "the column"}
-    assert to_example(chat, detected(chat), "dpo") == pair
+    assert detected(chat).to_example(chat, "dpo") == pair
     whole = [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c\nd")]
     lists = {**row, "chosen": [*whole, G], "rejected": [*whole, B], "system": "the column"}
-    assert to_example(lists, detected(lists), "dpo") == pair
+    assert detected(lists).to_example(lists, "dpo") == pair
 
 
 def test_tool_answers_and_calls() -> None:
     call = said("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
     row = {"messages": [U, call, said("tool", "1")], "chosen": G, "rejected": call}
     called = Message("assistant", "", (ToolCall("f", {}),))
-    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers(
-        (Q, called, Message("tool", "1")), GOOD, called
-    )
+    assert detected(row).to_example(row, "dpo") == pair_of((Q, called, Message("tool", "1")), GOOD, called)
 
 
 def test_columns_of_other_names() -> None:
     columns = Columns(prompt="question", query=None, chosen="better", rejected="worse")
-    source = Form("alpaca", columns, ranking=True)
-    assert to_example({"question": "q", "better": "good", "worse": "bad"}, source, "dpo") == PreferencePair.of_answers(
-        (Q,), GOOD, BAD
-    )
+    source = AlpacaFormat(columns, ranking=True)
+    assert source.to_example({"question": "q", "better": "good", "worse": "bad"}, "dpo") == pair_of((Q,), GOOD, BAD)
 
 
 ALPACA = {"instruction": "q", "chosen": "good", "rejected": "bad"}
@@ -244,15 +241,15 @@ def test_bad_pairs(good: dict[str, Any], row: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(("value", "margin"), [(0.5, 0.5), (2, 2.0), (-1, -1.0), (None, 0.0)])
 def test_a_margin_is_of_reward_models(value: Any, margin: float) -> None:
     row = {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": value}
-    pair = to_example(row, detected(row), "rm")
+    pair = detected(row).to_example(row, "rm")
     assert isinstance(pair, PreferencePair)
     assert pair.margin == margin
-    assert to_example(row, detected(row), "dpo") == PreferencePair.of_answers((Q,), GOOD, BAD)
+    assert detected(row).to_example(row, "dpo") == pair_of((Q,), GOOD, BAD)
 
 
 @pytest.mark.parametrize(("value", "got"), [("much", '"much"'), (True, "true"), (float("nan"), "NaN")])
 def test_a_margin_is_a_number(value: Any, got: str) -> None:
     row = {"instruction": "q", "chosen": "good", "rejected": "bad", "how_much": value}
     with pytest.raises(RowError) as caught:
-        to_example(row, Form(columns=Columns(margin="how_much"), ranking=True), "rm")
+        AlpacaFormat(columns=Columns(margin="how_much"), ranking=True).to_example(row, "rm")
     assert f"{caught.value.code}: {caught.value}" == f"bad-margin: field 'how_much': expected a number (got {got})"

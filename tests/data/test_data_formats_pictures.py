@@ -9,15 +9,15 @@ from formats_kit import ALPACA, OPENAI, QUERY, SHAREGPT, openai, said, sharegpt
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, PreferencePair, RowMedia
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Columns, Form
+from megatune.data.formats import AlpacaFormat, MessagesFormat, RowFormat
+from megatune.data.formats.columns import Columns
 
 URL = "data:image/png;base64,iVBORw0KGgo="
 FIRST, SECOND = RowMedia("image", "1.jpg"), RowMedia("image", "2.jpg")
 
 
-def read(row: dict[str, Any], form: Form, stage: str = "sft") -> Any:
-    return to_example(row, form, stage, media=True)
+def read(row: dict[str, Any], form: RowFormat, stage: str = "sft") -> Any:
+    return form.to_example(row, stage, media=True)
 
 
 def test_columns_of_every_form() -> None:
@@ -34,9 +34,9 @@ def test_columns_of_every_form() -> None:
     assert read(one, QUERY).media == (SECOND,), "a file need not be in a list"
     frames = {"query": "<video>", "response": "x", "videos": [["1.jpg", "2.jpg"]]}
     assert read(frames, QUERY).media == (RowMedia("video", ["1.jpg", "2.jpg"]),)
-    named = Form("alpaca", Columns(images="photo"))
+    named = AlpacaFormat(Columns(images="photo"))
     assert read({"instruction": "<image>", "output": "x", "photo": "1.jpg"}, named).media == (FIRST,)
-    off = Form("alpaca", Columns(images=None))
+    off = AlpacaFormat(Columns(images=None))
     assert read({"instruction": "<image>", "output": "x", "images": "1.jpg"}, off).media == ()
 
 
@@ -65,19 +65,19 @@ def test_parts_without_a_file_take_it_from_the_columns() -> None:
 
 def test_pictures_of_a_pair_belong_to_its_prompt() -> None:
     row = {"instruction": "<image>What?", "chosen": "A.", "rejected": "B.", "images": ["1.jpg"]}
-    pair = read(row, Form("alpaca", ranking=True), "dpo")
+    pair = read(row, AlpacaFormat(ranking=True), "dpo")
     assert isinstance(pair, PreferencePair)
     assert [pair.chosen.media, pair.rejected.media] == [(FIRST,)] * 2
     question = said("user", [{"type": "image", "image": "2.jpg"}, {"type": "text", "text": "What?"}])
     whole = {name: [question, said("assistant", name)] for name in ("chosen", "rejected")}
-    form = Form("openai", Columns(messages=None), OPENAI.tags, ranking=True)
+    form = MessagesFormat(Columns(messages=None), OPENAI.tags, ranking=True)
     assert read(whole, form, "dpo").media == (SECOND,)
-    assert complaint({**row, "chosen": "<image>"}, Form("alpaca", ranking=True), "dpo") == (
+    assert complaint({**row, "chosen": "<image>"}, AlpacaFormat(ranking=True), "dpo") == (
         "picture-in-answer: an answer of a preference pair has an image or video"
     )
 
 
-def complaint(row: dict[str, Any], form: Form, stage: str = "sft") -> str:
+def complaint(row: dict[str, Any], form: RowFormat, stage: str = "sft") -> str:
     with pytest.raises(RowError) as caught:
         read(row, form, stage)
     return f"{caught.value.code}: {caught.value}"
@@ -107,10 +107,10 @@ def test_tags_and_files_differ_in_number(row: dict[str, Any], message: str) -> N
     [
         ({"query": "What?", "response": "x"}, QUERY, "sft"),
         (openai(said("user", "What?"), said("assistant", "x")), OPENAI, "sft"),
-        ({"instruction": "What?", "chosen": "A.", "rejected": "B."}, Form("alpaca", ranking=True), "dpo"),
+        ({"instruction": "What?", "chosen": "A.", "rejected": "B."}, AlpacaFormat(ranking=True), "dpo"),
     ],
 )
-def test_images_without_a_tag_get_one_in_front(row: dict[str, Any], form: Form, stage: str) -> None:
+def test_images_without_a_tag_get_one_in_front(row: dict[str, Any], form: RowFormat, stage: str) -> None:
     example = read({**row, "images": ["1.jpg", "2.jpg"]}, form, stage)
     chat = example.chosen if isinstance(example, PreferencePair) else example
     assert chat.messages[0].content == "<image><image>What?"

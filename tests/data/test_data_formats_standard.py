@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formats_kit import said
+from formats_kit import pair_of, said
 
 from megatune.data.bad_rows import UnsupportedRow
-from megatune.data.conversation import Conversation, Example, Message, PreferencePair, ToolCall
-from megatune.data.formats import to_example
+from megatune.data.conversation import Conversation, Example, Message, ToolCall
 from megatune.data.sources import resolve_datasets
 
 ASKED, ANSWERED = Message("user", "q"), Message("assistant", "a")
@@ -24,7 +23,7 @@ TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
 def read(tmp_path: Path, stage: str, *rows: dict[str, Any]) -> list[Example]:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (source,) = resolve_datasets([str(tmp_path / "rows.jsonl")], tmp_path, stage)
-    examples = [to_example(row.fields, source, stage) for row in source.rows()]
+    examples = [source.format.to_example(row.fields, stage) for row in source.rows()]
     assert not any(isinstance(example, Exception) for example in examples)
     return examples
 
@@ -91,7 +90,7 @@ def test_conversations(tmp_path: Path, row: dict[str, Any], example: Conversatio
     assert read(tmp_path, "sft", {"messages": SINGLE}, row)[1] == example if "messages" in row else True
 
 
-PAIR = PreferencePair.of_answers((ASKED,), ANSWERED, Message("assistant", "b"), "s")
+PAIR = pair_of((ASKED,), ANSWERED, Message("assistant", "b"), "s")
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ for name, dataset_dir, stage, environment in json.load(sys.stdin):
     try:
         (source,) = resolve_datasets([name], dataset_dir, stage)
         rows = [row.error.code if row.error else list(row.fields.values())[-1] for row in source.rows()]
-        result = {"rows": rows, "formatting": source.formatting, "num_samples": source.num_samples,
-                  "prompt": source.columns.prompt, "where": [row.where for row in source.rows()][-1]}
+        result = {"rows": rows, "format": type(source.format).__name__, "num_samples": source.num_samples,
+                  "prompt": source.format.columns.prompt, "where": [row.where for row in source.rows()][-1]}
     except MegatuneError as error:
         result = {"error": str(error), "code": int(error.exit_code)}
     for key in environment:

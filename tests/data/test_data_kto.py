@@ -21,8 +21,8 @@ from megatune.data.batches import Collator
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.companions import CompanionRows, Companions
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats import to_example
-from megatune.data.formats.form import Columns, Form, Tags, detect
+from megatune.data.formats import AlpacaFormat, MessagesFormat, detect
+from megatune.data.formats.columns import Columns, Tags
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
 from megatune.data.media_table import DocumentMedia, packed
@@ -56,25 +56,27 @@ def test_rows_are_detected(row: dict[str, Any], tag: bool) -> None:
     form = detect(row)
     assert form is not None
     assert not form.ranking
-    assert to_example(row, form, "kto") == Conversation(EXPECTED, desirable=tag)
+    assert form.to_example(row, "kto") == Conversation(EXPECTED, desirable=tag)
 
 
 def test_rows_of_dataset_info() -> None:
     alpaca = {"instruction": "q", "output": "a", "history": [["b", "c"]], "system": "s", "kto_tag": False}
     history = (Message("user", "b"), Message("assistant", "c"))
-    assert to_example(alpaca, Form(columns=KTO_TAG), "kto") == Conversation((*history, *EXPECTED), "s", desirable=False)
+    assert AlpacaFormat(columns=KTO_TAG).to_example(alpaca, "kto") == Conversation(
+        (*history, *EXPECTED), "s", desirable=False
+    )
     tags = Tags("role", "content", "user", "assistant")
-    sharegpt = Form("sharegpt", Columns(messages="messages", kto_tag="good"), tags)
-    assert to_example({"messages": [U, A], "good": True}, sharegpt, "kto") == Conversation(EXPECTED, desirable=True)
+    sharegpt = MessagesFormat(Columns(messages="messages", kto_tag="good"), tags)
+    assert sharegpt.to_example({"messages": [U, A], "good": True}, "kto") == Conversation(EXPECTED, desirable=True)
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 def test_an_answer_beside_its_prompt_ends_it_in_stage_kto(stage: str) -> None:
     """Messages that have their answer are not continued by another column."""
     row = {"messages": [U, A], "completion": "other", "label": True}
-    form = Form("openai", Columns(messages="messages", response="completion", kto_tag="label"), Tags("role", "content"))
-    form = Form("openai", form.columns, Tags("role", "content", "user", "assistant"))
-    found = to_example(row, form, stage)
+    form = MessagesFormat(Columns(messages="messages", response="completion", kto_tag="label"), Tags("role", "content"))
+    form = MessagesFormat(form.columns, Tags("role", "content", "user", "assistant"))
+    found = form.to_example(row, stage)
     assert isinstance(found, Conversation)
     assert found.messages == EXPECTED
 
@@ -94,7 +96,7 @@ def test_an_answer_beside_its_prompt_ends_it_in_stage_kto(stage: str) -> None:
 )
 def test_rows_without_a_judgement(row: dict[str, Any], says: str) -> None:
     with pytest.raises(RowError) as caught:
-        to_example(row, Form(columns=KTO_TAG), "kto")
+        AlpacaFormat(columns=KTO_TAG).to_example(row, "kto")
     assert f"{caught.value.code}: {caught.value}".startswith(says)
 
 

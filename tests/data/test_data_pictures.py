@@ -20,14 +20,14 @@ from megatune.data.bad_rows import RowError
 from megatune.data.cache.key import prepared_key
 from megatune.data.conversation import Conversation, Message, RowMedia
 from megatune.data.encode import Encoded, make_encoder
-from megatune.data.formats.form import DEFAULT_FORMS
+from megatune.data.formats import FORMATS
 from megatune.data.media import MediaSource, media_source
 from megatune.data.media_table import unpacked
 from megatune.data.pipeline import Pipeline
 from megatune.data.readers import RawRow
 from megatune.data.rows import Document, TokenRows
 from megatune.data.samples import RowReader, Sample
-from megatune.data.sources.detection import source_of
+from megatune.data.sources import DatasetSource
 from megatune.data.streaming.blocks import PART, MixedStream
 from megatune.data.workers import encode_all
 from megatune.errors import ExitCode, MegatuneError
@@ -304,7 +304,7 @@ def test_rows_with_pictures_wait_within_a_bound(
             read += 1
             yield Sample(RawRow(f"row {number}", asks(images=[value])))
 
-    reader = RowReader(source_of("rows", (), DEFAULT_FORMS["alpaca"], None), "sft", {}, media=True)
+    reader = RowReader(DatasetSource("rows", (), FORMATS["alpaca"]), "sft", {}, media=True)
     encoder = make_encoder(settings, model.tokenizer, model.vision(settings))
     for _, found in encode_all(encoder, reader, samples(), 2, side_by_side=side_by_side):
         assert isinstance(found, Encoded), found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatune.data.formats.form import OPENAI_TAGS, Columns, Tags
+from megatune.data.formats import FORMATS, AlpacaFormat
+from megatune.data.formats.columns import OPENAI_TAGS, Columns, Tags
 from megatune.data.sources import DatasetSource, SourcePosition, resolve_datasets
 from megatune.data.sources.data_files import splits_by_name
 from megatune.data.sources.registry import parse_entry
@@ -51,7 +53,7 @@ OFF: dict[str, None] = dict.fromkeys(("history", "system", "tools", "images", "v
 
 def test_an_entry_with_nothing_said_is_alpaca(tmp_path: Path) -> None:
     assert resolved("a", info(tmp_path, a={"file_name": "a.json"})) == DatasetSource(
-        "alpaca", Columns(**OFF), Tags(), name="a", files=(tmp_path / "a.json",)
+        "a", (tmp_path / "a.json",), AlpacaFormat(Columns(**OFF))
     )
 
 
@@ -76,7 +78,8 @@ def test_what_is_not_listed_is_off_or_keeps_its_default(
     tmp_path: Path, entry: dict[str, Any], columns: Columns, tags: Tags
 ) -> None:
     source = resolved("a", info(tmp_path, a={"file_name": "a.json", **entry}))
-    assert (source.columns, source.tags, source.formatting) == (columns, tags, entry.get("formatting") or "alpaca")
+    usual = FORMATS[entry.get("formatting") or "alpaca"]
+    assert source.format == replace(usual, columns=columns, tags=tags)
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -207,7 +210,7 @@ def test_a_path_is_a_data_set_of_the_form_of_its_rows(
     path = write(tmp_path / "a.jsonl", f'{{broken\n{{"odd": 1}}\n{json.dumps(row)}\n')
     for name, folder in ((str(path), "nowhere"), ("a.jsonl", str(tmp_path)), (f"{path}#3", "nowhere")):
         source = resolved(name, folder, stage)
-        assert (source.formatting, source.ranking) == (formatting, stage == "dpo")
+        assert (type(source.format), source.format.ranking) == (type(FORMATS[formatting]), stage == "dpo")
         assert source.num_samples == (3 if name.endswith("#3") else None)
 
 
@@ -264,7 +267,7 @@ def test_pairs_are_for_their_stages_and_nothing_else_is(tmp_path: Path, stage: s
     info(tmp_path, pairs={"file_name": "pairs.jsonl", "ranking": True}, plain={"file_name": "a.json"})
     pairs, plain = ("pairs", "pairs.jsonl"), ("plain", "a.json")
     for name in pairs if takes_pairs else plain:
-        assert resolved(name, tmp_path, stage).ranking is (takes_pairs)
+        assert resolved(name, tmp_path, stage).format.ranking is (takes_pairs)
     message, code = refused(list(plain if takes_pairs else pairs), tmp_path, stage)
     assert code == ExitCode.SETTINGS
     if takes_pairs:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from itertools import groupby
 
 import pytest
+from formats_kit import pair_of
 from tokenizer_kit import CORPUS, qwen_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatune.config.settings import DataSettings, Settings
-from megatune.data.conversation import Conversation, Message, PreferencePair
+from megatune.data.conversation import Conversation, Message
 from megatune.data.encode import Encoded, Encoder, make_encoder
 from megatune.data.rows import IGNORE_INDEX
 from megatune.data.templates import load_template
@@ -112,9 +113,7 @@ def test_tokens_and_labels_are_those_of_transformers(backend: Callable[[], Token
 
 def test_pairs_share_their_prompt() -> None:
     tokenizer = wrapped(prepending(), plain(MIXTRAL))
-    pair = PreferencePair.of_answers(
-        (Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No.")
-    )
+    pair = pair_of((Message("user", "Warm?"),), Message("assistant", "Yes."), Message("assistant", "No."))
     encoder = Encoder(tokenizer, load_template(None, tokenizer), cutoff_len=100, whole_text=True)
     (encoded,) = encoder.encode([pair])
     assert isinstance(encoded, Encoded)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatune.data.formats import to_example
 from megatune.data.sources import resolve_datasets
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "preference" / "make_unpaired.py"
@@ -27,7 +26,7 @@ def made(folder: Path, *flags: str) -> list[dict]:
     done = subprocess.run(call, check=True, timeout=60, capture_output=True, text=True)
     assert done.stderr.startswith("left out: ")  # the row without a question
     (source,) = resolve_datasets(["unpaired"], folder / "out", "kto")
-    assert None not in {to_example(each.fields, source, "kto").desirable for each in source.rows()}
+    assert None not in {source.format.to_example(each.fields, "kto").desirable for each in source.rows()}
     info = json.loads((folder / "out" / "dataset_info.json").read_text())["unpaired"]
     assert info["columns"] == {"messages": "messages", "kto_tag": "label"}
     return [json.loads(line) for line in (folder / "out" / info["file_name"]).read_text().splitlines()]

@@ -12,13 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+from formats_kit import pair_of
 from tokenizer_kit import qwen_tokenizer
 
 from megatune.data import workers
 from megatune.data.bad_rows import LengthError, RowError
-from megatune.data.conversation import Conversation, Example, Message, PreferencePair
+from megatune.data.conversation import Conversation, Example, Message
 from megatune.data.encode import Encoded, Encoder
-from megatune.data.formats.form import Columns
+from megatune.data.formats import FORMATS
 from megatune.data.readers import RawRow
 from megatune.data.samples import NO_METADATA, RowMetadata, RowReader, Sample
 from megatune.data.sources import DatasetSource
@@ -26,7 +27,7 @@ from megatune.data.templates import load_template
 from megatune.errors import ExitCode, MegatuneError
 
 SAMPLES = [Sample(RawRow("a.txt:1", {"text": "Hello"}))]
-READER = RowReader(DatasetSource("text", Columns(prompt="text"), name="a", files=()), "pt", {})
+READER = RowReader(DatasetSource("a", (), FORMATS["text"]), "pt", {})
 
 
 class GivenExamples(RowReader):
@@ -98,7 +99,7 @@ def test_processes_send_what_one_computes() -> None:
         examples += [
             Conversation((question, answer)),
             Conversation((Message("user", "weather " * 100), answer)),
-            PreferencePair.of_answers((question,), answer, Message("assistant", "No.")),
+            pair_of((question,), answer, Message("assistant", "No.")),
             RowError("code", "reason", f"detail {number}"),
         ]
     samples = [Sample(RawRow(str(number), {"example": example})) for number, example in enumerate(examples)]

@@ -24,8 +24,6 @@ from megatune.processes import usable_processes
 T = TypeVar("T")
 # Settings that define the data: if one of them is invalid, the data cannot be checked.
 _OF_DATA = ("data.dataset", "data.dataset_dir", "data.eval_dataset", "data.columns", "run.stage")
-# Formats with fixed columns.
-_NAMED = ("alpaca", "sharegpt", "openai")
 _MISSING = ("missing-field", "wrong-type", "messages-not-a-list")
 # Fixes of other problems that all rows may have in common.
 _FIXES = {
@@ -72,8 +70,8 @@ def check_data(settings: Settings, checked: Checked, *, tokenizer: Path | None, 
         sources = checked.run(partial(datasets_of, settings, evaluation=evaluation, hubs=False))
         for source in sources or ():
             names = checked.run(partial(_first_rows, settings, source)) or []
-            unused = [name for name in names if name not in _used(settings, source)]
-            if unused and source.formatting in _NAMED:
+            names = [name for name in names if name != LANGUAGE_FIELD]
+            if unused := source.format.unused(names, settings.run.stage):
                 checked.lines.append(f"data       {source.name}: fields that are not used: {', '.join(unused)}")
 
 
@@ -98,15 +96,3 @@ def _first_rows(settings: Settings, source: DatasetSource) -> list[str]:
         fix = _FIXES.get(errors[0].code, fix)
         raise MegatuneError(Finding(what, first[0][0].row.where, str(errors[0]), fix), ExitCode.DATA)
     return list(dict.fromkeys(name for sample, _ in first for name in sample.row.fields))
-
-
-def _used(settings: Settings, source: DatasetSource) -> set[str]:
-    """Return the fields of a row that are used."""
-    columns, stage = source.columns, settings.run.stage
-    used = [columns.system, columns.tools, columns.images, columns.videos, columns.audios, columns.kto_tag]
-    is_alpaca = source.formatting == "alpaca"
-    used += [columns.prompt, columns.query, columns.history] if is_alpaca else [columns.messages]
-    used += [columns.chosen, columns.rejected] if source.ranking else []
-    used += [columns.response] if is_alpaca or stage == "kto" else []
-    used += [columns.margin] if stage == "rm" else [columns.label] if stage == "cls" else []
-    return {LANGUAGE_FIELD, *(name for name in used if name is not None)}

@@ -80,20 +80,6 @@ class PreferencePair:
     rejected: Conversation
     margin: float = 0.0
 
-    @classmethod
-    def of_answers(
-        cls,
-        prompt: tuple[Message, ...],
-        chosen: Message,
-        rejected: Message,
-        system: str | None = None,
-        tools: tuple[dict[str, Any], ...] = (),
-        media: tuple[RowMedia, ...] = (),
-    ) -> PreferencePair:
-        """Return the pair of two answers to one prompt."""
-        common = (system, tools, media)
-        return cls(Conversation((*prompt, chosen), *common), Conversation((*prompt, rejected), *common))
-
     @property
     def media(self) -> tuple[RowMedia, ...]:
         return self.chosen.media

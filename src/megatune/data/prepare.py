@@ -20,6 +20,7 @@ from megatune.data.bad_rows import BadRows, RowError
 from megatune.data.build import RowsBuilder, RowShape
 from megatune.data.cache import get_or_build, stored_key
 from megatune.data.cache.key import prepared_key, versioned
+from megatune.data.formats import AlpacaFormat
 from megatune.data.order import mixed_order
 from megatune.data.pipeline import DatasetReader, DatasetState, Pipeline
 from megatune.data.report import HELD_OUT_COPY, DataReport, DatasetReport, LengthReport, TokenReport, check_bad_rows
@@ -247,6 +248,6 @@ def _notes(pipeline: Pipeline, split: Split, train: TokenReport) -> Iterator[str
     # Stage pt reads only one column, but users may expect that answers are trained, too.
     for source in pipeline.training if pipeline.settings.run.stage == "pt" else ():
         row = next((row.fields for row in source.rows() if row.error is None), {})
-        if source.formatting == "alpaca" and row.get(source.columns.response or ""):
-            prompt, response = source.columns.prompt, source.columns.response
+        prompt, response = source.format.columns.prompt, source.format.columns.response
+        if isinstance(source.format, AlpacaFormat) and row.get(response or ""):
             yield f"{source.name}: stage pt trains on the column {prompt!r} only; {response!r} is not read"

@@ -14,7 +14,7 @@ from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, fill_placeholders
 from megatune.data.encode import make_encoder
-from megatune.data.formats import to_example, to_question
+from megatune.data.formats import TextFormat
 from megatune.data.formats.fields import check_within_media_dir
 from megatune.data.media_table import DocumentMedia
 from megatune.data.rows import DESIRABLE, IGNORE_INDEX, Document, TokenRows
@@ -70,10 +70,10 @@ def read_questions(
             try:
                 if row.error is not None:
                     raise row.error
-                if takes_texts and source.formatting == "text":
-                    chat = Conversation((Message("user", str(to_example(row.fields, source, "pt"))),))
-                else:
-                    chat = to_question(row.fields, source, media=media)
+                if isinstance(source.format, TextFormat) and not takes_texts:
+                    what = "its rows are plain texts without questions"
+                    raise UnsupportedRow(what, "name a data set of conversations")
+                chat = source.format.to_question(row.fields, media=media)
                 if source.fetched:
                     check_within_media_dir(chat.media)
                 filled, missing = fill_placeholders(chat, values_for(row.fields, placeholders))
@@ -89,7 +89,7 @@ def read_questions(
             *asked, last = filled.messages
             question = Question(row.where, filled, None)
             if last.role == "assistant":
-                question = Question(row.where, replace(filled, messages=tuple(asked)), last.content)
+                question = Question(row.where, replace(filled, messages=tuple(asked)), last.content or None)
             yield from [question] * sample.copies
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from megatune.config.groups.data import DataSettings
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import PLACEHOLDERS, Conversation, Example, fill_placeholders, texts
-from megatune.data.formats import to_example
 from megatune.data.formats.fields import check_within_media_dir
 from megatune.data.formats.labels import Labels
 from megatune.data.readers import RawRow
@@ -83,7 +82,7 @@ class RowReader:
     def read(self, fields: Mapping[str, Any]) -> tuple[Example | RowError | UnsupportedRow, RowMetadata]:
         """Return the example of a row, or why it cannot be trained on, and the row's metadata."""
         try:
-            example = to_example(fields, self.source, self.stage, media=self.media, labels=self.labels)
+            example = self.source.format.to_example(fields, self.stage, media=self.media, labels=self.labels)
             if self.source.fetched and not isinstance(example, str):
                 check_within_media_dir(example.media)
             missing: list[str] = []

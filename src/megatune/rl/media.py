@@ -15,8 +15,8 @@ from megatune.config.rl.rollout import PromptData
 from megatune.config.rl.settings import RLSettings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
+from megatune.data.formats.columns import Columns
 from megatune.data.formats.fields import Inline, extract_media, files_of
-from megatune.data.formats.form import Columns
 from megatune.data.media.arguments import media_arguments, rotary_position_ids
 from megatune.data.media_table import unpacked
 from megatune.data.truncation import unnumbered

@@ -11,8 +11,7 @@ from megatune.config.groups.run import ModelSettings
 from megatune.config.settings import Settings
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats.form import Form
-from megatune.data.formats.swift import to_swift_example
+from megatune.data.formats.swift import SwiftFormat
 from megatune.data.templates import Thinking, load_template
 from megatune.data.templates.chat_template import FIXED_DATE
 from megatune.data.templates.named import NAMED_TEMPLATES
@@ -123,11 +122,10 @@ def swift_reader(
     model = ModelSettings(model_name_or_path=str(tokenizer.name_or_path))
     settings = Settings(model=model, data=DataSettings(**values))
     template = template_of_swift(settings, tokenizer)
-    form = Form("ms_swift", swift_version=settings.data.swift_version)
+    form = SwiftFormat(version=settings.data.swift_version)
 
     def read(row: Mapping[str, Any]) -> PromptRow:
-        conversation = to_swift_example(row, form, "sft", media=vision is not None)
-        assert isinstance(conversation, Conversation)
+        conversation = form.to_question(row, media=vision is not None)
         asked, last = conversation.messages, conversation.messages[-1]
         if last.role == "assistant":
             asked = asked[:-1]

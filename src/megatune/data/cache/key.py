@@ -125,7 +125,10 @@ def prepared_key(
     files = _digests((*train, *evaluation), file_digest)
     chosen = _chosen(settings)
     content = {
-        part: [{**asdict(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
+        part: [
+            {**asdict(one), "format": repr(one.format), "files": [(file.name, files[file]) for file in one.files]}
+            for one in chosen_sources
+        ]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
     media: dict[str, list[Any]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Message, RowMedia, ToolCall
-from megatune.data.formats.form import Columns
+from megatune.data.formats.columns import Columns
 from megatune.data.media import Kind, is_base64
 from megatune.data.readers import json_type
 
@@ -97,6 +97,11 @@ def field_names(row: Mapping[str, Any]) -> str:
     """List a row's fields for error messages."""
     names = ", ".join(repr(name[:100]) for name in list(row)[:_MAX_LISTED]) or "no fields"
     return f"{names} and {len(row) - _MAX_LISTED} more" if len(row) > _MAX_LISTED else names
+
+
+def missing_field(row: Mapping[str, Any], name: str) -> RowError:
+    """Return the error of a row without a field."""
+    return RowError("missing-field", f"field {name!r} is missing", f"the row has {field_names(row)}")
 
 
 def short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Read ShareGPT conversations and OpenAI messages: lists of messages that differ only in their tags."""
+"""Read lists of messages, ShareGPT's or OpenAI's, which differ only in their tags."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
-from megatune.data.conversation import Conversation, Message, Role
+from megatune.data.conversation import Message, Role
+from megatune.data.formats.columns import Tags
 from megatune.data.formats.fields import (
     PARTS,
     Inline,
     encodable,
-    extract_media,
-    field_names,
     function_call,
-    optional_string,
+    missing_field,
     part_value,
     short,
     string,
     tags_of,
     tool_calls,
-    tools,
 )
-from megatune.data.formats.form import Form, Tags
 from megatune.data.readers import json_type
 
 Kind = Literal["system", "user", "assistant", "call", "tool"]
 
 _TEXT_PARTS = ("text", "input_text")
 _AUDIO_PARTS = ("audio", "audio_url", "input_audio")
-# Roles of ms-swift and OpenAI that are valid in addition to the form's tags, which take precedence.
+# Roles of ms-swift and OpenAI that are valid in addition to the tags, which take precedence.
 _ROLES: dict[str, Kind] = {
     "tool_call": "call",
     "function_call": "call",
@@ -39,6 +36,7 @@ _ROLES: dict[str, Kind] = {
     "tool_response": "tool",
     "function_response": "tool",
     "observation": "tool",
+    "developer": "system",
 }
 # Keys of a turn that is one object: {"human": "...", "assistant": "..."}.
 _USER_KEYS, _ASSISTANT_KEYS = ("user", "human"), ("assistant", "gpt", "bot")
@@ -53,38 +51,13 @@ class Messages(NamedTuple):
     inline: Inline
 
 
-def conversation(row: Mapping[str, Any], form: Form, answer: Message | None = None, *, media: bool) -> Conversation:
-    """Read the messages of a row, in turns that end with the assistant's.
-
-    Args:
-        answer: appended if the messages end before the answer.
-
-    Raises:
-        RowError: they are not valid messages, or the roles do not alternate.
-        UnsupportedRow: one of them has audio, or an image or video for a text model.
-    """
-    columns = form.columns
-    chat = messages_of(row, columns.messages or "messages", form)
-    if answer is not None and chat.messages[-1].role != "assistant":
-        chat = chat._replace(messages=(*chat.messages, answer))
-    check_turns(chat, form.tags)
-    if chat.messages[-1].role != "assistant":
-        detail = f"message {_number(chat, -1)} is {_tag(chat.messages[-1].role, form.tags)!r}"
-        raise RowError("no-answer", "the last message is not the assistant's", detail)
-    # A system message among the messages overrides the system column.
-    system = optional_string(row, columns.system) if chat.system is None else chat.system
-    said, found = extract_media(row, columns, chat.messages, chat.inline, wanted=media)
-    return Conversation(said, system or None, tools(row, columns.tools), found)
-
-
-def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
+def messages_of(row: Mapping[str, Any], column: str, tags: Tags) -> Messages:
     """Read the list of messages in a column; `check_turns` checks that the roles alternate."""
     if column not in row:
-        raise RowError("missing-field", f"field {column!r} is missing", f"the row has {field_names(row)}")
+        raise missing_field(row, column)
     raw = row[column]
     if not isinstance(raw, list):
         raise RowError("messages-not-a-list", f"field {column!r}: expected a list of messages, got {json_type(raw)}")
-    tags = form.tags
     raw = _split_pairs(raw, tags)
     system: str | None = None
     messages: list[Message] = []
@@ -93,10 +66,10 @@ def messages_of(row: Mapping[str, Any], column: str, form: Form) -> Messages:
         if not isinstance(item, dict):
             detail = f"message {number} is {json_type(item)}"
             raise RowError("message-not-an-object", f"field {column!r}: a message is not an object", detail)
-        kind = _kind(item, form, column, number)
+        kind = _kind(item, tags, column, number)
         if kind == "system":
             if number != 1:
-                if _kind(raw[0], form, column, 1) == "system":
+                if _kind(raw[0], tags, column, 1) == "system":
                     raise RowError("two-system-messages", "two system messages", f"messages 1 and {number}")
                 raise RowError("system-not-first", "the system message is not the first", f"message {number}")
             system = content_of(item, tags.content_tag, column, number, None)
@@ -133,13 +106,13 @@ def _split_pairs(raw: list[Any], tags: Tags) -> list[Any]:
     return messages
 
 
-def answer_message(item: Mapping[str, Any], column: str, number: int, form: Form) -> Message:
+def answer_message(item: Mapping[str, Any], column: str, number: int, tags: Tags) -> Message:
     """Read an answer of a preference pair: message `number` of the column's list, or 0 if the column has no list."""
-    kind = _kind(item, form, column, number)
+    kind = _kind(item, tags, column, number)
     if kind not in ("assistant", "call"):
-        detail = f"field {column!r} has role {item[form.tags.role_tag]!r}, expected {form.tags.assistant_tag!r}"
+        detail = f"field {column!r} has role {item[tags.role_tag]!r}, expected {tags.assistant_tag!r}"
         raise RowError("answer-not-assistant", "an answer is not the assistant's", detail)
-    return _message(kind, item, form.tags, column, number, None)
+    return _message(kind, item, tags, column, number, None)
 
 
 # Which role may follow which: several tools may answer the parallel calls of one message.
@@ -158,8 +131,9 @@ def check_turns(chat: Messages, tags: Tags) -> None:
         role = message.role
         if role not in _ALLOWED_NEXT[previous]:
             expected = " or ".join(repr(_tag(role, tags)) for role in _ALLOWED_NEXT[previous])
-            detail = f"message {_number(chat, index)} is {_tag(role, tags)!r}, expected {expected}"
-            raise RowError("roles-out-of-order", "roles out of order", detail)
+            raise RowError(
+                "roles-out-of-order", "roles out of order", f"{described(chat, index, tags)}, expected {expected}"
+            )
         if is_empty(message):
             raise RowError("empty-message", f"an empty {role} message", f"message {_number(chat, index)}")
         previous = role
@@ -172,12 +146,10 @@ def is_empty(message: Message) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
+def _kinds(tags: Tags) -> dict[str, Kind]:
     """Map each role to its kind; if two tags are equal, the later one in this list wins."""
-    kinds: dict[str, Kind] = {"developer": "system"} if openai else {}
     return {
         **_ROLES,
-        **kinds,
         tags.function_tag: "call",
         tags.observation_tag: "tool",
         tags.system_tag: "system",
@@ -186,10 +158,9 @@ def _kinds(tags: Tags, openai: bool) -> dict[str, Kind]:
     }
 
 
-def _kind(item: Mapping[str, Any], form: Form, column: str, number: int) -> Kind:
-    tags = form.tags
+def _kind(item: Mapping[str, Any], tags: Tags, column: str, number: int) -> Kind:
     role = string(item, tags.role_tag, column, number)
-    kind = _kinds(tags, form.formatting == "openai").get(role)
+    kind = _kinds(tags).get(role)
     if kind is None:
         known = (tags.system_tag, tags.user_tag, tags.assistant_tag, tags.observation_tag, tags.function_tag)
         place = f"message {number}" if number else f"field {column!r}"
@@ -272,6 +243,11 @@ def _trained(item: Mapping[str, Any], place: str) -> bool | None:
     return None
 
 
+def described(chat: Messages, index: int, tags: Tags) -> str:
+    """Return which message of the row an index is, and its role."""
+    return f"message {_number(chat, index)} is {_tag(chat.messages[index].role, tags)!r}"
+
+
 def _number(chat: Messages, index: int) -> int:
     """Return the number of a message in the row's list, from 1, including the system message."""
     return index % len(chat.messages) + (1 if chat.system is None else 2)
@@ -279,3 +255,19 @@ def _number(chat: Messages, index: int) -> int:
 
 def _tag(role: Role, tags: Tags) -> str:
     return {"user": tags.user_tag, "assistant": tags.assistant_tag, "tool": tags.observation_tag}[role]
+
+
+def tags_of_messages(messages: object, column: str) -> Tags:
+    """Detect the tags of a row's messages; use the usual tags of the column if they cannot be detected."""
+    found = [messages] if isinstance(messages, dict) else messages if isinstance(messages, list) else []
+    items = [item for item in found if isinstance(item, dict)]
+    first = items[0] if items else {}
+    openai = column not in ("conversations", "conversation")
+    role = "role" if "role" in first else "from" if "from" in first else "role" if openai else "from"
+    content = "content" if "content" in first else "value" if "value" in first else "content" if openai else "value"
+    roles = [item.get(role) for item in items]
+    is_sharegpt = any(word in roles for word in ("human", "gpt"))
+    is_openai = not is_sharegpt and (role == "role" or any(word in roles for word in ("user", "assistant")))
+    user, assistant, usual = ("user", "assistant", "tool") if is_openai else ("human", "gpt", "observation")
+    observation = next((word for word in ("observation", "tool") if word in roles), usual)
+    return Tags(role, content, user, assistant, observation, "function_call", "system")

@@ -13,13 +13,22 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, get_args
 
 from megatune.config.groups.run import PAIR_STAGES
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message, PreferencePair, Role, RowMedia, ToolCall
+from megatune.data.formats.base import RowFormat
+from megatune.data.formats.columns import (
+    MEDIA_NAMES,
+    MESSAGES_NAMES,
+    QUERY_NAMES,
+    RESPONSE_NAMES,
+    SYSTEM_NAMES,
+    TEXT_NAMES,
+)
 from megatune.data.formats.fields import (
     IMAGE,
     KINDS,
@@ -33,25 +42,18 @@ from megatune.data.formats.fields import (
     short,
     tags_of,
 )
-from megatune.data.formats.form import Form
 from megatune.data.formats.labels import Labels
 from megatune.data.media import Kind
 
-_MESSAGES = ("messages", "conversation", "conversations")
-_MEDIA = {name: f"{kind}s" for kind in ("image", "video", "audio") for name in (kind, f"{kind}s")}
-_SYSTEM = dict.fromkeys(("system", "system_prompt"), "system")
-_MESSAGE_COLUMNS = {**_MEDIA, **dict.fromkeys(_MESSAGES, "messages"), **_SYSTEM}
+_SHARED_COLUMNS = {
+    **{name: names[0] for names in MEDIA_NAMES for name in names},
+    **dict.fromkeys(SYSTEM_NAMES, "system"),
+}
+_MESSAGE_COLUMNS = {**_SHARED_COLUMNS, **dict.fromkeys(MESSAGES_NAMES, "messages")}
 _RESPONSE_COLUMNS = {
-    **_MEDIA,
-    **_SYSTEM,
-    **dict.fromkeys(("query", "prompt", "input", "instruction", "question", "problem"), "query"),
-    **dict.fromkeys(
-        (
-            *("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution"),
-            *("text", "completion", "content"),
-        ),
-        "response",
-    ),
+    **_SHARED_COLUMNS,
+    **dict.fromkeys(QUERY_NAMES, "query"),
+    **dict.fromkeys((*RESPONSE_NAMES, *TEXT_NAMES, "targets", "answer_key", "answers"), "response"),
 }
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -68,43 +70,57 @@ Row = dict[str, Any]
 Raw = list[dict[str, Any]]  # messages with a role, content, and possibly whether they are trained
 
 
-def to_swift_example(
-    row: Mapping[str, Any], form: Form, stage: str, *, media: bool, labels: Labels | None = None
-) -> Conversation | PreferencePair:
-    """Read one row as ms-swift does, for any stage.
+@dataclass(frozen=True)
+class SwiftFormat(RowFormat):
+    """The rows of ms-swift's command lines, chosen by their settings.
 
-    Args:
-        form: with formatting ms_swift.
-        media: whether the model takes images and videos.
-        labels: for stage cls.
-
-    Raises:
-        RowError: ms-swift drops such a row.
-        UnsupportedRow: the row has audio or bounding boxes, or images or videos for a text model.
+    Attributes:
+        version: the version of ms-swift whose rules read the rows.
+        renames: the data set's name -> ms-swift's name of columns.
+        fields: the columns of the first rows; they are null in rows that lack them.
     """
-    version = form.swift_version
-    fields = _standardized({**dict.fromkeys(form.fields), **row}, dict(form.renames), version)
-    messages = _checked(fields["messages"])
-    shared = {key: fields.get(key) for key in ("tools", "images", "videos")}
-    if version >= 4:
-        shared["chat_template_kwargs"] = fields.get("chat_template_kwargs")
-    if fields.get("audios"):
-        raise UnsupportedRow("it has audio, and training on audio is not supported")
-    if fields.get("objects"):
-        raise UnsupportedRow("field 'objects': training on bounding boxes is not supported")
-    if stage not in PAIR_STAGES:
-        desirable = _label(fields, messages) if stage == "kto" else None
-        chat = _conversation(messages, shared, version, media, desirable)
-        return chat if labels is None else replace(chat, label=labels.read(fields, "label"))
-    if fields.get("rejected_messages") is not None:
-        rejected = _checked(fields["rejected_messages"])
-        shared_rejected = {key: fields.get(f"rejected_{key}") for key in shared}
-    else:
-        rejected = _with_rejected_response(messages, fields, version)
-        shared_rejected = {key: fields.get(f"rejected_{key}") or value for key, value in shared.items()}
-    chosen = _conversation(messages, shared, version, media)
-    other = _conversation(rejected, shared_rejected, version, media)
-    return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
+
+    version: int = 4
+    renames: tuple[tuple[str, str], ...] = ()
+    fields: tuple[str, ...] = ()
+
+    def to_example(
+        self, row: Mapping[str, Any], stage: str, *, media: bool = False, labels: Labels | None = None
+    ) -> Conversation | PreferencePair:
+        """Read one row as ms-swift does, for any stage; see `RowFormat.to_example`.
+
+        Raises:
+            RowError: ms-swift drops such a row.
+            UnsupportedRow: the row has audio or bounding boxes, or images or videos for a text model.
+        """
+        version = self.version
+        fields = _standardized({**dict.fromkeys(self.fields), **row}, dict(self.renames), version)
+        messages = _checked(fields["messages"])
+        shared = {key: fields.get(key) for key in ("tools", "images", "videos")}
+        if version >= 4:
+            shared["chat_template_kwargs"] = fields.get("chat_template_kwargs")
+        if fields.get("audios"):
+            raise UnsupportedRow("it has audio, and training on audio is not supported")
+        if fields.get("objects"):
+            raise UnsupportedRow("field 'objects': training on bounding boxes is not supported")
+        if stage not in PAIR_STAGES:
+            desirable = _label(fields, messages) if stage == "kto" else None
+            chat = _conversation(messages, shared, version, media, desirable)
+            return chat if labels is None else replace(chat, label=labels.read(fields, "label"))
+        if fields.get("rejected_messages") is not None:
+            rejected = _checked(fields["rejected_messages"])
+            shared_rejected = {key: fields.get(f"rejected_{key}") for key in shared}
+        else:
+            rejected = _with_rejected_response(messages, fields, version)
+            shared_rejected = {key: fields.get(f"rejected_{key}") or value for key, value in shared.items()}
+        chosen = _conversation(messages, shared, version, media)
+        other = _conversation(rejected, shared_rejected, version, media)
+        return PreferencePair(chosen, other, margin(fields, "margin") if stage == "rm" else 0.0)
+
+    def to_question(self, row: Mapping[str, Any], *, media: bool = False) -> Conversation:
+        chat = self.to_example(row, "sft", media=media)
+        assert isinstance(chat, Conversation)
+        return chat
 
 
 def _label(fields: Row, messages: Raw) -> bool:
@@ -119,7 +135,7 @@ def _label(fields: Row, messages: Raw) -> bool:
 def _standardized(row: Mapping[str, Any], columns: Mapping[str, str], version: int) -> Row:
     """Rename the columns of a row to ms-swift's names, and convert rows without messages to messages."""
     fields = _renamed(row, columns)
-    if any(name in fields for name in _MESSAGES):
+    if any(name in fields for name in MESSAGES_NAMES):
         fields = _renamed(fields, _MESSAGE_COLUMNS)
         if fields.get("rejected_messages") is not None:
             fields["rejected_messages"] = _messages(fields["rejected_messages"], None, version)

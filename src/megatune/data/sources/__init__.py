@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatune.config.groups.data import DataSettings
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources.data_files import hub_files, local_files
-from megatune.data.sources.detection import DatasetSource, FormatDetector, SourcePosition, check_stage, source_of
+from megatune.data.sources.detection import DatasetSource, FormatDetector, SourcePosition, check_stage
 from megatune.data.sources.registry import DATASET_INFO, DatasetEntry, parse_entry, parse_reference, read_registry
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
@@ -178,12 +178,12 @@ def _resolve(text: str, directory: _DatasetDir, detector: FormatDetector, hubs: 
             missing = 'add "ranking": true if its rows have two answers'
             if detector.stage == "kto":
                 missing = 'add "kto_tag" to its columns if a column states whether an answer is desirable'
-            check_stage(entry.form, detector.stage, entry.where, missing)
+            check_stage(entry.format, detector.stage, entry.where, missing)
             if entry.hub is not None and not hubs:
                 return None
             files = directory.files(replace(entry, subsets=reference.subsets or entry.subsets))
             fetched = entry.hub is not None or directory.repository is not None
-            return source_of(text, files, entry.form, reference.num_samples or entry.num_samples, fetched=fetched)
+            return DatasetSource(text, files, entry.format, reference.num_samples or entry.num_samples, fetched)
         if (path := directory.path(reference.name)) is not None:
             return detector.source(text, reference, local_files(path, "dataset", subsets=reference.subsets))
         if data_suffix(Path(reference.name)) or not is_repository_id(reference.name, owner=True):

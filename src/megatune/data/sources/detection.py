@@ -1,4 +1,4 @@
-"""Resolve data sets, detect the form of those without an entry, and check that a stage supports the form."""
+"""Resolve data sets, detect the format of those without an entry, and check that a stage supports the format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import yaml
 
 from megatune.config.groups.run import PAIR_STAGES
-from megatune.data.formats.form import RESPONSE_NAMES, USUAL_NAMES, Form, columns_by_own_name, detect_named, own_names
+from megatune.data.formats import RowFormat, TextFormat, detect
+from megatune.data.formats.columns import RESPONSE_NAMES, USUAL_NAMES, columns_by_own_name, own_names
+from megatune.data.formats.swift import SwiftFormat
 from megatune.data.readers import Position, RawRow, read_rows
 from megatune.data.sources.registry import DATASET_INFO, DatasetReference
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 
-# Readable rows that are used to detect the form of a data set without an entry.
+# Readable rows that are used to detect the format of a data set without an entry.
 ROWS_FOR_DETECTION = 100
 _CHAT_PARTS: tuple[str, ...] = ("query", "response")
 _PARTS = dict.fromkeys(PAIR_STAGES, ("query", "chosen", "rejected")) | dict.fromkeys(("pt", "cls"), ("text",))
@@ -30,9 +32,9 @@ class SourcePosition:
     position: Position
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSource(Form):
-    """A resolved data set: the files, and the form of their rows.
+@dataclass(frozen=True, slots=True)
+class DatasetSource:
+    """A resolved data set: the files, and the format of their rows.
 
     Attributes:
         files: read in this order; all of one type. Files from a hub are in the cache of its library.
@@ -42,6 +44,7 @@ class DatasetSource(Form):
 
     name: str
     files: tuple[Path, ...]
+    format: RowFormat
     num_samples: int | None = None
     fetched: bool = False
 
@@ -59,16 +62,9 @@ class DatasetSource(Form):
                 yield row, SourcePosition(index, row.next)
 
 
-def source_of(
-    name: str, files: tuple[Path, ...], form: Form, num_samples: int | None, *, fetched: bool = False
-) -> DatasetSource:
-    own = (form.formatting, form.columns, form.tags, form.ranking, form.swift_version, form.renames, form.fields)
-    return DatasetSource(*own, name=name, files=files, num_samples=num_samples, fetched=fetched)
-
-
 @dataclass(slots=True)
 class FormatDetector:
-    """Detects the form of data sets without an entry.
+    """Detects the format of data sets without an entry.
 
     Attributes:
         columns: own name -> standard name, or LLaMA-Factory's part of a row -> own name (see `columns_by_own_name`).
@@ -84,19 +80,18 @@ class FormatDetector:
     def source(
         self, text: str, reference: DatasetReference, files: tuple[Path, ...], *, fetched: bool = False
     ) -> DatasetSource:
-        """Resolve a data set; its form is that of the first readable row with known fields."""
+        """Resolve a data set; its format is that of the first readable row with known fields."""
         readable = (row.fields for file in files for row in read_rows(file) if row.error is None)
         rows = list(islice(readable, ROWS_FOR_DETECTION))
         names = list(dict.fromkeys(name for row in rows for name in row))
         self.seen.update(names)
-        # Without rows the form is irrelevant: the check of the rows reports the problem.
-        form = self._form(text, rows, names) if rows else Form()
-        return source_of(text, files, form, reference.num_samples, fetched=fetched)
+        # Without rows the format is irrelevant: the check of the rows reports the problem.
+        form = self._format(text, rows, names) if rows else TextFormat()
+        return DatasetSource(text, files, form, reference.num_samples, fetched)
 
-    def _form(self, text: str, rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> Form:
+    def _format(self, text: str, rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> RowFormat:
         if self.swift_version:
-            renames = tuple(self.columns.items())
-            return Form("ms_swift", swift_version=self.swift_version, renames=renames, fields=tuple(names))
+            return SwiftFormat(version=self.swift_version, renames=tuple(self.columns.items()), fields=tuple(names))
         if (columns := columns_by_own_name(self.columns, names)) is None:
             what = f"columns: {to_yaml(self.columns)} is ambiguous: rows have all of these fields"
             fix = f"describe the data set in {DATASET_INFO}, whose columns map a part of a row to the field"
@@ -104,13 +99,13 @@ class FormatDetector:
         own = own_names(columns, names)
         capital = {name: name.lower() for name in names if name != name.lower() and name.lower() in USUAL_NAMES}
         for known in (own, own_names(capital, names) | own):
-            if form := next((form for row in rows if (form := detect_named(row, known))), None):
+            if form := next((form for row in rows if (form := detect(row, known))), None):
                 return self._for_stage(form, text)
         what = f"{text}: no known format has the fields {', '.join(rows[0]) or 'of a row without fields'}"
         fix = f"write columns: {to_yaml(suggest_columns(rows[0], self.stage))}, or describe it in {DATASET_INFO}"
         raise MegatuneError(Finding(what, "dataset", fix=fix), ExitCode.DATA)
 
-    def _for_stage(self, form: Form, text: str) -> Form:
+    def _for_stage(self, form: RowFormat, text: str) -> RowFormat:
         fix = f"name the two answers chosen and rejected, or describe them in {DATASET_INFO}"
         if self.stage == "kto":
             fix = f"rename the field that marks good answers to label, or describe it in {DATASET_INFO}"
@@ -155,7 +150,7 @@ def to_yaml(columns: Mapping[str, str]) -> str:
     return text.strip()
 
 
-def check_stage(form: Form, stage: str, where: str, fix: str) -> None:
+def check_stage(form: RowFormat, stage: str, where: str, fix: str) -> None:
     if form.ranking and stage not in PAIR_STAGES:
         what = f"its rows are preference pairs, which stage {stage} does not train"
         raise MegatuneError(Finding(what, where, fix="write stage: dpo, or rm"), ExitCode.SETTINGS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatune.data.formats.form import DEFAULT_FORMS, FORMATTINGS, Form, Formatting
+from megatune.data.formats import FORMATS, RowFormat
 from megatune.data.readers import data_suffix, json_error, json_type
 from megatune.data.sources.data_files import DEFAULT_SPLIT
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
@@ -115,7 +115,7 @@ class DatasetEntry:
     subsets: tuple[str, ...]
     split: str
     folder: str
-    form: Form
+    format: RowFormat
     num_samples: int | None
 
 
@@ -149,14 +149,14 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
     if not isinstance(entry, Mapping):
         raise MegatuneError(Finding(f"expected an object, got {json_type(entry)}", where), ExitCode.SETTINGS)
     findings = [*_unknown_keys(entry, _KEYS, where), *_wrong_types(entry, where)]
-    formatting: Formatting = entry.get("formatting") or "alpaca"
-    if formatting not in FORMATTINGS:
+    formatting = entry.get("formatting") or "alpaca"
+    if formatting not in list(FORMATS):  # it may be of any type
         what = f"formatting: {formatting!r} is unknown"
-        findings.append(Finding(what, where, fix=f"one of {', '.join(FORMATTINGS)}"))
+        findings.append(Finding(what, where, fix=f"one of {', '.join(FORMATS)}"))
         formatting = "alpaca"
-    default = DEFAULT_FORMS[formatting]
+    default = FORMATS[formatting]
     unlisted = default.columns
-    if formatting in ("alpaca", "sharegpt", "openai"):
+    if default.parts:
         off = (*_OFF_BY_DEFAULT, "query") if entry.get("columns") else _OFF_BY_DEFAULT
         unlisted = replace(unlisted, **dict.fromkeys(off))
     columns = _overridden(unlisted, entry.get("columns"), "columns", where, findings)
@@ -166,7 +166,7 @@ def parse_entry(entry: Any, where: str) -> DatasetEntry:
         raise MegatuneError(findings or [_missing_place(entry, where)], ExitCode.SETTINGS)
     subsets = (entry["subset"],) if entry.get("subset") else ()
     split, folder = entry.get("split") or DEFAULT_SPLIT, entry.get("folder") or ""
-    form = Form(formatting, columns, tags, bool(entry.get("ranking")))
+    form = replace(default, columns=columns, tags=tags, ranking=bool(entry.get("ranking")))
     return DatasetEntry(where, hub, place, subsets, split, folder, form, entry.get("num_samples"))
 
 

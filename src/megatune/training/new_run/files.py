@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatune.config.values import counted, shown
+from megatune.data.formats import TextFormat
 from megatune.data.readers import data_suffix, read_rows
 from megatune.data.sources import DatasetSource, resolve_datasets
 from megatune.data.sources.detection import suggest_columns
@@ -80,7 +81,7 @@ def look_at(data: str, goal: Goal | None) -> DataFacts:
         goal = "dpo" if row is not None and {"chosen", "rejected"} <= row.keys() else None
     stage = "dpo" if goal == "dpo" else "sft"
     sources, columns = _resolved(data, stage, row)
-    if sources and sources[0].formatting == "text":
+    if sources and isinstance(sources[0].format, TextFormat):
         stage = "pt"
     rows = sum(1 for source in sources for _ in islice(source.rows_from(), MAX_ROWS))
     return DataFacts(stage=stage, goal=goal, rows=min(rows, MAX_ROWS), columns=columns)
