@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatune.data.bad_rows import RowError
 from megatune.data.conversation import Conversation
@@ -36,7 +36,68 @@ __all__ = [
 
 _CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _ANY_TOKENIZER = {"{bos}": "a bos_token", "{eos}": "an eos_token"}  # tokens that any tokenizer may have
-_HasToken = Callable[[str], bool]  # returns whether a tokenizer has a special token of a template as one token
+
+
+class _KnownTokenizer(NamedTuple):
+    """What a template is checked against, before and after the tokenizer is loaded.
+
+    Attributes:
+        where: its folder or name.
+        has: returns whether it has a special token of a template as one token; None if its vocabulary is not known.
+    """
+
+    where: str
+    has_chat_template: bool
+    has: Callable[[str], bool] | None
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> _KnownTokenizer:
+        """Read the files; a token of any tokenizer counts as there."""
+        try:
+            text = (folder / TOKENIZER).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return cls(str(folder), has_chat_template(folder), None)
+
+        def has(token: str) -> bool:
+            forms = json.dumps(token, ensure_ascii=False), json.dumps(token)
+            return token in _ANY_TOKENIZER or any(form in text for form in forms)
+
+        return cls(str(folder), has_chat_template(folder), has)
+
+    @classmethod
+    def loaded(cls, tokenizer: PreTrainedTokenizerBase) -> _KnownTokenizer:
+        def has(token: str) -> bool:
+            text = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}.get(token, token)
+            ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+            return len(ids) == 1 and (ids[0] != tokenizer.unk_token_id or text == tokenizer.unk_token)
+
+        return cls(tokenizer.name_or_path, bool(tokenizer.chat_template), has)
+
+    def check(self, template: NamedTemplate | None) -> None:
+        """Refuse a template, or None for the tokenizer's own, if the tokenizer lacks it or its special tokens."""
+        if template is None:
+            if not self.has_chat_template:
+                raise self.mismatch("null", "the tokenizer has no chat template")
+        elif self.has is not None and (missing := [each for each in template.special_tokens if not self.has(each)]):
+            named = ", ".join(_ANY_TOKENIZER.get(token, token) for token in missing)
+            raise self.mismatch(template.name, f"the tokenizer does not have {named} as one token")
+
+    @property
+    def fitting(self) -> list[str]:
+        """The templates whose special tokens it has, except those that need only bos and eos."""
+        if self.has is None:
+            return []
+        own = (each for each in NAMED_TEMPLATES.values() if set(each.special_tokens) - set(_ANY_TOKENIZER))
+        return [each.name for each in own if all(map(self.has, each.special_tokens))]
+
+    def mismatch(self, name: str, why: str) -> MegatuneError:
+        """Return the error of a template that does not fit."""
+        fitting = [*(["null"] if self.has_chat_template and name != "null" else []), *self.fitting]
+        fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
+        if fitting:
+            fix = f"templates that fit it: {', '.join(fitting)}"
+        what = f"template: {name} does not fit this model's tokenizer"
+        return MegatuneError(Finding(what, self.where, why, fix), ExitCode.INPUT)
 
 
 def load_template(
@@ -56,13 +117,11 @@ def load_template(
         MegatuneError: the name is unknown or the file is invalid (exit code 64); or the file does not exist, or the
             tokenizer lacks a chat template, this template's special tokens or an end-of-turn token (exit code 66).
     """
-    if name is None:
-        return _from_tokenizer(tokenizer, default_system)
-    has_own = bool(tokenizer.chat_template)
-    template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=has_own)
-    texts = {token: getattr(tokenizer, f"{token[1:-1]}_token") or text for token, text in _ANY_TOKENIZER.items()}
-    if missing := [texts.get(token, token) for token in template.special_tokens if not _has_token(tokenizer, token)]:
-        raise _mismatch_with(tokenizer, name, _missing(missing))
+    known = _KnownTokenizer.loaded(tokenizer)
+    template = None if name is None else named_template(name, tokenizer_has_own=known.has_chat_template)
+    known.check(template)
+    if template is None:
+        return _from_tokenizer(tokenizer, default_system, known)
     if tool_format is not None:
         template = template.with_tools(tool_format_of(tool_format))
     template = template.with_special_tokens(tokenizer.bos_token or "", tokenizer.eos_token or "")
@@ -99,15 +158,17 @@ def template_source(name: str | None) -> str:
 
 
 def named_template(name: str, *, tokenizer_has_own: bool = False) -> NamedTemplate:
-    """Return the template with this name.
+    """Return the template of a file, or with this name.
 
     Args:
         tokenizer_has_own: whether the model's tokenizer has a chat template, which can replace a LLaMA-Factory
             template that is not supported here.
 
     Raises:
-        MegatuneError: the name is unknown (exit code 64); the error lists the nearest names.
+        MegatuneError: the name is unknown (exit code 64); the error lists the nearest names. Or as `read_template`.
     """
+    if is_template_file(name):
+        return read_template(name)
     if name in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[name]
     names = f"one of {', '.join(NAMED_TEMPLATES)}, a path ending in .yaml, or null for the tokenizer's chat template"
@@ -130,30 +191,15 @@ def check_template(name: str | None, folder: Path | None, *, is_swift: bool = Fa
     Raises:
         MegatuneError: as in `load_template`.
     """
-    template, has_own = None, folder is not None and has_chat_template(folder)
-    if is_swift:
-        if name is not None:
-            swift_template_named(name)
+    has_own, template = folder is not None and has_chat_template(folder), None
+    if is_swift and name is not None:
+        swift_template_named(name)
     elif name is not None:
-        template = read_template(name) if is_template_file(name) else named_template(name, tokenizer_has_own=has_own)
-    if folder is None:
-        return
-    check_vocabulary(folder)
-    try:
-        text = (folder / TOKENIZER).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        text = None
-
-    def has(token: str) -> bool:
-        forms = json.dumps(token, ensure_ascii=False), json.dumps(token)
-        return token in _ANY_TOKENIZER or text is None or any(form in text for form in forms)
-
-    fitting = _fitting(has) if text is not None else []
-    if template is None:
-        if not is_swift and not has_own:
-            raise _mismatch("null", str(folder), "the tokenizer has no chat template", fitting)
-    elif missing := [token for token in template.special_tokens if not has(token)]:
-        raise _mismatch(template.name, str(folder), _missing(missing), fitting, has_own=has_own)
+        template = named_template(name, tokenizer_has_own=has_own)
+    if folder is not None:
+        check_vocabulary(folder)
+        if not is_swift:
+            _KnownTokenizer.in_folder(folder).check(template)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -166,53 +212,19 @@ def has_chat_template(folder: Path) -> bool:
         return True  # loading the tokenizer reports what is wrong with it
 
 
-def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None) -> Template:
-    if not tokenizer.chat_template:
-        raise _mismatch_with(tokenizer, "null", "the tokenizer has no chat template")
+def _from_tokenizer(tokenizer: PreTrainedTokenizerBase, default_system: str | None, known: _KnownTokenizer) -> Template:
     template = ChatTemplate(tokenizer, default_system or "")
     try:
         template.render(PROBE, Thinking())
     except RowError as error:
-        raise _mismatch_with(tokenizer, "null", f"answers cannot be separated from prompts: {error}") from error
+        raise known.mismatch("null", f"answers cannot be separated from prompts: {error}") from error
     try:
         missing = template.missing_generation_prompt()
     except template_errors() as error:
-        raise _mismatch_with(tokenizer, "null", f"it cannot be rendered: {error}") from error
+        raise known.mismatch("null", f"it cannot be rendered: {error}") from error
     if missing:
         why = f"the chat template has no generation prompt: the model would have to write {missing!r} before an answer"
-        raise _mismatch_with(tokenizer, "null", why)
-    fitting = _fitting(lambda token: _has_token(tokenizer, token))
-    choice = f", or choose a template by name: {', '.join(fitting)}" if fitting else ""
+        raise known.mismatch("null", why)
+    choice = f", or choose a template by name: {', '.join(known.fitting)}" if known.fitting else ""
     check_tokens(template, tokenizer, f"let the chat template write a special token after each answer{choice}")
     return template
-
-
-def _has_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
-    text = {"{bos}": tokenizer.bos_token, "{eos}": tokenizer.eos_token}.get(token, token)
-    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
-    return len(ids) == 1 and (ids[0] != tokenizer.unk_token_id or text == tokenizer.unk_token)
-
-
-def _fitting(has: _HasToken) -> list[str]:
-    """Return the templates whose special tokens the tokenizer has, except those that need only bos and eos."""
-    own = (template for template in NAMED_TEMPLATES.values() if set(template.special_tokens) - set(_ANY_TOKENIZER))
-    return [template.name for template in own if all(map(has, template.special_tokens))]
-
-
-def _missing(missing: list[str]) -> str:
-    return f"the tokenizer does not have {', '.join(missing)} as one token"
-
-
-def _mismatch_with(tokenizer: PreTrainedTokenizerBase, name: str, why: str) -> MegatuneError:
-    fitting = _fitting(lambda token: _has_token(tokenizer, token))
-    return _mismatch(name, tokenizer.name_or_path, why, fitting, has_own=bool(tokenizer.chat_template))
-
-
-def _mismatch(name: str, where: str, why: str, fitting: list[str], *, has_own: bool = False) -> MegatuneError:
-    if has_own and name != "null":
-        fitting = ["null", *fitting]
-    fix = f"train a model whose tokenizer has a chat template or the tokens of one of {', '.join(NAMED_TEMPLATES)}"
-    if fitting:
-        fix = f"templates that fit it: {', '.join(fitting)}"
-    what = f"template: {name} does not fit this model's tokenizer"
-    return MegatuneError(Finding(what, where, why, fix), ExitCode.INPUT)
