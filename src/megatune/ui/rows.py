@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatune.data.bad_rows import RowError
 from megatune.data.preview import Preview, PreviewRow, RowDocument, load_model_input, read_preview
-from megatune.data.preview.show import (
-    collapse_repeats,
-    describe_media,
-    shared_prompt,
-    thumbnails,
-    title,
-    token_texts,
-    visible,
-)
+from megatune.data.preview.show import describe_media, pieces, shared_prompt, thumbnails, title
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,9 +52,7 @@ def _part(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the tokens of a document from `start` to `stop`, as texts with whether they are trained and special."""
     stop = len(row.document.input_ids) if stop is None else stop
-    texts = [each for each in token_texts(row.document, tokenizer) if start <= each.start < stop]
-    alike = groupby(collapse_repeats(texts), key=lambda each: (each.trained, each.special))
-    shown = [("".join(visible(each.text) for each in group), *marks) for marks, group in alike]
+    shown = list(pieces(row.document, tokenizer, start, stop))
     images: list[dict[str, Any]] = []
     for number, item in enumerate(row.document.media if media else (), 1):
         try:

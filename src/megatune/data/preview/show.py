@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,17 +230,19 @@ class _Page:
     def _render(self, document: Document, start: int = 0, stop: int | None = None) -> Text:
         """Show the tokens `start` to `stop` of a document."""
         stop = len(document.input_ids) if stop is None else stop
-        texts = [each for each in token_texts(document, self._tokenizer) if start <= each.start < stop]
-        return self._table(texts, document) if self._ids else self._text(texts)
+        if not self._ids:
+            return self._text(pieces(document, self._tokenizer, start, stop))
+        texts = token_texts(document, self._tokenizer)
+        return self._table((each for each in texts if start <= each.start < stop), document)
 
-    def _text(self, texts: Iterable[TokenText]) -> Text:
+    def _text(self, texts: Iterable[tuple[str, bool, bool]]) -> Text:
         text = Text()
-        for trained, group in groupby(collapse_repeats(texts), key=lambda each: each.trained):
+        for trained, group in groupby(texts, key=itemgetter(1)):
             marked = trained and not self._colored
             if marked:
                 text.append(_OPEN)
-            for style, alike in groupby(group, key=self._style):
-                text.append("".join(visible(each.text) for each in alike), style)
+            for piece, _, special in group:
+                text.append(piece, self._style(trained, special))
             if marked:
                 ends_line = text.plain.endswith("\n")
                 if ends_line:  # close it before the line break
@@ -249,8 +252,8 @@ class _Page:
             text.right_crop(1)
         return text
 
-    def _style(self, each: TokenText) -> str:
-        styles = [_TRAINED] * each.trained + [_SPECIAL] * each.special
+    def _style(self, trained: bool, special: bool) -> str:
+        styles = [_TRAINED] * trained + [_SPECIAL] * special
         return " ".join(styles) if self._colored else ""
 
     def _table(self, texts: Iterable[TokenText], document: Document) -> Text:
@@ -263,7 +266,7 @@ class _Page:
                 token = int(document.input_ids[place])
                 label = token if each.trained else IGNORE_INDEX
                 part = f" ({place - each.start + 1} of {size})" if size > 1 else ""
-                text.append(f"\n{place:8} {token:8} {label:8}  {shown}{part}", self._style(each))
+                text.append(f"\n{place:8} {token:8} {label:8}  {shown}{part}", self._style(each.trained, each.special))
         return text
 
     def _bad(self, preview: Preview) -> Iterator[Text]:
@@ -352,6 +355,16 @@ def _num_trained(document: Document) -> int:
     return int(trained_tokens(document.labels).sum())
 
 
+def pieces(
+    document: Document, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
+) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the visible text of each run of alike tokens from `start` to `stop`, and whether they are trained, and
+    special."""
+    texts = (each for each in token_texts(document, tokenizer) if start <= each.start < stop)
+    alike = groupby(_collapse_repeats(texts), key=lambda each: (each.trained, each.special))
+    return (("".join(visible(each.text) for each in group), *marks) for marks, group in alike)
+
+
 def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
     """Decode all of a document's tokens, in order."""
     ids, labelled = document.input_ids.tolist(), (document.labels != IGNORE_INDEX).tolist()
@@ -377,7 +390,7 @@ def token_texts(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[
     return texts
 
 
-def collapse_repeats(texts: Iterable[TokenText]) -> Iterator[TokenText]:
+def _collapse_repeats(texts: Iterable[TokenText]) -> Iterator[TokenText]:
     """Replace a run of one special token, such as image pads, by one text with the number of repetitions."""
     for _, group in groupby(texts, key=lambda each: (each.text, each.trained) if each.special else each.start):
         first, *more = group
