@@ -334,6 +334,14 @@ def test_prepared_rows_follow_the_files_of_pictures(
     (data / "a.png").touch()
     assert model.prepared(data, "rows.jsonl").directory.stat().st_ino == made, "a newer time is no other picture"
     assert capsys.readouterr().err == ""
+    for _ in range(2):  # also of the same size in pixels and bytes: a reference's log-probabilities depend on it
+        content = bytearray((data / "b.jpg").read_bytes())
+        content[-20] ^= 1
+        (data / "b.jpg").write_bytes(content)
+        assert model.prepared(data, "rows.jsonl").train.digest == first.train.digest
+        assert "image or video files were removed or changed" in capsys.readouterr().err
+        assert model.prepared(data, "rows.jsonl").train.digest == first.train.digest
+        assert capsys.readouterr().err == ""
     draw(data / "a.png", 64, 64, seed=5)
     again = model.prepared(data, "rows.jsonl")
     assert again.directory == first.directory

@@ -2,12 +2,13 @@
 
     FOLDER/media.npy     a record of every image and video in tokens.npy, in the order of their tokens
     FOLDER/sources.npy   the measurement of each, and its file name, or its bytes if it has no file
-    FOLDER/files.npy     "SIZE PATH" of every file, each followed by a zero byte
+    FOLDER/files.npy     "SIZE TIME DIGEST PATH" of every file, each followed by a zero byte
 
 No pixels are stored: an image or video is measured from its header when rows are prepared, and decoded in the step that
-trains it. Rows depend on its size in pixels, which determines the number of its tokens. The size of each file in bytes
-is therefore stored: `are_current` checks it before prepared rows are reused, and decoding fails if an image has another
-size in pixels than measured. File times are not compared, since they differ between copies on several machines.
+trains it. Rows depend on its size in pixels, which determines the number of its tokens, and the reference's
+log-probabilities next to the rows depend on its content. `are_current` therefore compares the size and the time of each
+file before prepared rows are reused, and decoding fails if an image has another size in pixels than measured. Copies
+have other times: if only the time differs, the digests of the first and last bytes decide.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from megatune.data.media import MediaSource
 from megatune.data.media.processor import MediaShape
 from megatune.data.store import Column, ColumnWriter
+from megatune.hub.digests import ends_digest
 
 MEDIA_FILE = "media.npy"
 SOURCES_FILE = "sources.npy"
@@ -42,6 +44,7 @@ _RECORD = np.dtype([
     ("size", "<i8"),
 ])  # fmt: skip
 _SIZE = struct.Struct("<I")
+_DIGESTED_BYTES = 4096  # at each end of a file; the end of a compressed image depends on all of it
 _STAT_THREADS = 16  # network file systems have a high latency per file
 _FILES_PER_TASK = 1024
 
@@ -55,6 +58,7 @@ class DocumentMedia(NamedTuple):
         grid: patches (t, h, w).
         seconds_per_grid: seconds between temporal patches of a video, if the model uses them.
         packed: its source, see `unpacked`.
+        files: see `file_records`; empty if it is read from a table.
     """
 
     start: int
@@ -63,6 +67,7 @@ class DocumentMedia(NamedTuple):
     seconds_per_grid: float | None
     is_video: bool
     packed: bytes | memoryview
+    files: bytes = b""
 
 
 def packed(source: MediaSource, measured: MediaShape) -> bytes:
@@ -82,6 +87,21 @@ def packed(source: MediaSource, measured: MediaShape) -> bytes:
     }
     text = json.dumps(header).encode()
     return b"".join([_SIZE.pack(len(text)), text, *(part.data or b"" for part in parts)])
+
+
+def file_records(source: MediaSource) -> bytes:
+    """Return size, modification time in nanoseconds, digest and path of each file, for `are_current`.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    parts = (source,) if source.frames is None else source.frames
+    records = []
+    for path in (os.fsencode(part.path or "") for part in parts if part.data is None):
+        status = os.stat(path)
+        digest = ends_digest(path, _DIGESTED_BYTES).encode()
+        records.append(b"%d %d %b %b\0" % (status.st_size, status.st_mtime_ns, digest, path))
+    return b"".join(records)
 
 
 def unpacked(content: bytes | memoryview) -> tuple[MediaSource, MediaShape]:
@@ -190,11 +210,11 @@ class MediaTable:
         )
 
     def is_current(self) -> bool:
-        """Return whether every file exists with the same size in bytes as when it was measured."""
+        """Return whether every file exists as it was when it was measured."""
         files = self._files.tobytes().split(b"\0")[:-1]
         parts = (files[first : first + _FILES_PER_TASK] for first in range(0, len(files), _FILES_PER_TASK))
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
-            return all(pool.map(_have_their_sizes, parts))
+            return all(pool.map(_are_unchanged, parts))
 
     def digested(self) -> Sequence[np.ndarray]:
         """Return the content, for a digest."""
@@ -218,11 +238,17 @@ class MediaTable:
         )
 
 
-def _have_their_sizes(files: Sequence[bytes]) -> bool:
+def _are_unchanged(files: Sequence[bytes]) -> bool:
     try:
-        return all(os.stat(path).st_size == int(size) for size, _, path in (each.partition(b" ") for each in files))
-    except OSError:
+        for size, time, digest, path in (each.split(b" ", 3) for each in files):
+            status = os.stat(path)
+            if status.st_size != int(size):
+                return False
+            if status.st_mtime_ns != int(time) and ends_digest(path, _DIGESTED_BYTES).encode() != digest:
+                return False
+    except (OSError, ValueError):
         return False
+    return True
 
 
 class MediaWriter:
@@ -242,6 +268,5 @@ class MediaWriter:
             place = (start + each.start, each.num_tokens, each.grid, each.is_video, seconds)
             self._records.append(np.array((*place, self._offset, len(each.packed)), dtype=_RECORD))
             self._sources.append(each.packed)
-            files = _header_of(each.packed)[0]["files"]
-            self._files.append(b"".join(b"%d %b\0" % (size, os.fsencode(path)) for path, size in files))
+            self._files.append(each.files)
             self._offset += len(each.packed)

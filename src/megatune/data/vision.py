@@ -20,7 +20,7 @@ from megatune.data.formats.fields import IMAGE, TAG, VIDEO, check_tag_count, tag
 from megatune.data.media import media_source
 from megatune.data.media.load import load_processor
 from megatune.data.media.processor import MediaProcessor, pad_media
-from megatune.data.media_table import DocumentMedia, packed
+from megatune.data.media_table import DocumentMedia, file_records, packed
 from megatune.data.sources import media_dir_of
 from megatune.data.templates.turns import Turn
 from megatune.data.truncation import numbered
@@ -108,10 +108,11 @@ class VisionInput:
         measured = self.processor.measure(source)
         runs = self.processor.runs(measured)
         try:
-            content = packed(source, measured)
+            content, files = packed(source, measured), file_records(source)
         except OSError as error:
             raise RowError("unreadable-picture", f"{source.kind}: cannot be read", f"{source.name}: {error}") from error
-        entry = DocumentMedia(-1, sum(runs), measured.grid, measured.seconds_per_grid, source.kind == "video", content)
+        is_video = source.kind == "video"
+        entry = DocumentMedia(-1, sum(runs), measured.grid, measured.seconds_per_grid, is_video, content, files)
         return Placed(entry, runs, self.processor.placeholder(measured, short=True))
 
     def expanded(self, texts: Sequence[list[int]], media: Sequence[Placed]) -> list[list[int]]:

@@ -46,6 +46,19 @@ def remembered_digest(path: Path, folder: Path | None = None, algorithm: Algorit
     return digest
 
 
+def ends_digest(path: Path | bytes, num_bytes: int) -> str:
+    """Return a digest of a file's size, and of this many bytes of its start and of its end: 64 hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(num_bytes)
+        file.seek(max(0, size - num_bytes))
+        return hashlib.sha256(b"%d\0" % size + start + file.read(num_bytes)).hexdigest()
+
+
 def remember(note: Path, text: str) -> None:
     """Write a file atomically; do nothing if it cannot be written."""
     with suppress(OSError):

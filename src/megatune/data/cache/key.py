@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import marked, setting_value
 from megatune.data.sources import DatasetSource, datasets_of
 from megatune.errors import ExitCode, Finding, MegatuneError
-from megatune.hub.digests import cache_dir, remember, remembered_digest
+from megatune.hub.digests import cache_dir, ends_digest, remember, remembered_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ _NO_EFFECT_ON_ROWS = frozenset((
 # Fields of templates that follow from their names or from the tokenizer.
 _NOT_IN_KEY = ("eos", "encodes_separately", "has_other_tools")
 
-_CHUNK_BYTES = 2**20
+_STREAMED_DIGEST = partial(ends_digest, num_bytes=2**20)  # it misses bytes that change in between
 _SETTINGS = "the settings of the data"
 DAY = "the day that the template states"  # the only part that is stored as it is, not as a digest
 
@@ -113,7 +113,7 @@ def prepared_key(
 
     Args:
         vision: converts images and videos to tokens; None for a language model. Their files are identified by name:
-            the rows store the size of each in bytes (see `data.media_table`).
+            see `data.media_table` for their content.
         file_digest: returns an identifier of a file's content.
 
     Raises:
@@ -135,9 +135,7 @@ def prepared_key(
     if vision is not None:
         bounds = vision.processor.image
         own = [each for each in (bounds.tiles, bounds.tokens) if each is not None]
-        # By the class's name of earlier versions, whose checkpoints resume.
-        processor = repr(vision.processor).replace("MediaProcessor", "PictureProcessor", 1)
-        media = {"pictures": [processor, vision.media_dir, *own]}
+        media = {"pictures": [repr(vision.processor), vision.media_dir, *own]}
     days = {DAY: data.template_date or date.today().isoformat()} if _states_day(settings, tokenizer) else {}
     made_by = {
         "tokenizer": _tokenizer_digest(tokenizer, data.template),
@@ -162,7 +160,7 @@ def local_parts(settings: Settings) -> dict[str, str]:
         MegatuneError: as in `prepared_key`, except for hubs.
     """
     sources = [one for part in (False, True) for one in datasets_of(settings, evaluation=part, hubs=False)]
-    digest = _ends_digest if settings.data.streaming else remembered_digest
+    digest = _STREAMED_DIGEST if settings.data.streaming else remembered_digest
     parts = _data_parts(sources, _digests(sources, digest), _chosen(settings))
     if len(sources) < len(settings.data.dataset) + len(settings.data.eval_dataset):
         del parts[_SETTINGS]  # its digest includes the data sets on hubs
@@ -208,17 +206,8 @@ def streamed_key(settings: Settings, tokenizer: PreTrainedTokenizerBase, vision:
         MegatuneError: as in `prepared_key`.
     """
     data = settings.data
-    key = prepared_key(settings, tokenizer, vision=vision, file_digest=_ends_digest)
+    key = prepared_key(settings, tokenizer, vision=vision, file_digest=_STREAMED_DIGEST)
     return RowsKey(_name([key.name, data.buffer_size, data.disable_shuffling]), key.parts, key.chosen)
-
-
-def _ends_digest(path: Path) -> str:
-    """Return a digest of a file's size, start and end: it misses bytes that change in between."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(_CHUNK_BYTES)
-        file.seek(max(0, size - _CHUNK_BYTES))
-        return hashlib.sha256(b"%d\0" % size + start + file.read(_CHUNK_BYTES)).hexdigest()
 
 
 def _name(determining: Any) -> str:
