@@ -108,7 +108,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Train from the current state to the end or until a stop is requested. The last step is always saved."""
         began = time.monotonic()
-        outcome: Literal["finished", "stopped", "failed"] = "failed"
+        outcome: Outcome | Literal["interrupted", "failed"] = "failed"
         self._first_step = self._saved_step = self.state.step
         self.callbacks.on_train_begin(self.schedule)
         memory: list[RankMemory] | None = None
@@ -123,6 +123,9 @@ class Trainer:
             except MegatuneError as error:
                 if error.exit_code == ExitCode.NOT_FINITE:  # raised on all ranks
                     self._settle()
+                raise
+            except KeyboardInterrupt:
+                outcome = "interrupted"
                 raise
             memory = groups.all_gather_object(self.memory.now)
         finally:
