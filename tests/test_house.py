@@ -30,6 +30,7 @@ FLOORS = {
     -1: {
         "families",
         "errors",
+        "references",
         "architecture",
         "encoders",
         "rope_scaling",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+
+from megatune.references import Reference, Text, spell
 
 # The line after a file name; text of a user may end in more digits, or in digits of another script.
 _LINE = re.compile(r":([0-9]{1,9})\Z")
@@ -39,7 +41,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem, in the four parts that a user needs to fix it.
+    """A problem, in the four parts that a user needs to fix it; texts may have `references` to settings.
 
     Attributes:
         what: what is wrong, with the key, file or value.
@@ -57,6 +59,14 @@ class Finding:
         head = f"{self.where}: {self.what}" if self.where else self.what
         lines = [head, *(f"    {label}: {text}" for label, text in (("why", self.why), ("fix", self.fix)) if text)]
         return "\n".join(lines)
+
+    def __post_init__(self) -> None:
+        for name in ("what", "where", "why", "fix"):
+            object.__setattr__(self, name, Text(getattr(self, name)))
+
+    def spelled(self, say: Callable[[Reference], str] = str) -> Finding:
+        """Return a copy whose references are replaced by what `say` returns for them, by default our own names."""
+        return Finding(*(spell(text, say) for text in (self.what, self.where, self.why, self.fix)))
 
 
 def line_of(where: str) -> int:

@@ -8,6 +8,7 @@ from megatune.config.dialects.dialect import Dialect, Row, read_part, table
 from megatune.config.load import Loaded, dump, load
 from megatune.config.settings import setting_paths
 from megatune.errors import Finding
+from megatune.references import assign, remove
 
 # Some of Megatron-SWIFT's flags, old names and new ones.
 SWIFT = Dialect(
@@ -199,9 +200,8 @@ def test_a_fix_of_what_follows_from_a_global_batch_names_it():
 
 
 def test_advice_is_phrased_too():
-    fix = (
-        "one of: `per_device_train_batch_size: 1`, `gradient_accumulation_steps: 8`; remove `dataset`; `megatune plan`"
-    )
+    changes = f"{assign('per_device_train_batch_size', 1)}, {assign('gradient_accumulation_steps', 8)}"
+    fix = f"one of: {changes}; {remove('dataset')}; `megatune plan`"
     advice = Finding("x", fix=fix)
     found = read("--micro_batch_size", "2").for_world(4).phrased(advice)
     assert found.fix == "one of: --micro_batch_size 1, --global_batch_size 64; remove --dataset; `megatune plan`"

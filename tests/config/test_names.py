@@ -14,11 +14,14 @@ from test_rules import BASE, QWEN
 from megatune.config.dialects.dialect import LLAMAFACTORY
 from megatune.config.dialects.swift import dialect_of
 from megatune.config.load import load
+from megatune.config.rules import RULES
+from megatune.config.rules.rule import Context
 from megatune.config.setting import EXPERTS, Needs, SettingInfo
-from megatune.config.settings import all_settings, plain, setting_paths
+from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
+from megatune.references import ref, remove, spell, write
 
 INFOS = all_settings()
 NEEDS = [(info, need) for info in INFOS.values() for need in info.needs]
@@ -30,10 +33,29 @@ def test_model_types_have_their_article():
 
 
 def test_names_are_written_by_who_prints():
-    text = "write `max_steps: 5` or remove `stage`, `recompute_granularity 1`; `megatune plan` and `x` stay"
-    assert plain(text) == "write max_steps: 5 or remove stage, recompute_granularity 1; `megatune plan` and `x` stay"
-    assert dialect_of(3).translate(text).startswith("write --train_iters 5 or remove --rlhf_type, ")
-    assert LLAMAFACTORY.translate(text) == plain(text)
+    text = (
+        f"{write('max_steps', 5)} or {remove('stage')}, {ref('recompute_granularity', 1)}; `stage` and max_steps stay"
+    )
+    assert spell(text) == "write max_steps: 5 or remove stage, recompute_granularity 1; `stage` and max_steps stay"
+    assert dialect_of(3).translate(text) == (
+        "write --train_iters 5 or remove --rlhf_type, --recompute_granularity 1; `stage` and max_steps stay"
+    )
+    assert LLAMAFACTORY.translate(text) == spell(text)
+    alternatives = write("truncation_strategy", "drop", "left", "right")
+    assert dialect_of(4).translate(alternatives) == "write --truncation_strategy delete, left or right"
+
+
+def test_texts_of_users_are_not_names():
+    loaded = load(overrides=[*BASE, "output_dir=a`stage`b max_steps", "model_name_or_path=a`stage`b max_steps"])
+    (finding,) = loaded.check()
+    assert finding.what == "output_dir is model_name_or_path, 'a`stage`b max_steps'"
+
+
+def test_every_reference_is_a_setting():
+    """Texts of settings are formatted with their own names; those of rules fail where they are spelled."""
+    for info, need in NEEDS:
+        for text in (need.why, need.fix):
+            spell(text.format(name=info.name), lambda found: setting_paths()[found.name])
 
 
 def chain(need: Needs | None) -> Iterator[Needs]:
@@ -49,8 +71,6 @@ def test_what_is_needed_is_there(info: SettingInfo, need: Needs) -> None:
             choices = INFOS[each.path].choices
             assert not choices or {*each.values} <= {*choices, None}, each
     assert not info.choices or {*need.of} <= {*info.choices}
-    for named in re.findall(r"`(\w+)", need.why + need.fix.format(name=info.name)):
-        assert named in setting_paths()
 
 
 def values(info: SettingInfo) -> list[Any]:
@@ -69,6 +89,12 @@ WORDS = [f"{info.name}={shown(value, quoted=True)}" for info in INFOS.values() f
     st.sampled_from([LLAMAFACTORY, dialect_of(3), dialect_of(4)]),
 )
 @hypothesis_settings(max_examples=300, deadline=None)
-def test_no_mark_of_a_name_reaches_a_user(written, dialect):
-    for finding in load(overrides=[*BASE, *written], dialect=dialect).check(QWEN, 8):
-        assert not {*re.findall(r"`(\w+)", str(finding))} & setting_paths().keys(), finding
+def test_rules_name_settings_by_references_only(written, dialect):
+    """A setting that a text names in plain words has our name in every dialect."""
+    loaded = load(overrides=[*BASE, *written], dialect=dialect).for_world(8)
+    for problem in (problem for rule in RULES for problem in rule(Context(loaded.settings, QWEN, 8, loaded.written))):
+        for text in (problem.what, problem.why, problem.fix):
+            plain = spell(text, lambda found: "")
+            assert not {word for word in re.findall(r"\w+", plain) if "_" in word} & setting_paths().keys(), plain
+    for finding in loaded.check(QWEN, 8):
+        assert "\0" not in finding.what + finding.why + finding.fix

@@ -181,13 +181,13 @@ WRONG = [
         ["attention_backend=fused", "packing=true"],
         "attention_backend: fused and packing: true\n"
         "    why: cuDNN's attention supports rows of one sequence only; packed rows need flash attention\n"
-        "    fix: write attention_backend: auto, or flash",
+        "    fix: write attention_backend: auto or flash",
     ),
     (
         ["attention_backend=fused", "context_parallel_size=2", "cp_comm_type=all_gather"],
         "attention_backend: fused and cp_comm_type all_gather\n"
         "    why: cuDNN's attention supports whole rows only, and each process has a part of the row's queries\n"
-        "    fix: write attention_backend: auto, or flash; or cp_comm_type: a2a, which attends to whole rows",
+        "    fix: write attention_backend: auto or flash; or cp_comm_type: a2a, which attends to whole rows",
     ),
     # precision and length
     (

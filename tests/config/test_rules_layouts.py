@@ -12,8 +12,9 @@ from megatune.config.load import load
 from megatune.config.rules import check, pipeline
 from megatune.config.rules.pipeline import deepstack
 from megatune.config.rules.rule import Context
-from megatune.config.settings import BatchSettings, ParallelSettings, Settings, plain
+from megatune.config.settings import BatchSettings, ParallelSettings, Settings
 from megatune.encoders import Vision
+from megatune.references import spell
 
 EXPERTS = dataclasses.replace(
     QWEN,
@@ -124,7 +125,7 @@ WRONG = [
         ["transformer_impl=transformer_engine"],
         "transformer_impl: transformer_engine with a qwen3_next\n"
         "    why: gated delta nets have further weights next to their projections\n"
-        "    fix: write transformer_impl: native, or auto",
+        "    fix: write transformer_impl: native or auto",
     ),
     (
         QWEN,
@@ -489,7 +490,7 @@ def test_layouts_that_deepstack_is_told_are_valid(num_layers):
         batch = BatchSettings(gradient_accumulation_steps=84)
         given = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vpp, **shape}
         for problem in deepstack(Context(Settings(parallel=ParallelSettings(**given), batch=batch), model, None)):
-            writes, _, removes = plain(problem.fix).partition("remove ")
+            writes, _, removes = spell(problem.fix).partition("remove ")
             fixed = {key: value for key, value in given.items() if key not in removes.split(" and ")}
             changes = re.findall(r"(\w+): (\S+?)(?:,|$| and)", writes)
             fixed |= {key: value if key.endswith("layout") else int(value) for key, value in changes}

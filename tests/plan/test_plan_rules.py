@@ -15,8 +15,9 @@ from megatune.architecture import Architecture, MixtureOfExperts, MultiLatentAtt
 from megatune.config.load import load
 from megatune.config.rules import check, layout, memory, pipeline
 from megatune.config.rules.rule import Context
-from megatune.config.settings import GROUPS, Settings, all_settings, plain
+from megatune.config.settings import GROUPS, Settings, all_settings
 from megatune.config.values import coerce, parse
+from megatune.references import spell
 
 DENSE = Architecture(
     model_type="qwen2",
@@ -352,7 +353,7 @@ def read(name: str, text: str) -> Any:
 def test_every_fix_of_a_layout_fixes(values: dict[str, Any], architecture: Architecture) -> None:
     for rule in RULES:
         for problem in rule(Context(settings_of(values), architecture, None)):
-            for changed in fixed(values, plain(problem.fix)):
+            for changed in fixed(values, spell(problem.fix)):
                 left = [p for p in rule(Context(settings_of(changed), architecture, None)) if p.paths == problem.paths]
                 if "recompute.recompute_modules" in problem.paths:  # one problem for each module
                     left = [other for other in left if other.what == problem.what]

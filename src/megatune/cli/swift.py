@@ -16,6 +16,7 @@ from megatune.config.options import NoOptions, ParsedArguments
 from megatune.config.setting import Group
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.context import environment
+from megatune.references import Reference, either
 
 if TYPE_CHECKING:
     from megatune.config.dialects.swift import SwiftRun
@@ -49,6 +50,13 @@ _ABOUT = {
 _DEFAULTS = {
     "temperature": ("model", "the value in generation_config.json"),
     "max_new_tokens": ("1000000000", "up to the model's context"),
+}
+# Options that messages name, by ms-swift's names.
+_FLAGS = {
+    "adapter_name_or_path": "adapters",
+    "export_dir": "output_dir",
+    "model_name_or_path": "model",
+    "overwrite_output_dir": "exist_ok",
 }
 
 
@@ -172,8 +180,17 @@ def _delegate(program: str, verb: str, words: Sequence[str]) -> int:
     for name, (value, why) in defaults.items():
         if given.origin(name) == "default":
             print(f"swift      --{name} {value}  ms-swift's default: {why}", file=sys.stderr, flush=True)
-    with environment(variables_of(given, os.environ)):
-        return _DELEGATES[verb][2](given)
+    try:
+        with environment(variables_of(given, os.environ)):
+            return _DELEGATES[verb][2](given)
+    except MegatuneError as error:
+        raise MegatuneError([each.spelled(_as_flag) for each in error.findings], error.exit_code) from error
+
+
+def _as_flag(found: Reference) -> str:
+    """Spell an option as ms-swift's flag."""
+    name = _FLAGS.get(found.name, found.name)
+    return f"--{name} {either(found.values)}" if found.values else name
 
 
 def command_of(program: str, verb: str) -> Command[Any]:

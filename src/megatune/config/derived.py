@@ -21,6 +21,7 @@ from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.adapters import ADAPTER_CONFIG, adapter_weights
 from megatune.families.peft_reading import read_adapter, settings_of
 from megatune.families.weights import Weight, layers_of
+from megatune.references import ref, remove, write
 
 CONFIG = "config.json"
 _ROUTED = ("aux_loss", "seq_aux_loss")  # the balancing types with a loss
@@ -151,9 +152,9 @@ def _otherwise(
             case _:
                 is_same = mine == its
         if not is_same:
-            what = f"`{name}` is {_shown(mine)}, that of {folder} is {_shown(its)}"
-            why = f"training continues with the last adapter of `{_KEY}` as it is"
-            fix = f"remove `{name}`, or write `create_new_adapter: true` to merge it and train a new one"
+            what = f"{ref(name)} is {_shown(mine)}, that of {folder} is {_shown(its)}"
+            why = f"training continues with the last adapter of {ref(_KEY)} as it is"
+            fix = f"{remove(name)}, or {write('create_new_adapter', True)} to merge it and train a new one"
             yield Finding(what, loaded.written[f"finetuning.{name}"].where, why, fix)
 
 

@@ -15,11 +15,12 @@ from megatune.config.dialects.dialect import ACCUMULATION, LLAMAFACTORY, Dialect
 from megatune.config.entry import Builder, SettingEntry, Written, read_file
 from megatune.config.flags import read_flags, read_overrides
 from megatune.config.rules import RULES, check
-from megatune.config.rules.rule import Rule, either, multiples_around
+from megatune.config.rules.rule import Rule, multiples_around
 from megatune.config.setting import Mark
 from megatune.config.settings import GROUPS, Settings, all_settings, marked, setting_value, with_settings
 from megatune.config.values import Value, coerce, has_undecoded_bytes, is_long_name, quoted, shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order, names_with, nearest_names
+from megatune.references import either, ref
 
 _ORIGIN_COLUMN = 52  # of run.yaml
 
@@ -97,9 +98,8 @@ class Loaded:
             return self
         if asked % rows:
             what = f"{entry.key} {asked} is not a multiple of {rows}"
-            why = (
-                "every data-parallel process computes as many micro-batches, of `per_device_train_batch_size` rows each"
-            )
+            of_rows = ref("per_device_train_batch_size")
+            why = f"every data-parallel process computes as many micro-batches, of {of_rows} rows each"
             fix = "write " + self.dialect.written(entry.key, either(multiples_around(asked, rows)))
             finding = self.phrased(Finding(what, entry.where, why, fix))
             return replace(self, rows=rows, findings=[*self.findings, finding])

@@ -1,10 +1,9 @@
-"""Every setting of a training run, in one nested group per concern, and the names of settings in messages."""
+"""Every setting of a training run, in one nested group per concern."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -18,12 +17,9 @@ from megatune.config.groups.parallel import ExpertSettings, ParallelSettings
 from megatune.config.groups.performance import PerformanceSettings, RecomputeSettings
 from megatune.config.groups.run import ModelSettings, RunSettings
 from megatune.config.setting import Group, Mark, SettingInfo, describe
-from megatune.errors import Finding
 
 # Trackers of metrics.
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
-_QUOTED = re.compile(r"`([^`]*)`")
-_NAMED = re.compile(r"(\w+)(?:(: | )(.*))?", re.DOTALL)
 
 
 class Settings(Group):
@@ -129,30 +125,3 @@ def counted_steps(settings: Settings, total_steps: int) -> dict[str, int]:
     """Return the intervals that are fractions of all steps in steps, by "group.name"."""
     values = {path: setting_value(settings, path) for path in INTERVALS}
     return {path: whole_steps(value, total_steps) for path, value in values.items() if value and value < 1}
-
-
-def replace_names(text: str, say: Callable[[str, str, str, str], str]) -> str:
-    """Replace every setting in a message by `say(name, separator, value, text before it)`.
-
-    A message has settings in backticks, with a value if there is one: `max_steps`, `max_steps 5`, or `max_steps: 5` if
-    it should be written so. They are replaced when the message is printed, by our own names or those of a dialect.
-    Other text in backticks, such as a command, does not change.
-    """
-
-    def said(quoted: re.Match[str]) -> str:
-        named = _NAMED.fullmatch(quoted[1])
-        if named is None or named[1] not in setting_paths():
-            return quoted[0]
-        return say(named[1], named[2] or "", named[3] or "", text[: quoted.start()])
-
-    return _QUOTED.sub(said, text)
-
-
-def plain_finding(finding: Finding) -> Finding:
-    """Return a finding with settings under our own names."""
-    return Finding(plain(finding.what), finding.where, plain(finding.why), plain(finding.fix))
-
-
-def plain(text: str) -> str:
-    """Return a message with settings under our own names."""
-    return replace_names(text, lambda name, between, value, _: name + between + value)

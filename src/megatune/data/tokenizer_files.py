@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.references import write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +86,7 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         shown = ", ".join(f"{id_} {token!r}" for id_, token in beyond[:3])
         more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
         what = f"the tokenizer is larger than the model's vocabulary of {size}: {shown}{more}"
-        fix = f"use {_OWN_FILE}, or write resize_vocab: true, which adds rows for them"
+        fix = f"use {_OWN_FILE}, or {write('resize_vocab', True)}, which adds rows for them"
         raise MegatuneError(Finding(what, str(folder), "the model has no embedding for them", fix), ExitCode.INPUT)
 
 

@@ -55,6 +55,7 @@ from megatune.families import (
 )
 from megatune.families.family import Config, Family
 from megatune.hub.models import no_folder
+from megatune.references import ref, remove
 
 _MODULES = (
     llama, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3, qwen3_next, qwen2_vl, qwen2_5_vl, qwen3_vl,
@@ -118,9 +119,9 @@ def as_trained(
     trained = scores.as_trained(architecture, where, stage, num_labels)
     if mtp_num_layers and FAMILIES[architecture.model_type].mtp is None:
         having = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mtp is not None))
-        what = f"mtp_num_layers {mtp_num_layers} with {with_article(architecture.model_type)}"
+        what = f"{ref('mtp_num_layers', mtp_num_layers)} with {with_article(architecture.model_type)}"
         why = f"multi-token prediction layers are supported for {having}"
-        raise MegatuneError(Finding(what, where, why, "remove mtp_num_layers"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, where, why, remove("mtp_num_layers")), ExitCode.SETTINGS)
     return replace(trained, mtp_num_layers=mtp_num_layers)
 
 

@@ -28,6 +28,7 @@ from megatune.families.sparse import expert_problems
 from megatune.families.values import layer_problems, value_problems
 from megatune.families.vision import VisionDeclaration
 from megatune.families.weights import Stack, Weight, hf_shapes, layers_of
+from megatune.references import remove
 
 Config = Mapping[str, Any]
 
@@ -162,7 +163,7 @@ class Family:
                 why = f"{self.model_type} is computed with {key} = {value!r}; another value would change the numbers"
                 findings.append(Finding(what, where, why, "train a checkpoint without it"))
         findings += _findings(self._computation_problems(config), where, "train a checkpoint without it")
-        fix = "remove rope_scaling to train at the published context length"
+        fix = f"{remove('rope_scaling')} to train at the published context length"
         findings += _findings(
             rope_problems(rope_parameters(config), self.rope_types, partial=self.partial_rotary), where, fix
         )

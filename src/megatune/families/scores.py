@@ -9,6 +9,7 @@ from typing import Any
 
 from megatune.architecture import Architecture
 from megatune.errors import ExitCode, Finding, MegatuneError, with_article
+from megatune.references import assign, ref, write
 
 STAGE, CLASSES = "rm", "cls"
 SCORER = "scorer"  # used as stage of a role that only scores with a reward model
@@ -59,7 +60,7 @@ def as_trained(architecture: Architecture, where: str, stage: str, num_labels: i
     if own and stage != SCORER:
         what = f"stage {stage} with a model that has {_scores(own)}"
         why = "it has no output layer, and cannot generate text"
-        fix = f"write stage: {STAGE if own == 1 else CLASSES}, or name a language model"
+        fix = f"{write('stage', STAGE if own == 1 else CLASSES)}, or name a language model"
         raise MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
     return architecture
 
@@ -67,10 +68,11 @@ def as_trained(architecture: Architecture, where: str, stage: str, num_labels: i
 def _other_scores(stage: str, own: int, count: int, where: str) -> MegatuneError:
     if stage == STAGE:
         what, why = f"stage rm with a model that has {_scores(own)}", "a reward model has one, the score of an answer"
-        fix = f"write stage: {CLASSES} with num_labels: {own}, or name a language model"
+        fix = f"{write('stage', CLASSES)} with {assign('num_labels', own)}, or name a language model"
     else:
-        what, why = f"num_labels {count} with a model that has {_scores(own)}", "existing scores keep their number"
-        fix = f"write num_labels: {own}, or name a language model, for which new scores are created"
+        what = f"{ref('num_labels', count)} with a model that has {_scores(own)}"
+        why = "existing scores keep their number"
+        fix = f"{write('num_labels', own)}, or name a language model, for which new scores are created"
     return MegatuneError(Finding(what, where, why, fix), ExitCode.SETTINGS)
 
 

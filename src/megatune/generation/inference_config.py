@@ -16,6 +16,7 @@ from megatune.generation.options import BackendOptions, GenerationOptions, Media
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id, open_model
 from megatune.hub.vocabulary import as_adapted
+from megatune.references import assign, ref
 
 _VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len")
 
@@ -87,8 +88,9 @@ def model_findings(given: ParsedArguments[Any], model: str | None) -> Iterator[F
         why = f"MODEL is {given.words[0]} already"
         yield Finding("names the model a second time", "--model", why, "leave one of them out")
     if model is None and not given.options.adapters and not given.findings:
-        fix = f"{given.program} MODEL; in a file, model_name_or_path: FOLDER, or the id of a model on a hub"
-        yield Finding("model_name_or_path is missing", given.program, fix=fix)
+        key = "model_name_or_path"
+        fix = f"{given.program} MODEL; in a file, {assign(key, 'FOLDER')}, or the id of a model on a hub"
+        yield Finding(f"{ref(key)} is missing", given.program, fix=fix)
 
 
 def _backend_findings(options: BackendOptions) -> list[Finding]:

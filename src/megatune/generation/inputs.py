@@ -15,9 +15,11 @@ from megatune.families.scores import num_labels
 from megatune.families.weight_index import no_weights, read_whole_index
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import is_hub_id
+from megatune.references import ref
 
 CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_FLAG = f"--{ref('adapter_name_or_path')}"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -134,15 +136,14 @@ def adapted_model(model: str, base: str | None = None, adapters: Sequence[str] =
     if own is None:
         if base:
             why = f"{model} is not an adapter, so it has no base"
-            finding = Finding("has no effect", "--model_name_or_path", why, f"leave it out, or MODEL, {model}")
+            place = f"--{ref('model_name_or_path')}"
+            finding = Finding("has no effect", place, why, f"leave it out, or MODEL, {model}")
             raise MegatuneError(finding, ExitCode.SETTINGS)
         return AdaptedModel(model, tuple(_folders(adapters)))
     if adapters:
         why = f"{model} is an adapter, too, and adapters are applied in the order in which they are named"
-        fix = f"name the base as MODEL, and --adapter_name_or_path {','.join([model, *adapters])}"
-        raise MegatuneError(
-            Finding("MODEL must be the base model", "--adapter_name_or_path", why, fix), ExitCode.SETTINGS
-        )
+        fix = f"name the base as MODEL, and {_FLAG} {','.join([model, *adapters])}"
+        raise MegatuneError(Finding("MODEL must be the base model", _FLAG, why, fix), ExitCode.SETTINGS)
     named = read_peft_config(own).base_model_name_or_path
     return AdaptedModel(base or _base_of(own, named), (own,))
 
@@ -177,7 +178,7 @@ def _folders(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _no_adapter(path: Path) -> Finding:
-    where, fix = "--adapter_name_or_path", "name a folder that peft or a run with finetuning_type: lora has written"
+    where, fix = _FLAG, "name a folder that peft or a run with finetuning_type: lora has written"
     if is_torch_dist(path):
         why = "it is in Megatron-Core's format, which has no common form of adapters"
         return Finding(f"the adapter in {path} cannot be read", where, why, "merge it with the tool that trained it")
@@ -190,9 +191,9 @@ def _no_adapter(path: Path) -> Finding:
 def _base_of(folder: Path, name: str | None) -> str:
     where, why = str(folder / ADAPTER_CONFIG), "an adapter needs the model that it was trained on"
     if name is None:
-        fix = "name that model: --model_name_or_path BASE"
+        fix = f"name that model: --{ref('model_name_or_path')} BASE"
         raise MegatuneError(Finding("base_model_name_or_path is empty", where, why, fix), ExitCode.INPUT)
     if not Path(name).is_dir() and not is_hub_id(name):
-        fix = "name the folder that it is in now: --model_name_or_path BASE"
+        fix = f"name the folder that it is in now: --{ref('model_name_or_path')} BASE"
         raise MegatuneError(Finding(f"there is no folder {name}, the base", where, why, fix), ExitCode.INPUT)
     return name

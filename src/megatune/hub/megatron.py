@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.references import ref
 
 TRACKER, METADATA, ARGS = "latest_checkpointed_iteration.txt", ".metadata", "args.json"
 _CONFIG = "config.json"
@@ -89,7 +90,8 @@ def no_config(folder: str | Path, described: str | None) -> MegatuneError:
     why = f"neither a config.json nor an {ARGS} is next to the weights"
     if described is not None:
         why = f"its {ARGS} names {described!r}, which does not exist here"
-    fix = "also name the Hugging Face model that it was made from: set both model_name_or_path and mcore_model"
+    both = f"{ref('model_name_or_path')} and {ref('mcore_model')}"
+    fix = f"also name the Hugging Face model that it was made from: set both {both}"
     return _refused(Path(folder), "does not state its model", why, fix)
 
 

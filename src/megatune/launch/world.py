@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.references import assign
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # for several machines without MASTER_PORT; torchrun's default, too
@@ -133,23 +134,25 @@ def _decide_nproc(
     if num_processes is not None and (num_processes < nnodes or num_processes % nnodes):
         nearest = max(1, round(num_processes / nnodes)) * nnodes
         what = f"num_processes: {num_processes} cannot be spread evenly over NNODES={nnodes} machines"
-        findings.append(Finding(what, fix=f"`num_processes: {nearest}`"))
+        findings.append(Finding(what, fix=assign("num_processes", nearest)))
         num_processes = None
     if num_processes is not None and nproc_set is not None and num_processes != nproc_set * nnodes:
         what = f"num_processes: {num_processes} contradicts NPROC_PER_NODE={nproc_set}"
         why = f"{nproc_set} processes on each of {nnodes} machines are {nproc_set * nnodes}"
-        findings.append(Finding(what, "", why, f"leave one of them out, or `num_processes: {nproc_set * nnodes}`"))
+        findings.append(
+            Finding(what, "", why, f"leave one of them out, or {assign('num_processes', nproc_set * nnodes)}")
+        )
         return nproc_set, findings
     nproc = num_processes // nnodes if num_processes is not None else nproc_set or num_devices or smallest
     if num_devices and nproc > num_devices:
         what = f"{nproc} processes on a machine that shows {num_devices} GPUs"
-        fix = f"`num_processes: {num_devices * nnodes}`, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+        fix = f"{assign('num_processes', num_devices * nnodes)}, or CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         findings.append(Finding(what, "", "each process needs a GPU of its own", fix))
     if nproc % smallest:
         nearest, total = max(1, nproc // smallest) * smallest * nnodes, nproc * nnodes
         what = f"{total} processes cannot hold whole copies of a model that is spread over {model_parallel_size}"
         why = "it must be a multiple of the processes of one copy of the model and of its experts"
-        fix = f"`num_processes: {nearest}`, or parallel sizes whose product divides {total}"
+        fix = f"{assign('num_processes', nearest)}, or parallel sizes whose product divides {total}"
         findings.append(Finding(what, "", why, fix))
     return nproc, findings
 

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from megatune.config.rules import RULES
 from megatune.config.rules.rule import Context, Problem, Rule
-from megatune.config.settings import GROUPS, Settings, all_settings, is_default, plain, setting_value, with_settings
+from megatune.config.settings import GROUPS, Settings, all_settings, is_default, setting_value, with_settings
 from megatune.config.values import shown
 from megatune.errors import MegatuneError
 from megatune.families import as_trained
 from megatune.plan.case import Case
 from megatune.plan.estimate import Estimate
 from megatune.plan.pages.words import percent, seconds, size
+from megatune.references import assign, ref, spell
 
 Changes = Mapping[str, Any]
 
@@ -143,12 +144,12 @@ def smaller_micro_batch(case: Case) -> dict[str, Any]:
 
 def written(changes: Mapping[str, Any]) -> str:
     """Format changes as in a settings file: recompute_granularity: full, recompute_method: uniform."""
-    return plain(named(changes))
+    return spell(named(changes))
 
 
 def named(changes: Mapping[str, Any]) -> str:
-    """Format changes for a message whose dialect writes the names (`replace_names`)."""
-    return ", ".join(f"`{path.partition('.')[2]}: {shown(value)}`" for path, value in changes.items())
+    """Format changes for a message whose dialect writes the names (`references`)."""
+    return ", ".join(assign(path.partition(".")[2], shown(value)) for path, value in changes.items())
 
 
 # --- changes that may save memory or time -----------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def _across_machines(planned: Estimate) -> str:
     if tp == 1 or case.world_size <= inside or inside % tp == 0 or time.tensor_parallel < _TIME * time.total:
         return ""
     waits = f"its communication waits for the network, {seconds(time.tensor_parallel)} of {seconds(time.total)} a step"
-    return f"`tensor_model_parallel_size {tp}` goes across machines of {inside}: {waits}"
+    return f"{ref('tensor_model_parallel_size', tp)} goes across machines of {inside}: {waits}"
 
 
 def _inside_machines(case: Case) -> Iterator[Changes]:

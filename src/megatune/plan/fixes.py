@@ -9,7 +9,6 @@ from typing import Literal
 
 from megatune.config.rules import RULES
 from megatune.config.rules.rule import Rule
-from megatune.config.settings import plain
 from megatune.plan.case import Case
 from megatune.plan.changes import (
     ACCUMULATION,
@@ -28,6 +27,7 @@ from megatune.plan.memory.stage import MEMORY_PARTS
 from megatune.plan.pages.words import describe_pace, percent, seconds, size
 from megatune.plan.search import search
 from megatune.plan.uncertainty import TIGHT, safe_bytes
+from megatune.references import spell
 
 # Least share of a rank's memory, and of a step's time, for which a change is proposed.
 _LEAST_SAVING, _LEAST_GAIN = 0.02, 0.02
@@ -74,11 +74,11 @@ class Fix:
         return self.before.stages == self.after.stages and self.before.time == self.after.time
 
     def __str__(self) -> str:
-        return plain(self.text)
+        return spell(self.text)
 
     @property
     def text(self) -> str:
-        """The changes and their effect, for a message whose dialect writes the names (`replace_names`)."""
+        """The changes and their effect, for a message whose dialect writes the names (`references`)."""
         memory = f"{size(self.after.fullest.total)} ({size(abs(self.saving))} {'less' if self.saving > 0 else 'more'})"
         pace = describe_pace(1 - self.gain)
         return f"{named(self.changes)}: {memory}, {seconds(self.after.time.total)} a step ({pace})"

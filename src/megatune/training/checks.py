@@ -23,12 +23,14 @@ from megatune.families.weight_index import check_layers, no_weights, read_whole_
 from megatune.hub.megatron import is_torch_dist
 from megatune.hub.models import Model, is_hub_id
 from megatune.progress import amount
+from megatune.references import ref, remove, write
 from megatune.training.storage.files import nearest_folder
 from megatune.training.storage.manifest import read_manifest
 from megatune.training.storage.store import list_checkpoints
 from megatune.training.train_state import check_rerun, checkpoint_to_try
 
 _INDEX = "model.safetensors.index.json"
+_RESUME = "resume_from_checkpoint"
 
 
 def check_files(
@@ -74,10 +76,10 @@ def check_output(settings: Settings) -> None:
     path = Path(settings.run.output_dir).absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if not existing.is_dir():
-        finding = Finding(f"cannot write {path}", "", f"{existing} is a file", "choose another output_dir")
+        finding = Finding(f"cannot write {path}", "", f"{existing} is a file", f"choose another {ref('output_dir')}")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     if not os.access(existing, os.W_OK | os.X_OK):
-        why, fix = f"this user may not write to {existing}", "make it writable, or choose another output_dir"
+        why, fix = f"this user may not write to {existing}", f"make it writable, or choose another {ref('output_dir')}"
         raise MegatuneError(Finding(f"cannot write {path}", "", why, fix), ExitCode.CANNOT_WRITE)
 
 
@@ -86,8 +88,8 @@ def check_checkpoint(settings: Settings) -> bool:
     asked, output_dir = settings.run.resume_from_checkpoint, settings.run.output_dir
     if isinstance(asked, str):
         if not Path(asked).is_dir():
-            fix = "name a checkpoint-N folder, or remove resume_from_checkpoint: the newest one in output_dir is used"
-            raise MegatuneError(Finding(f"resume_from_checkpoint: no folder {asked!r}", fix=fix), ExitCode.INPUT)
+            fix = f"name a checkpoint-N folder, or {remove(_RESUME)}: the newest one in {ref('output_dir')} is used"
+            raise MegatuneError(Finding(f"{_RESUME}: no folder {asked!r}", fix=fix), ExitCode.INPUT)
         if not read_manifest(Path(asked)).resumable:
             what = "holds a model without training state, so no run can resume from it"
             raise MegatuneError(Finding(what, where=asked), ExitCode.INPUT)
@@ -96,8 +98,8 @@ def check_checkpoint(settings: Settings) -> bool:
         return False
     found = list_checkpoints(Path(output_dir))
     if asked and not found:
-        what = f"resume_from_checkpoint: there is no checkpoint in {output_dir}"
-        fix = "remove resume_from_checkpoint to start a new run, or name the output_dir of the run to continue"
+        what = f"{_RESUME}: there is no checkpoint in {output_dir}"
+        fix = f"{remove(_RESUME)} to start a new run, or name the {ref('output_dir')} of the run to continue"
         raise MegatuneError(Finding(what, fix=fix), ExitCode.INPUT)
     return bool(found)
 
@@ -148,7 +150,8 @@ class DiskSpace:
             return None
         what = f"no room for {self.words} in {folder}: {amount(free)} free"
         why = f"{amount(needed)} are needed" + (": a new one is written before an old one goes" * (self.copies > 1))
-        fix = "free some room, choose an output_dir on another disk, lower save_total_limit, or save_only_model: true"
+        fix = f"free some room, choose an {ref('output_dir')} on another disk, lower {ref('save_total_limit')}, "
+        fix += f"or {write('save_only_model', True)}"
         return Finding(what, "output_dir", why, fix)
 
     @property

@@ -12,9 +12,10 @@ from pydantic import Field
 from megatune.config.options import Flag, ParsedArguments
 from megatune.config.setting import Group, Positive
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.references import assign, ref, write
 
 _DTYPES = Literal["bfloat16", "float16", "float32"]
-_ADAPTER = "--adapter_name_or_path FOLDER: of a run, its output_dir"
+_ADAPTER = f"--{ref('adapter_name_or_path')} FOLDER: of a run, its output_dir"
 _SIZES = {"MB": 1e-3, "GB": 1, "TB": 1e3}
 
 
@@ -85,10 +86,12 @@ def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Fin
     """Yield options that are missing or contradict each other."""
     if given.words and given.options.model_name_or_path is not None:
         where = next(entry.where for entry in reversed(given.entries) if entry.key == "model_name_or_path")
-        fix = "leave one of them out; an adapter is named by --adapter_name_or_path"
+        fix = f"leave one of them out; an adapter is named by --{ref('adapter_name_or_path')}"
         yield Finding("names the model a second time", where, f"MODEL is {given.words[0]} already", fix)
     if export.to_mcore and export.to_hf:
-        yield Finding("to_mcore: true and to_hf: true", fix="keep the one that is to be written")
+        yield Finding(
+            f"{assign('to_mcore', True)} and {assign('to_hf', True)}", fix="keep the one that is to be written"
+        )
         return
     if not export.merge_lora and (export.adapters or not export.converts):
         entry = next(entry for entry in reversed(given.entries) if entry.key == "merge_lora")
@@ -96,21 +99,22 @@ def _missing(export: ExportOptions, given: ParsedArguments[Any]) -> Iterator[Fin
         yield Finding("merge_lora: false is not supported", entry.where, why, fix)
     only = [key for key in ("mcore_model", "torch_dtype", "test_convert_precision") if getattr(export, key)]
     if not export.converts and only:
-        fix = "write to_hf: true or to_mcore: true" if "mcore_model" in only else "write to_mcore: true, or remove it"
+        fix = f"{write('to_mcore', True)}, or " + (write("to_hf", True) if "mcore_model" in only else "remove it")
         yield Finding(f"{only[0]} without a conversion", "", "it says how a model is converted", fix)
     if not export.converts and export.export_dir is None and given.origin("export_dir") is None:
         why = "it is the folder that the model is written into"
-        yield Finding("export_dir is missing", "", why, "--export_dir FOLDER")
+        yield Finding(f"{ref('export_dir')} is missing", "", why, f"--{ref('export_dir')} FOLDER")
     if export.to_hf and not (export.mcore_model or export.model_name_or_path or export.adapters):
         yield Finding("mcore_model is missing", fix="--mcore_model FOLDER, the checkpoint of Megatron-Core")
     elif export.to_mcore and not (export.mcore_model or export.model_name_or_path):
-        yield Finding("model is missing", fix="--model FOLDER, or the id of a model on a hub")
+        fix = f"--{ref('model_name_or_path')} FOLDER, or the id of a model on a hub"
+        yield Finding(f"{ref('model_name_or_path')} is missing", fix=fix)
     elif not export.converts and not only and not (export.model_name_or_path or export.adapters):
-        yield Finding("adapter_name_or_path is missing", fix=_ADAPTER)
+        yield Finding(f"{ref('adapter_name_or_path')} is missing", fix=_ADAPTER)
     if export.test_convert_precision and export.adapters:
         why = "there is no other copy of the merged model to compare with"
         fix = "merge them first, with `megatune export`, and convert the merged model"
-        yield Finding("test_convert_precision: true with adapters", "", why, fix)
+        yield Finding(f"{assign('test_convert_precision', True)} with adapters", "", why, fix)
 
 
 def merge(export: ExportOptions, base: str, adapters: Sequence[Path]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.launch.supervisor import counted_signals
+from megatune.references import assign, ref, remove
 from megatune.training.storage.files import json_line, keep_json_lines, read_json_lines, write_atomically, writing
 from megatune.training.storage.store import list_checkpoints
 from megatune.training.train_state import checkpoint_to_try
@@ -41,24 +42,25 @@ def check_restarts(settings: Settings, *, is_joined: bool, nnodes: int) -> None:
         MegatuneError: SETTINGS.
     """
     run, method = settings.run, settings.run.on_bad_step
-    asked = run.max_restarts
+    asked, back, skip = run.max_restarts, *(assign("on_bad_step", value) for value in ("go_back", "skip"))
     if method == "go_back" and is_joined and not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        what = "on_bad_step: go_back under torchrun without --max-restarts"
+        what = f"{back} under torchrun without --max-restarts"
         why = "torchrun starts the processes, and would not start them again"
-        fix = "write torchrun --max-restarts 3, or on_bad_step: skip"
+        fix = f"write torchrun --max-restarts 3, or {skip}"
     elif method == "go_back" and is_joined and (run.overwrite_output_dir or run.resume_from_checkpoint is False):
-        what = "on_bad_step: go_back under torchrun, in a run that never resumes"
+        what = f"{back} under torchrun, in a run that never resumes"
         why = "processes that torchrun starts again would not resume from a checkpoint"
-        fix = "remove overwrite_output_dir: true and resume_from_checkpoint: false, or write on_bad_step: skip"
+        fix = f"{remove('overwrite_output_dir')} and {ref('resume_from_checkpoint')}, or write {skip}"
     elif method == "go_back" and not is_joined and nnodes > 1:
-        what = f"on_bad_step: go_back with NNODES={nnodes}"
+        what = f"{back} with NNODES={nnodes}"
         why = "restarting several machines together is not supported"
-        fix = f"start with torchrun --nnodes {nnodes} --max-restarts 3, or write on_bad_step: skip"
+        fix = f"start with torchrun --nnodes {nnodes} --max-restarts 3, or write {skip}"
     elif asked and is_joined:
-        what, why = f"max_restarts: {asked} under torchrun", "torchrun starts the processes, so it restarts them"
+        what = f"{assign('max_restarts', asked)} under torchrun"
+        why = "torchrun starts the processes, so it restarts them"
         fix = f"remove it, and write torchrun --max-restarts {asked}"
     elif asked and nnodes > 1:
-        what = f"max_restarts: {asked} with NNODES={nnodes}"
+        what = f"{assign('max_restarts', asked)} with NNODES={nnodes}"
         why = "restarting several machines together is not supported"
         fix = f"remove it, or start with torchrun --nnodes {nnodes} --max-restarts {asked}"
     else:

@@ -137,7 +137,8 @@ def check_all(launch: Launch) -> Outcome:
     found.run(lambda: check_installed(settings))
     found.run(lambda: check_restarts(settings, is_joined=launch.rank_env is not None, nnodes=nnodes))
     if found.errors:
-        findings = {launch.loaded.placed(finding): None for error in found.errors for finding in error.findings}
+        loaded = launch.loaded
+        findings = {loaded.phrased(loaded.placed(each)): None for error in found.errors for each in error.findings}
         raise MegatuneError(in_order(findings), min(error.exit_code for error in found.errors))
     return found
 

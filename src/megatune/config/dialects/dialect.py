@@ -35,7 +35,6 @@ that the key sets, or a mapping of these columns:
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -45,8 +44,9 @@ from typing import Any
 import yaml
 
 from megatune.config.setting import Group, SettingInfo
-from megatune.config.settings import all_settings, replace_names, setting_paths
+from megatune.config.settings import all_settings, setting_paths
 from megatune.config.values import Value, coerce, is_number, parse, shown
+from megatune.references import Reference, either, spell
 
 ACCUMULATION = "batch.gradient_accumulation_steps"
 AUX_LOSS = "experts.moe_aux_loss_coeff"
@@ -312,7 +312,7 @@ class Dialect:
         return key in self.rows and self.rows[key].variable
 
     def translate(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
-        """Replace the settings and values in a text, as found by `replace_names`, by those of the dialect.
+        """Spell the references to settings in a text by the keys and values of the system.
 
         Args:
             own: "group.name" of settings that keep our names, because the user wrote those.
@@ -320,30 +320,31 @@ class Dialect:
             is_fix: whether the text is a fix: other texts only add the key of the global batch.
         """
 
-        def replacement(name: str, between: str, value: str, before: str) -> str:
-            path = setting_paths()[name]
-            key = name if path in own else self.key_of(path)
-            row = self.row_of(key)
-            if row is None:
-                return name + between + value
-            is_removed = before.endswith("remove ")
-            if row.global_batch and (not is_fix or rows is None) and not is_removed:
-                return f"{name}{between}{value} (from {self._spelled(key)})"
-            if row.phrases and between:
-                own_words = f"{self._spelled(key)}{self._separator(key)}"
-                return " or ".join(row.phrases.get(part, own_words + part) for part in value.split(" or "))
-            if is_removed or not between:
-                return self._spelled(key) + between + value
+        def say(found: Reference) -> str:
+            path = setting_paths()[found.name]
+            key = found.name if path in own else self.key_of(path)
+            row, spelled, joint = self.row_of(key), self._spelled(key), self._separator(key)
+            assert row is not None, "it is the key of a setting"
+            if row.global_batch and found.form != "removed" and (not is_fix or rows is None):
+                return f"{found} (from {spelled})"
+            if not found.values:
+                return spelled
+            if row.phrases:
+                return either(row.phrases.get(value, spelled + joint + value) for value in found.values)
             if row.global_batch:
-                value = re.sub(r"\d+", lambda number: str(int(number[0]) * (rows or 1)), value)
+                theirs = [str(int(value) * (rows or 1)) for value in found.values]
             else:
-                parts = {part: row.write(path, parse(part).data) for part in value.split(" or ")}
-                theirs = [part if same(each, parse(part).data) else shown(each) for part, each in parts.items()]
-                value = " or ".join(dict.fromkeys(theirs))
-            is_written = row.variable or between == ": "
-            return self._spelled(key) + (self._separator(key) if is_written else between) + value
+                theirs = [_as_written(row.write(path, parse(value).data), value) for value in found.values]
+            return (
+                spelled + (joint if row.variable or found.form == "assigned" else " ") + either(dict.fromkeys(theirs))
+            )
 
-        return replace_names(text, replacement)
+        return spell(text, say)
+
+
+def _as_written(value: Any, text: str) -> str:
+    """Format a value of a system; one that our text has, too, as in that text."""
+    return text if same(value, parse(text).data) else shown(value)
 
 
 # LLaMA-Factory's keys for Megatron training (mcore_adapter). Our names come first, so messages use them.

@@ -31,10 +31,11 @@ from megatune.config.rl.settings import (
     RLSettings,
     rl_keys,
 )
-from megatune.config.rules.rule import either, multiples_around
+from megatune.config.rules.rule import multiples_around
 from megatune.config.settings import all_settings, with_settings
 from megatune.config.values import shown
 from megatune.errors import ExitCode, Finding, MegatuneError, in_order
+from megatune.references import either
 
 _ORIGIN_COLUMN = 64
 _BATCH = ("rollout_batch_size", "num_return_sequences_in_group")

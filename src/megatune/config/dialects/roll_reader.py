@@ -146,7 +146,8 @@ class Part:
             kind: name of the part.
             more: further values, which override written ones.
         """
-        values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name, **more}
+        values = {**{name: value for group in self.groups.values() for name, value in group}, "name": self.name}
+        values |= {"key": self.reader.names, **more}
         for row in checks("roll", kind, values):
             if any(self.key(key) in self.reader.refused for key in row["if"]):
                 continue  # its value is invalid and was replaced by the default

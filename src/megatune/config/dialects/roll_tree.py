@@ -40,6 +40,13 @@ _OMEGACONF_ERRORS = (
 )
 
 
+class KeyNames(dict[str, str]):
+    """Names of keys in messages; other keys are named as they are."""
+
+    def __missing__(self, key: str) -> str:
+        return key
+
+
 @dataclass(slots=True)
 class Reading(Builder):
     """The keys that were read, with findings and notes for the user.
@@ -49,21 +56,17 @@ class Reading(Builder):
         entries: by dotted key, the parsed value and the place of every value and list.
         lines: notes for the user.
         dialect: whose names of settings messages use; None for ROLL's.
-        names: words for ROLL's own keys in messages, if the user wrote others.
+        names: what messages call ROLL's keys, if the user wrote others.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, SettingEntry] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     dialect: Dialect | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: KeyNames = field(default_factory=KeyNames)
 
     def report(self, what: str, where: str = "", why: str = "", fix: str = "") -> None:
-        what, why, fix = (re.sub(r"\w+", self._named, text) for text in (what, why, fix))
         self.add(Finding(what, where, why, fix))
-
-    def _named(self, word: re.Match[str]) -> str:
-        return self.names.get(word[0], word[0])
 
     def put(self, key: Sequence[str], value: Any, where: str, origin: str) -> None:
         """Write a value, or a mapping of values, as if it were in the file at `where`."""

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatune.config.dialects.dialect import ACCUMULATION, read_part
-from megatune.config.dialects.roll_tree import Reading
+from megatune.config.dialects.roll_tree import KeyNames, Reading
 from megatune.config.dialects.swift import SwiftRun
 from megatune.config.dialects.swift_roles import Keys, write_rewards, write_roles
 from megatune.config.rules import layout
-from megatune.config.rules.rule import either, multiples_around
+from megatune.config.rules.rule import multiples_around
 from megatune.config.settings import Settings, whole_steps
 from megatune.config.values import is_number
 from megatune.errors import MegatuneError
+from megatune.references import either
 
 
 class PromptSet(NamedTuple):
@@ -48,7 +49,7 @@ def rollout_keys(run: SwiftRun, find: FindPrompts, count_rows: CountRows) -> Rea
     wrong = run.loaded.check_rules(world_size=asked, rules=[layout.world]) if asked else []
     processes = run.loaded.settings.parallel.smallest_world if wrong else asked or 1  # report it only once
     keys = Keys(run, run.loaded.for_world(processes), processes)
-    keys.reading.dialect, keys.reading.names = run.loaded.dialect, read_part("swift", "grpo")["names"]
+    keys.reading.dialect, keys.reading.names = run.loaded.dialect, KeyNames(read_part("swift", "grpo")["names"])
     keys.reading.findings += [*keys.loaded.findings, *wrong]
     _data(keys)
     _rollouts(keys)

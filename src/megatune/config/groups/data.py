@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.setting import Count, Group, Limit, Mark, Needs, NonNegative, Positive
+from megatune.references import ref, remove, write
 
 _RULES, _STAGE, _MIX, _STREAMING = "data.conversation_rules", "run.stage", "data.mix_strategy", "data.streaming"
 # InternVL's minimum and maximum number of tiles per image without the thumbnail, as in LLaMA-Factory and the published
@@ -18,27 +19,32 @@ _NO_EPOCH = "the number of rows is not known while they are read"
 _NO_STREAM = Needs(_STREAMING, (False,), _NO_EPOCH)
 _NOT_KEPT = Needs(_STREAMING, (False,), "rows are trained as they are read, and not stored")
 _BLOCKS = Needs(_STREAMING, (True,), "prepared rows are shuffled all together")
-_OTHER_MIX = "write `mix_strategy: interleave_over` and `interleave_probs`, or remove `streaming`"
+_OTHER_MIX = f"{write('mix_strategy', 'interleave_over')} and {ref('interleave_probs')}, or {remove('streaming')}"
 _NO_WEIGHTS = Needs(_STREAMING, (False,), _NO_EPOCH, _OTHER_MIX)
 _NOT_REFUSED = Needs("data.on_bad_row", ("skip", "quarantine"), "error refuses every bad row")
-_STEPS = Needs("optimizer.max_steps", why=_NO_EPOCH, fix="write `max_steps: N`", least=1)
+_STEPS = Needs("optimizer.max_steps", why=_NO_EPOCH, fix=write("max_steps", "N"), least=1)
 _ALL_ROWS = "the reference, and the pairs of prompts with other answers, need all rows prepared first"
-_NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm", "cls"), _ALL_ROWS, "remove `streaming`")
+_NO_KTO = Needs(_STAGE, ("pt", "sft", "dpo", "rm", "cls"), _ALL_ROWS, remove("streaming"))
 _SHUFFLED = Needs("data.disable_shuffling", (False,), "one sorts rows, the other leaves them as they are")
 _INTERLEAVED = Needs(
     _MIX, ("interleave_over", "interleave_under", "interleave_once"), "concat takes every data set completely"
 )
-_OFTEN, _BY_PROBS = "both set how often each data set is used", "write `interleave_probs` instead of `{name}`"
+_OFTEN, _BY_PROBS = (
+    "both set how often each data set is used",
+    f"write {ref('interleave_probs')} instead of {ref('{name}')}",
+)
 _WHOLE = Needs(_MIX, ("concat",), _OFTEN, _BY_PROBS)
-_CUT = "write `truncation_strategy: drop`, left or right"
+_CUT = write("truncation_strategy", "drop", "left", "right")
 _NO_BUDGET = Needs(
     _RULES, ("megatune",), "ms-swift drops long rows, or truncates them at one end", _CUT, of=("budget",)
 )
 _SPLIT = Needs(_STAGE, ("pt",), "it splits texts of stage pt", _CUT, of=("split",), is_method=True)
-_SPLIT_BY_SWIFT = Needs(_RULES, _SWIFT, "it is ms-swift's truncation", "remove `truncation_strategy`", of=("split",))
-_ONE_SOURCE = Needs("data.val_size", (0.0,), "both set the evaluation data", "remove `val_size`, to train on all rows")
+_SPLIT_BY_SWIFT = Needs(_RULES, _SWIFT, "it is ms-swift's truncation", remove("truncation_strategy"), of=("split",))
+_ONE_SOURCE = Needs(
+    "data.val_size", (0.0,), "both set the evaluation data", f"{remove('val_size')}, to train on all rows"
+)
 _BY_SWIFT = Needs(_RULES, _SWIFT)
-_ANSWERS = Needs(_STAGE, ("sft", "pt"), "only the answers are trained", "remove `{name}`", otherwise=_BY_SWIFT)
+_ANSWERS = Needs(_STAGE, ("sft", "pt"), "only the answers are trained", remove("{name}"), otherwise=_BY_SWIFT)
 _ONE_TURN = Needs("data.train_on_prompt", (False,), "one trains on every turn, the other on the last answer only")
 _PREFERENCE = Needs(_STAGE, ("dpo", "kto", "rm"), otherwise=_BY_SWIFT)
 _EARLIER = Needs("data.mask_history", (True,), off=(None,), otherwise=_PREFERENCE)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.setting import Count, Group, Mark, Needs, NonNegative, Positive
+from megatune.references import ref, remove, write
 
 _TYPE = "finetuning.finetuning_type"
 _FREEZE = Needs(_TYPE, ("freeze",), "it is a setting of freeze", is_method=True, is_lenient=True)
@@ -34,7 +35,7 @@ _ADAM = Needs(
 _OLD_ADAPTERS = Needs(
     "finetuning.adapter_name_or_path",
     why="a run without adapters to start from trains a new one anyway",
-    fix="remove `create_new_adapter`, or write `adapter_name_or_path: FOLDER`",
+    fix=f"{remove('create_new_adapter')}, or {write('adapter_name_or_path', 'FOLDER')}",
 )
 # Losses that need no reference model.
 WITHOUT_REFERENCE = ("simpo", "orpo", "cpo")
@@ -51,7 +52,7 @@ _DISCOPOP = Needs(_LOSS, ("discopop",), "it is a parameter of discopop only")
 _BASE = Needs(
     "preference.ref_model",
     why="adapters are merged into the model that it names",
-    fix="write `ref_model: FOLDER`, which may be that of `model_name_or_path`, or remove `ref_model_adapters`",
+    fix=f"{write('ref_model', 'FOLDER')}, which may be that of {ref('model_name_or_path')}, or {remove('{name}')}",
 )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatune.config.setting import OR_SHARE, STEPS, Count, Group, Limit, Needs, NonNegative, Positive
+from megatune.references import remove, write
 
 _MICRO_BATCH = Limit(10**6, "a micro-batch is in memory as a whole")
 _ACCUMULATED = Limit(10**6, "all micro-batches are computed before the weights are updated")
@@ -16,7 +17,7 @@ _ADAM = Needs("optimizer.optimizer", ("adam", "muon"))
 _MUON = Needs("optimizer.optimizer", ("muon",))
 _WHOLE = Needs(
     "finetuning.finetuning_type", ("full", "freeze"), "Muon updates whole matrices of the model, not adapters",
-    "write `optimizer: adam`", of=("muon",),
+    write("optimizer", "adam"), of=("muon",),
 )  # fmt: skip
 _STATE = Needs("optimizer.optimizer", ("adam",), "it applies to Adam's state")
 _SHARDED = Needs(
@@ -26,14 +27,14 @@ _SHARDED = Needs(
 )
 _OFFLOADED = Needs("optimizer.optimizer_cpu_offload", (True,), "nothing is offloaded")
 _NO_BF16 = Needs(
-    "precision.bf16", (False,), "the model computes in one of them", "remove `fp16`: bf16 needs no loss scaling"
+    "precision.bf16", (False,), "the model computes in one of them", f"{remove('fp16')}: bf16 needs no loss scaling"
 )
 _16_BITS = "gradients have the dtype of the model, which is fp32"
 _SHORT = Needs("precision.bf16", (True,), _16_BITS, otherwise=Needs("precision.fp16", (True,)))
 _BF16 = Needs("precision.bf16", (True,), "inputs and outputs of 8-bit products are bf16")
 _NOT_QUANTIZED = Needs(
     "finetuning.quantization_bit", (None,), "quantized matrices are multiplied in bf16",
-    "remove `fp8` or `quantization_bit`",
+    remove("fp8", "quantization_bit"),
 )  # fmt: skip
 
 

@@ -7,18 +7,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.setting import STEPS, Count, Group, Interval, Mark, Needs, NonNegative
+from megatune.references import assign, ref, remove, write
 
 _STREAMING, _BY_STEPS = "data.streaming", "the number of steps per epoch is not known while rows are read"
 _TENSORBOARD = Needs("logging.report_to", ("tensorboard", "all"))
 _WANDB = Needs("logging.report_to", ("wandb", "all"))
 _SWANLAB = Needs("logging.report_to", ("swanlab", "all"), otherwise=Needs("logging.use_swanlab", (True,)))
 _PROFILE = Needs("logging.profile", (True,))
-_SAVE_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, "write `save_strategy: steps`", of=("epoch",))
-_EVAL_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, "write `eval_strategy: steps`", of=("epoch",))
+_SAVE_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, write("save_strategy", "steps"), of=("epoch",))
+_EVAL_STEPS = Needs(_STREAMING, (False,), _BY_STEPS, write("eval_strategy", "steps"), of=("epoch",))
 _ROWS = Needs(
     "data.val_size",
     why="there is nothing to evaluate on",
-    fix="write `val_size: 0.1` to hold out a tenth of the rows, name an `eval_dataset`, or write `eval_strategy: no`",
+    fix=f"{write('val_size', 0.1)} to hold out a tenth of the rows, name an {ref('eval_dataset')}, "
+    f"or {write('eval_strategy', 'no')}",
     otherwise=Needs("data.eval_dataset"),
 )
 _EVALUATES = Needs("evaluation.eval_strategy", ("steps", "epoch"), "nothing is evaluated")
@@ -27,17 +29,18 @@ _NAMED = Needs("data.eval_dataset", why="it names the evaluated data sets")
 _PREPARED = Needs(_STREAMING, (False,), "the evaluation rows are those that the stream leaves out")
 _GENERATES = Needs("evaluation.eval_generate_steps", otherwise=Needs("evaluation.predict_with_generate", (True,)))
 _WRITES = Needs(
-    "run.stage", ("pt", "sft", "dpo", "kto"), "a model with scores generates no text", "remove `{name}`", off=(False,)
+    "run.stage", ("pt", "sft", "dpo", "kto"), "a model with scores generates no text", remove("{name}"), off=(False,)
 )
 _WHOLE_MODEL = Needs(
     "finetuning.finetuning_type",
     ("full", "freeze"),
     "an adapter checkpoint contains no model, and Megatron-Core has no common format for adapters",
-    "write `save_format: hf` and `merge_lora: true`, then megatune export --to_mcore true of output_dir/merged",
+    f"{write('save_format', 'hf')} and {assign('merge_lora', True)}, then megatune export --to_mcore true of "
+    "output_dir/merged",
 )
 _NO_SCORE = Needs(
     "run.stage", ("pt", "sft", "dpo", "kto"), "Megatron-Core's language model has no score layer",
-    "write `save_format: hf`",
+    write("save_format", "hf"),
 )  # fmt: skip
 _ADAPTER = Needs("finetuning.finetuning_type", ("lora",), "there is no adapter to merge")
 _PUSH = Needs("checkpoint.push_to_hub", (True,))

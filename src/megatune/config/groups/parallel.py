@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatune.config.pipeline import parse_layout
 from megatune.config.setting import EXPERTS, Count, Group, Needs, NonNegative, Positive
+from megatune.references import remove, write
 
 _PP, _VPP, _CP = (f"parallel.{name}_parallel_size" for name in ("pipeline_model", "virtual_pipeline_model", "context"))
 _STAGES = Needs(_PP, why="there is one stage, which holds everything", least=2)
@@ -28,13 +29,13 @@ _WEIGHED = Needs("experts.moe_aux_loss_coeff", of=_BY_LOSS)
 _BALANCED = Needs(_BALANCING, _BY_LOSS, "there is no auxiliary loss to weigh", off=(0.0,))
 _TRAINED_BASE = Needs(
     "finetuning.finetuning_type", ("full", "freeze"), "the bias belongs to the base model, which is frozen",
-    "remove `{name}`",
+    remove('{name}'),
 )  # fmt: skip
-_NO_SINKHORN = Needs(_BALANCING, (*_BY_LOSS, "none"), "sinkhorn itself balances the load", "remove `{name}`")
+_NO_SINKHORN = Needs(_BALANCING, (*_BY_LOSS, "none"), "sinkhorn itself balances the load", remove("{name}"))
 _CAPACITY = Needs(
     "experts.moe_expert_capacity_factor",
     why="without it experts have no capacity",
-    fix="write `moe_expert_capacity_factor: 1.5`, or remove `{name}`",
+    fix=f"{write('moe_expert_capacity_factor', 1.5)}, or {remove('{name}')}",
 )
 _EXCHANGE = Needs(
     "experts.moe_token_dispatcher_type", ("alltoall", "alltoall_seq"), "allgather has no communication to overlap with"

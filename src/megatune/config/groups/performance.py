@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatune.config.setting import EXPERTS, Count, Group, Needs
+from megatune.references import remove, write
 
 _FULL = Needs("recompute.recompute_granularity", ("full",), "it sets how whole layers are recomputed")
 _SELECTIVE = Needs("recompute.recompute_granularity", ("selective",))
@@ -66,7 +67,8 @@ class RecomputeSettings(Group):
 
 _NOT_CUDNN = Needs(
     "performance.attention_backend", ("auto", "flash", "unfused", "local"),
-    "the backward pass of cuDNN's attention is not deterministic", "write `attention_backend: auto`, or remove {name}",
+    "the backward pass of cuDNN's attention is not deterministic",
+    f"{write('attention_backend', 'auto')}, or {remove('{name}')}",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatune.config.setting import Count, Group, Limit, Mark, Needs, Positive
+from megatune.references import assign, remove, write
 
 # Stages that train on preference pairs.
 PAIR_STAGES = ("dpo", "rm")
@@ -19,7 +20,7 @@ _NO_OVERWRITE = Needs(
 _WHOLE_MODEL = Needs(
     "finetuning.finetuning_type", ("full", "freeze"),
     "an adapter does not record that its base model has scaled rotary embeddings",
-    "write `merge_lora: true`, or remove `rope_scaling`", otherwise=Needs("checkpoint.merge_lora", (True,)),
+    f"{write('merge_lora', True)}, or {remove('rope_scaling')}", otherwise=Needs("checkpoint.merge_lora", (True,)),
 )  # fmt: skip
 _ONE_MORE = Limit(1, "published checkpoints have one such layer, and more are not supported")
 _TOKENS = Needs("run.stage", ("pt", "sft"), "they predict tokens of texts, and other stages train on whole answers")
@@ -41,11 +42,11 @@ _DESCRIBED = Needs(
 )
 _SAVES = Needs(
     "checkpoint.save_strategy", ("steps", "epoch"), "there would be no checkpoint to go back to",
-    "write `save_strategy: steps`, or `on_bad_step: skip`", of=("go_back",),
+    f"{write('save_strategy', 'steps')}, or {assign('on_bad_step', 'skip')}", of=("go_back",),
 )  # fmt: skip
 _WHOLE = Needs(
     "checkpoint.save_only_model", (False,), "a run cannot resume from a checkpoint without its training state",
-    "write `save_only_model: false`, or `on_bad_step: skip`", of=("go_back",),
+    f"{write('save_only_model', False)}, or {assign('on_bad_step', 'skip')}", of=("go_back",),
 )  # fmt: skip
 _GOES_ON = Needs("run.on_bad_step", ("skip", "go_back"), "the first bad step ends the run", is_method=True)
 _CLASSIFIES = Needs("run.stage", ("cls",), "it sets what a classifier outputs for a row", is_method=True)

@@ -8,7 +8,7 @@ from megatune.architecture import Architecture
 from megatune.config.entry import SettingEntry
 from megatune.config.rules import data, finetuning, layout, memory, pipeline, run, trained
 from megatune.config.rules.rule import Context, Rule, limits
-from megatune.config.settings import Settings, plain_finding
+from megatune.config.settings import Settings
 from megatune.errors import Finding
 
 # Rules for commands that only read a run's data, and for a run.
@@ -48,4 +48,4 @@ def check(
         if set(problem.paths).isdisjoint(invalid):
             places = (origin for path in problem.paths if (origin := (origins or {}).get(path, "default")) != "default")
             findings.append(Finding(problem.what, next(places, ""), problem.why, problem.fix))
-    return [*map(phrase or plain_finding, findings)]
+    return findings if phrase is None else [*map(phrase, findings)]

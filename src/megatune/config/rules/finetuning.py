@@ -13,6 +13,7 @@ from megatune.config.groups.finetuning import WITHOUT_REFERENCE
 from megatune.config.rules.rule import Context, Problem, divisors, nearest, needs_of
 from megatune.config.settings import Settings
 from megatune.config.values import shown
+from megatune.references import assign, ref, remove, write
 
 _LAYERS = "freeze_trainable_layers"
 _LOSS, _WEIGHTS, _SMOOTHING = "pref_loss", "pref_loss_weights", "dpo_label_smoothing"
@@ -29,18 +30,18 @@ def layers(context: Context) -> Iterator[Problem]:
     if finetuning.finetuning_type != "freeze":
         return
     if not count and not finetuning.freeze_extra_modules:
-        fix = f"write `{_LAYERS}: 1` for the last layer, or `{_LAYERS}: -1` for the first"
-        yield Problem((_LAYERS,), f"`{_LAYERS}` is 0", "nothing would be trained, inside or outside of layers", fix)
+        fix = f"{write(_LAYERS, 1)} for the last layer, or {assign(_LAYERS, -1)} for the first"
+        yield Problem((_LAYERS,), f"{ref(_LAYERS)} is 0", "nothing would be trained, inside or outside of layers", fix)
     elif architecture is not None and finetuning.use_llama_pro:
         if count < 1 or architecture.num_layers % count:
-            what = f"`use_llama_pro` with `{_LAYERS} {count}`: the model has {architecture.num_layers} layers"
+            what = f"{ref('use_llama_pro')} with {ref(_LAYERS, count)}: the model has {architecture.num_layers} layers"
             why = "the last layer of each of this many equal groups is trained"
-            fix = f"write `{_LAYERS}: {nearest(abs(count), divisors(architecture.num_layers))}`"
+            fix = write(_LAYERS, nearest(abs(count), divisors(architecture.num_layers)))
             yield Problem((_LAYERS, "use_llama_pro"), what, why, fix)
     elif architecture is not None and abs(count) > architecture.num_layers:
-        what = f"`{_LAYERS} {count}`: the model has {architecture.num_layers} layers"
+        what = f"{ref(_LAYERS, count)}: the model has {architecture.num_layers} layers"
         most = architecture.num_layers if count > 0 else -architecture.num_layers
-        yield Problem((_LAYERS,), what, "", f"write `{_LAYERS}: {most}`, which is all of them")
+        yield Problem((_LAYERS,), what, "", f"{write(_LAYERS, most)}, which is all of them")
 
 
 def parts_of_the_model(context: Context) -> Iterator[Problem]:
@@ -55,7 +56,7 @@ def parts_of_the_model(context: Context) -> Iterator[Problem]:
         ("freeze_deepstack_mergers", "deepstack mergers", has_deepstack),
     ):
         if getattr(finetuning, name) is False and not is_there:
-            yield Problem((name,), f"`{name}: false`, and the model has no {part}", "", f"remove `{name}`")
+            yield Problem((name,), f"{assign(name, False)}, and the model has no {part}", "", remove(name))
 
 
 def own_learning_rates(context: Context) -> Iterator[Problem]:
@@ -73,15 +74,15 @@ def own_learning_rates(context: Context) -> Iterator[Problem]:
         if (rate := getattr(optimizer, name)) is None:
             continue
         if architecture is not None and architecture.vision is None:
-            what = f"`{name} {rate:g}`, and the model has no vision encoder"
-            yield Problem((name,), what, "", f"remove `{name}`")
+            what = f"{ref(name, rate)}, and the model has no vision encoder"
+            yield Problem((name,), what, "", remove(name))
         elif is_frozen:
-            what, fix = f"`{name} {rate:g}` with `{switch}: true`", f"write `{switch}: false`, or remove `{name}`"
+            what, fix = f"{ref(name, rate)} with {assign(switch, True)}", f"{write(switch, False)}, or {remove(name)}"
             yield Problem((name, switch), what, "frozen parameters have no learning rate", fix)
         elif not optimizer.learning_rate:
-            what, why = f"`{name} {rate:g}` with `learning_rate 0`", "it follows `learning_rate` at a fixed ratio"
-            fix = "write `freeze_language_model: true` and a `learning_rate` above 0, to train nothing else"
-            yield Problem((name, "learning_rate"), what, why, fix)
+            key, why = "learning_rate", f"it follows {ref('learning_rate')} at a fixed ratio"
+            fix = f"{write('freeze_language_model', True)} and a {ref(key)} above 0, to train nothing else"
+            yield Problem((name, key), f"{ref(name, rate)} with {ref(key, 0)}", why, fix)
 
 
 def _num_deepstack_mergers(architecture: Architecture) -> int:
@@ -94,13 +95,13 @@ def adapters(context: Context) -> Iterator[Problem]:
     if finetuning.finetuning_type != "lora":
         return
     if not finetuning.lora_target:
-        yield Problem(names, "`lora_target` is empty", "there would be no adapters", "remove `lora_target`")
+        yield Problem(names, f"{ref('lora_target')} is empty", "there would be no adapters", remove("lora_target"))
     for target in finetuning.lora_target:
         try:
             re.compile(target)
         except re.error as error:
-            fix = "write names of linear layers, such as `lora_target: q_proj,v_proj`"
-            yield Problem(names, f"`lora_target {target}` is not a valid regular expression: {error}", "", fix)
+            fix = f"write names of linear layers, such as {assign('lora_target', 'q_proj,v_proj')}"
+            yield Problem(names, f"{ref('lora_target', target)} is not a valid regular expression: {error}", "", fix)
 
 
 RULES = (needs_of("finetuning"), layers, parts_of_the_model, own_learning_rates, adapters)
@@ -111,18 +112,18 @@ def losses(context: Context) -> Iterator[Problem]:
     preference = context.settings.preference
     names, weights = preference.pref_loss, preference.pref_loss_weights
     if not names:
-        yield Problem((_LOSS,), "`pref_loss` is empty", "there would be nothing to train", "write `pref_loss: sigmoid`")
+        yield Problem((_LOSS,), f"{ref(_LOSS)} is empty", "there would be nothing to train", write(_LOSS, "sigmoid"))
     for name in sorted({name for name in names if names.count(name) > 1}):
-        fix = f"name it once, and weight it with `{_WEIGHTS}`"
-        yield Problem((_LOSS,), f"`pref_loss` has {name} {names.count(name)} times", "", fix)
+        fix = f"name it once, and weight it with {ref(_WEIGHTS)}"
+        yield Problem((_LOSS,), f"{ref(_LOSS)} has {name} {names.count(name)} times", "", fix)
     if weights is None:
         return
     if len(weights) != len(names):
-        what = f"{len(weights)} of `{_WEIGHTS}` for {len(names)} of `{_LOSS}`"
+        what = f"{len(weights)} of {ref(_WEIGHTS)} for {len(names)} of {ref(_LOSS)}"
         yield Problem((_WEIGHTS, _LOSS), what, "", "write as many numbers as losses, in their order")
     if min(weights, default=1) <= 0:
-        what, fix = f"`{_WEIGHTS}` has {min(weights):g}", "remove the losses that should not be used from `pref_loss`"
-        yield Problem((_WEIGHTS,), what, "every number must be above 0", fix)
+        what, why = f"{ref(_WEIGHTS)} has {min(weights):g}", "every number must be above 0"
+        yield Problem((_WEIGHTS,), what, why, f"remove the losses that should not be used from {ref(_LOSS)}")
 
 
 def smoothing(context: Context) -> Iterator[Problem]:
@@ -130,8 +131,8 @@ def smoothing(context: Context) -> Iterator[Problem]:
     preference, stage = context.settings.preference, context.settings.run.stage
     if stage == "dpo" and not preference.dpo_label_smoothing and "exo_pair" in preference.pref_loss:
         why = "it compares with smoothed labels, and is not finite without smoothing"
-        fix = f"write `{_SMOOTHING}: 0.001`"
-        yield Problem((_LOSS, _SMOOTHING), f"`pref_loss exo_pair` with `{_SMOOTHING} 0`", why, fix)
+        fix = write(_SMOOTHING, 0.001)
+        yield Problem((_LOSS, _SMOOTHING), f"{ref(_LOSS, 'exo_pair')} with {ref(_SMOOTHING, 0)}", why, fix)
 
 
 def reference(context: Context) -> Iterator[Problem]:
@@ -142,8 +143,8 @@ def reference(context: Context) -> Iterator[Problem]:
     why = f"{', '.join(losses)} {'have' if len(losses) > 1 else 'has'} no reference to compare with"
     for name in ("ref_model", "ref_model_adapters", "pref_bco_weight"):
         if value := getattr(preference, name):
-            what = f"`{name} {shown(value)}` with `pref_loss {', '.join(losses)}`"
-            yield Problem((name, _LOSS), what, why, f"remove `{name}`, or name another `pref_loss`")
+            what = f"{ref(name, shown(value))} with {ref(_LOSS, ', '.join(losses))}"
+            yield Problem((name, _LOSS), what, why, f"{remove(name)}, or name another {ref(_LOSS)}")
 
 
 def streaming(context: Context) -> Iterator[Problem]:
@@ -151,21 +152,21 @@ def streaming(context: Context) -> Iterator[Problem]:
     settings = context.settings
     if settings.run.stage != "dpo" or not settings.data.streaming or not settings.preference.has_reference:
         return
-    without = f"`pref_loss: {WITHOUT_REFERENCE[0]}`, {' or '.join(WITHOUT_REFERENCE[1:])}"
+    what, without = f"{ref('stage', 'dpo')} with {assign('streaming', True)}", assign(_LOSS, *WITHOUT_REFERENCE)
     if settings.preference.ref_model is not None:
-        what = f"`ref_model {settings.preference.ref_model}` with `streaming: true`"
+        what = f"{ref('ref_model', settings.preference.ref_model)} with {assign('streaming', True)}"
         why = "its log-probabilities are computed before the first step, when the rows are not known"
-        yield Problem(("ref_model", "streaming"), what, why, f"remove `streaming`, or write {without}")
+        yield Problem(("ref_model", "streaming"), what, why, f"{remove('streaming')}, or write {without}")
     elif settings.finetuning.finetuning_type != "lora":
         kind = settings.finetuning.finetuning_type
-        what = f"`stage dpo` with `streaming: true` and `finetuning_type: {kind}`"
+        what = f"{what} and {assign('finetuning_type', kind)}"
         why = "the reference is computed before the first step, when rows are not known, or with adapters off"
-        fix = f"remove `streaming`, or write `finetuning_type: lora`, or {without}"
+        fix = f"{remove('streaming')}, or {write('finetuning_type', 'lora')}, or {without}"
         yield Problem(("streaming", "finetuning_type", "stage"), what, why, fix)
     elif modules := settings.finetuning.additional_target:
-        what = f"`stage dpo` with `streaming: true` and `additional_target: {shown(modules)}`"
+        what = f"{what} and {assign('additional_target', shown(modules))}"
         why = "the reference is the model with adapters off, and these modules are trained without adapters"
-        fix = f"remove `streaming`, or `additional_target`, or write {without}"
+        fix = f"{remove('streaming', 'additional_target')}, or write {without}"
         yield Problem(("streaming", "additional_target", "stage"), what, why, fix)
 
 
@@ -174,7 +175,7 @@ def warnings(settings: Settings) -> Iterator[str]:
     rate, is_lora = settings.optimizer.learning_rate, settings.finetuning.finetuning_type == "lora"
     if settings.run.stage in ("dpo", "kto") and rate > (_HIGHEST_OF_ADAPTERS if is_lora else _HIGHEST):
         usual = "1e-6 to 5e-5 with adapters" if is_lora else "5e-7 to 5e-6"
-        yield f"`learning_rate {rate:g}` is usual for supervised fine-tuning, but preference training needs {usual}"
+        yield f"{ref('learning_rate', rate)} is usual for supervised fine-tuning, but preference training needs {usual}"
 
 
 PREFERENCE_RULES = (preference_needs, losses, smoothing, reference, streaming)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatune.architecture import Architecture
-from megatune.config.rules.rule import Context, Problem, divisors, either, multiples_around, nearest, needs_of
+from megatune.config.rules.rule import Context, Problem, divisors, multiples_around, nearest, needs_of
 from megatune.errors import with_article
+from megatune.references import assign, either, ref, remove, write
 
-_TP = "tensor_model_parallel_size"
+_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _CP = "context_parallel_size"
+_COMM = "cp_comm_type"
 _BIAS, _BALANCING = "moe_router_bias_update_rate", "moe_router_load_balancing_type"
 _OVERLAP = "moe_shared_expert_overlap"
 
@@ -59,9 +62,9 @@ def tensor_parallel(context: Context) -> Iterator[Problem]:
     unequal = [f"{number} {name}" for number, name, remainder in _shares(architecture, tp) if remainder]
     heads = architecture.num_attention_heads
     valid = nearest(tp, (size for size in divisors(heads) if tensor_parallel_fits(architecture, size)))
-    what = f"`tensor_model_parallel_size {tp}` does not split the model's {', '.join(unequal)}"
+    what = f"{ref(_TP, tp)} does not split the model's {', '.join(unequal)}"
     why = "each process takes an equal number of each; key/value heads may also be shared by several processes"
-    yield Problem((_TP,), what, why, f"write `tensor_model_parallel_size: {valid}`, the nearest valid size")
+    yield Problem((_TP,), what, why, f"{write(_TP, valid)}, the nearest valid size")
 
 
 def sequence_parallel(context: Context) -> Iterator[Problem]:
@@ -69,9 +72,9 @@ def sequence_parallel(context: Context) -> Iterator[Problem]:
     parallel, cutoff = context.settings.parallel, context.settings.data.cutoff_len
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and cutoff < tp:
-        what = f"`cutoff_len {cutoff}` is shorter than `tensor_model_parallel_size {tp}`"
-        why = "`sequence_parallel` gives each tensor-parallel process a part of the sequence"
-        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"write `cutoff_len: {tp}` or more")
+        what = f"{ref('cutoff_len', cutoff)} is shorter than {ref(_TP, tp)}"
+        why = f"{ref('sequence_parallel')} gives each tensor-parallel process a part of the sequence"
+        yield Problem(("cutoff_len", _TP, "sequence_parallel"), what, why, f"{write('cutoff_len', tp)} or more")
 
 
 def context_parallel(context: Context) -> Iterator[Problem]:
@@ -83,25 +86,25 @@ def context_parallel(context: Context) -> Iterator[Problem]:
     if architecture.delta is not None and not architecture.delta.num_key_heads % tp:
         key_heads = architecture.delta.num_key_heads // tp
         if key_heads % cp:
-            what = f"`context_parallel_size {cp}` does not divide the {key_heads} key heads of a process"
+            what = f"{ref(_CP, cp)} does not divide the {key_heads} key heads of a process"
             why = "a gated delta net gives each context-parallel process whole rows of an equal number of heads"
-            fix = f"write `context_parallel_size: {nearest(cp, divisors(key_heads))}`, the nearest that divides them"
+            fix = f"{write(_CP, nearest(cp, divisors(key_heads)))}, the nearest that divides them"
             yield Problem((_CP, _TP), what, why, fix)
     if parallel.cp_comm_type != "a2a":
         if architecture.bidirectional_images:
-            what = f"`{_CP} {cp}` with `cp_comm_type {parallel.cp_comm_type}` splits images that attend to themselves"
+            what = f"{ref(_CP, cp)} with {ref(_COMM, parallel.cp_comm_type)} splits images that attend to themselves"
             why = "in this model image tokens also attend to later tokens of the image, which needs whole rows"
-            yield Problem((_CP, "cp_comm_type"), what, why, "write `cp_comm_type: a2a`")
+            yield Problem((_CP, _COMM), what, why, write(_COMM, "a2a"))
         return
     heads, left = divmod(architecture.num_attention_heads, tp)
     if left or heads % cp == 0:
         return
-    what = f"`{_CP} {cp}` with `cp_comm_type a2a` does not divide the {heads} attention heads of a process"
+    what = f"{ref(_CP, cp)} with {ref(_COMM, 'a2a')} does not divide the {heads} attention heads of a process"
     why = "a2a gives each context-parallel process an equal number of heads"
     valid = nearest(cp, divisors(heads))
-    other = "" if architecture.bidirectional_images else "`cp_comm_type: p2p`, or "
-    fix = f"write {other}`{_CP}: {valid}`, the nearest that divides them"
-    yield Problem((_CP, "cp_comm_type", _TP), what, why, fix)
+    other = "" if architecture.bidirectional_images else f"{assign(_COMM, 'p2p')}, or "
+    fix = f"write {other}{assign(_CP, valid)}, the nearest that divides them"
+    yield Problem((_CP, _COMM, _TP), what, why, fix)
 
 
 def world(context: Context) -> Iterator[Problem]:
@@ -110,37 +113,33 @@ def world(context: Context) -> Iterator[Problem]:
     num_processes = asked if context.world_size is None else context.world_size
     if num_processes is None:
         return
-    tp, pp, cp = (getattr(parallel, name) for name in (_TP, "pipeline_model_parallel_size", _CP))
+    tp, pp, cp = (getattr(parallel, name) for name in (_TP, _PP, _CP))
     if num_processes % parallel.model_parallel_size:
         what = f"the {parallel.model_parallel_size} that one replica of the model takes"
-        parts = f"`tensor_model_parallel_size {tp}` times `pipeline_model_parallel_size {pp}`"
-        parts += f" times `context_parallel_size {cp}`" if cp > 1 else ""
-        names = ("num_processes", _TP, "pipeline_model_parallel_size", *([_CP] if cp > 1 else []))
+        parts = f"{ref(_TP, tp)} times {ref(_PP, pp)}"
+        parts += f" times {ref(_CP, cp)}" if cp > 1 else ""
+        names = ("num_processes", _TP, _PP, *([_CP] if cp > 1 else []))
         why = f"{parts} is {parallel.model_parallel_size}"
     elif num_processes % parallel.expert_parallel_size:
         what = f"the {parallel.expert_parallel_size} that one replica of the experts takes"
         etp, ep = parallel.expert_tensor_size, parallel.expert_model_parallel_size
-        why = (
-            f"`expert_tensor_parallel_size {etp}` times `expert_model_parallel_size {ep}` times "
-            f"`pipeline_model_parallel_size {pp}` is {parallel.expert_parallel_size}"
-        )
+        why = f"{ref(_ETP, etp)} times {ref(_EP, ep)} times {ref(_PP, pp)} is {parallel.expert_parallel_size}"
         if parallel.expert_tensor_parallel_size is None and etp > 1:
-            why += "; `expert_tensor_parallel_size` is `tensor_model_parallel_size` if it is not set"
-        names = ("num_processes", "expert_model_parallel_size", "expert_tensor_parallel_size")
+            why += f"; {ref(_ETP)} is {ref(_TP)} if it is not set"
+        names = ("num_processes", _EP, _ETP)
     else:
         return
     key = "num_processes" if asked == num_processes else "the number of processes"
-    valid = either(multiples_around(num_processes, parallel.smallest_world))
-    started = f"write `num_processes: {valid}`" if key == "num_processes" else f"start {valid} processes"
+    valid = multiples_around(num_processes, parallel.smallest_world)
+    started = f"start {either(valid)} processes" if key != "num_processes" else write(key, *valid)
     smaller = _that_fits(context, num_processes)
-    fix = f"write `{smaller}`, or {started}" if smaller else started
+    fix = f"write {smaller}, or {started}" if smaller else started
     yield Problem(names, f"{num_processes} processes are not a multiple of {what}", why, fix)
 
 
 def _that_fits(context: Context, num_processes: int) -> str:
     """Return a smaller size of the layout with which it fits the processes; "" if there is none."""
     parallel, architecture = context.settings.parallel, context.architecture
-    etp, ep = "expert_tensor_parallel_size", "expert_model_parallel_size"
     moe = None if architecture is None else architecture.moe
 
     def fits(name: str, size: int) -> bool:
@@ -149,13 +148,13 @@ def _that_fits(context: Context, num_processes: int) -> str:
         tried = parallel.model_copy(update={name: size})
         return num_processes % tried.model_parallel_size == 0 and num_processes % tried.expert_parallel_size == 0
 
-    if parallel.expert_tensor_size > 1 and parallel.expert_model_parallel_size > 1 and fits(etp, 1):
-        return f"{etp}: 1"
-    for name in (ep, "pipeline_model_parallel_size", _CP, _TP):
-        whole = moe.num_experts if name == ep and moe is not None else getattr(parallel, name)
+    if parallel.expert_tensor_size > 1 and parallel.expert_model_parallel_size > 1 and fits(_ETP, 1):
+        return assign(_ETP, 1)
+    for name in (_EP, _PP, _CP, _TP):
+        whole = moe.num_experts if name == _EP and moe is not None else getattr(parallel, name)
         smaller = (size for size in reversed(divisors(whole)) if size < getattr(parallel, name))
         if found := next((size for size in smaller if fits(name, size)), None):
-            return f"{name}: {found}"
+            return assign(name, found)
     return ""
 
 
@@ -169,20 +168,20 @@ def sharding(context: Context) -> Iterator[Problem]:
         return
     moe, ep, etp = architecture.moe, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if moe.num_experts % ep:
-        what = f"`expert_model_parallel_size {ep}` does not divide the model's {moe.num_experts} experts"
-        fix = f"write `expert_model_parallel_size: {nearest(ep, divisors(moe.num_experts))}`, the nearest that does"
-        yield Problem(("expert_model_parallel_size",), what, "each process holds the same number of experts", fix)
+        what = f"{ref(_EP, ep)} does not divide the model's {moe.num_experts} experts"
+        fix = f"{write(_EP, nearest(ep, divisors(moe.num_experts)))}, the nearest that does"
+        yield Problem((_EP,), what, "each process holds the same number of experts", fix)
     channels = moe.moe_ffn_hidden_size
     if channels % etp:
-        implied = "" if parallel.expert_tensor_parallel_size else " (`tensor_model_parallel_size`, as it is not set)"
-        what = f"`expert_tensor_parallel_size {etp}`{implied} does not divide an expert's {channels} channels"
+        implied = "" if parallel.expert_tensor_parallel_size else f" ({ref(_TP)}, as it is not set)"
+        what = f"{ref(_ETP, etp)}{implied} does not divide an expert's {channels} channels"
         why = "each process takes an equal number of channels of every expert"
-        fix = f"write `expert_tensor_parallel_size: {nearest(etp, divisors(channels))}`"
-        yield Problem(("expert_tensor_parallel_size", "tensor_model_parallel_size"), what, why, fix)
+        fix = write(_ETP, nearest(etp, divisors(channels)))
+        yield Problem((_ETP, _TP), what, why, fix)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        what = "`tensor_model_parallel_size` above 1 without `sequence_parallel`"
+        what = f"{ref(_TP)} above 1 without {ref('sequence_parallel')}"
         why = "without it every tensor-parallel process would send all tokens to the experts"
-        yield Problem(("sequence_parallel", "tensor_model_parallel_size"), what, why, "write `sequence_parallel: true`")
+        yield Problem(("sequence_parallel", _TP), what, why, write("sequence_parallel", True))
 
 
 def routing(context: Context) -> Iterator[Problem]:
@@ -192,21 +191,22 @@ def routing(context: Context) -> Iterator[Problem]:
         return
     moe, kind = architecture.moe, with_article(architecture.model_type)
     if experts.moe_router_bias_update_rate and not moe.expert_bias:
-        what = f"`{_BIAS}` with a model that has no bias on its experts"
-        yield Problem((_BIAS,), what, f"{kind} balances with a loss: `moe_aux_loss_coeff`", f"remove `{_BIAS}`")
+        what = f"{ref(_BIAS)} with a model that has no bias on its experts"
+        yield Problem((_BIAS,), what, f"{kind} balances with a loss: {ref('moe_aux_loss_coeff')}", remove(_BIAS))
     if experts.moe_router_load_balancing_type == "sinkhorn" and moe.score_function != "softmax":
         why = "sinkhorn balances the softmax of the router's logits; this model uses their sigmoid"
-        yield Problem((_BALANCING,), f"`{_BALANCING} sinkhorn` with {kind}", why, f"write `{_BALANCING}: seq_aux_loss`")
+        what = f"{ref(_BALANCING, 'sinkhorn')} with {kind}"
+        yield Problem((_BALANCING,), what, why, write(_BALANCING, "seq_aux_loss"))
     if moe.router_topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax:
         what = "the model sends each token to one expert and normalizes its weight, which is then always 1"
         fix = "train a checkpoint with num_experts_per_tok above 1, or with norm_topk_prob: false"
         yield Problem(("model_name_or_path",), what, "its router would never learn", fix)
     if experts.moe_shared_expert_overlap and not moe.shared_expert_intermediate_size:
-        what = f"`{_OVERLAP}: true` with a model without shared experts"
-        yield Problem((_OVERLAP,), what, f"{kind} has none", f"remove `{_OVERLAP}`")
+        what = f"{assign(_OVERLAP, True)} with a model without shared experts"
+        yield Problem((_OVERLAP,), what, f"{kind} has none", remove(_OVERLAP))
     if experts.moe_shared_expert_overlap and moe.separate_norms:
         why = "its shared expert has separate norms, which the overlapped computation does not support"
-        yield Problem((_OVERLAP,), f"`{_OVERLAP}: true` with {kind}", why, f"remove `{_OVERLAP}`")
+        yield Problem((_OVERLAP,), f"{assign(_OVERLAP, True)} with {kind}", why, remove(_OVERLAP))
 
 
 EXPERT_RULES = (needs_of("experts"), sharding, routing)

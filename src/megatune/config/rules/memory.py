@@ -15,7 +15,9 @@ from megatune.config.rules.rule import Context, Problem, divisors, nearest, need
 from megatune.errors import with_article
 from megatune.families import FAMILIES
 from megatune.families.weights import Slice, Stack, engine_shape, layers_of
+from megatune.references import assign, ref, remove, write
 
+_MODULES, _BACKEND = "recompute_modules", "attention_backend"
 _FP8_MULTIPLE = 16  # required by the kernels of cuBLAS and torch
 
 
@@ -34,10 +36,10 @@ def groups_of_layers(context: Context) -> Iterator[Problem]:
     uneven = next((chunk.num_layers for chunk in chunks if chunk.num_layers % count), None)
     if uneven is not None:
         sizes = divisors(math.gcd(*(chunk.num_layers for chunk in chunks)))
-        what = f"`recompute_num_layers {count}` does not divide the {uneven} layers of a stage"
+        what = f"{ref('recompute_num_layers', count)} does not divide the {uneven} layers of a stage"
         why = "uniform recomputes layers in groups of that size"
         valid = nearest(count, sizes)
-        fix = f"write `recompute_num_layers: {valid}`, the nearest that does, or `recompute_method: block`"
+        fix = f"{write('recompute_num_layers', valid)}, the nearest that does, or {assign('recompute_method', 'block')}"
         yield Problem(("recompute_num_layers", "recompute_method"), what, why, fix)
 
 
@@ -56,16 +58,16 @@ def modules(context: Context) -> Iterator[Problem]:
         elif not architecture.moe.shared_expert_intermediate_size:
             absent["shared_experts"] = "has no shared experts"
         for module in sorted(chosen & absent.keys()):
-            what = f"`recompute_modules` has {module}, and {with_article(architecture.model_type)} {absent[module]}"
-            yield Problem(("recompute_modules",), what, "", f"remove {module}")
+            what = f"{ref(_MODULES)} has {module}, and {with_article(architecture.model_type)} {absent[module]}"
+            yield Problem((_MODULES,), what, "", f"remove {module}")
     for module, needs, wanted in (
         ("moe_act", "moe_grouped_gemm", True),
         ("shared_experts", "moe_shared_expert_overlap", False),
     ):
         if module in chosen - absent.keys() and getattr(experts, needs) is not wanted:
-            what = f"`recompute_modules` has {module} with `{needs}: {str(not wanted).lower()}`"
-            fix = f"remove {module}, or write `{needs}: {str(wanted).lower()}`"
-            yield Problem(("recompute_modules", needs), what, "", fix)
+            what = f"{ref(_MODULES)} has {module} with {assign(needs, not wanted)}"
+            fix = f"remove {module}, or {write(needs, wanted)}"
+            yield Problem((_MODULES, needs), what, "", fix)
 
 
 def whole_rows(context: Context) -> Iterator[Problem]:
@@ -73,15 +75,15 @@ def whole_rows(context: Context) -> Iterator[Problem]:
     settings, parallel = context.settings, context.settings.parallel
     if settings.performance.attention_backend != "fused":
         return
-    fix = "write `attention_backend: auto`, or flash"
+    fix = write(_BACKEND, "auto", "flash")
     if settings.packing:
         why = "cuDNN's attention supports rows of one sequence only; packed rows need flash attention"
-        yield Problem(("attention_backend", "packing"), "`attention_backend: fused` and `packing: true`", why, fix)
+        yield Problem((_BACKEND, "packing"), f"{assign(_BACKEND, 'fused')} and {assign('packing', True)}", why, fix)
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
-        what = f"`attention_backend: fused` and `cp_comm_type {parallel.cp_comm_type}`"
+        what = f"{assign(_BACKEND, 'fused')} and {ref('cp_comm_type', parallel.cp_comm_type)}"
         why = "cuDNN's attention supports whole rows only, and each process has a part of the row's queries"
-        fix = f"{fix}; or `cp_comm_type: a2a`, which attends to whole rows"
-        yield Problem(("attention_backend", "cp_comm_type", "context_parallel_size"), what, why, fix)
+        fix = f"{fix}; or {assign('cp_comm_type', 'a2a')}, which attends to whole rows"
+        yield Problem((_BACKEND, "cp_comm_type", "context_parallel_size"), what, why, fix)
 
 
 def transformer_engine(context: Context) -> Iterator[Problem]:
@@ -90,8 +92,8 @@ def transformer_engine(context: Context) -> Iterator[Problem]:
     if settings.performance.transformer_impl != "transformer_engine" or architecture is None:
         return
     if why := te_obstacle(settings, architecture):
-        what = f"`transformer_impl: transformer_engine` with {with_article(architecture.model_type)}"
-        yield Problem(("transformer_impl",), what, why, "write `transformer_impl: native`, or auto")
+        what = f"{assign('transformer_impl', 'transformer_engine')} with {with_article(architecture.model_type)}"
+        yield Problem(("transformer_impl",), what, why, write("transformer_impl", "native", "auto"))
 
 
 def fp8_sides(context: Context) -> Iterator[Problem]:
@@ -106,9 +108,9 @@ def fp8_sides(context: Context) -> Iterator[Problem]:
         rows, columns = engine_shape(weight, architecture, Slice(tp))
         if layers_of(weight, architecture) and (rows % _FP8_MULTIPLE or columns % _FP8_MULTIPLE):
             layer = weight.engine.removesuffix(".weight").rpartition(".")[2]
-            what = f"`fp8` with {layer} of {rows} × {columns} on each process"
+            what = f"{ref('fp8')} with {layer} of {rows} × {columns} on each process"
             why = f"8-bit matrix products need sizes that are multiples of {_FP8_MULTIPLE}"
-            fix = f"remove `fp8`, or write a smaller `{name}`" if tp > 1 else "remove `fp8`"
+            fix = f"{remove('fp8')}, or write a smaller {ref(name)}" if tp > 1 else remove("fp8")
             yield Problem(("fp8", *([name] if tp > 1 else [])), what, why, fix)
             return
 

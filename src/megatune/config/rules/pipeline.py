@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatune.config.pipeline import holds_deepstack, parse_layout, pipeline_chunks, write_layout
-from megatune.config.rules.rule import Context, Problem, either, multiples_around
+from megatune.config.rules.rule import Context, Problem, multiples_around
 from megatune.config.settings import ParallelSettings
+from megatune.references import assign, ref, remove, write
 
 _PP = "pipeline_model_parallel_size"
 _VPP = "virtual_pipeline_model_parallel_size"
@@ -32,11 +33,11 @@ def shapes(context: Context) -> Iterator[Problem]:
     if len(kinds) > 1:
         kept = given[-1] if "pipeline" in kinds else given[0]
         what, why = _names(given), "each sets the number of layers per stage"
-        yield Problem(tuple(given), what, why, f"keep `{kept}`")
+        yield Problem(tuple(given), what, why, f"keep {ref(kept)}")
 
 
 def _names(given: Iterable[str]) -> str:
-    return " and ".join(f"`{name}`" for name in given)
+    return " and ".join(map(ref, given))
 
 
 def written_layout(context: Context) -> Iterator[Problem]:
@@ -49,13 +50,13 @@ def written_layout(context: Context) -> Iterator[Problem]:
         parts = len(parse_layout(text))
     except ValueError as error:
         fix = "write E first, t for each layer, L last, and | between stages: Et*3|t*3L"
-        yield Problem((_LAYOUT,), f"`{_LAYOUT} {text!r}` cannot be read: {error}", "", fix)
+        yield Problem((_LAYOUT,), f"{ref(_LAYOUT, repr(text))} cannot be read: {error}", "", fix)
         return
     vpp = parallel.virtual_pipeline_model_parallel_size
     if parts % pp or (vpp and parts != pp * vpp):
         stages = f"{pp} stages" + (f" of {vpp} virtual stages" if vpp else "")
         expected = f"{pp * vpp} parts" if vpp else f"a multiple of {pp} parts"
-        what = f"`{_LAYOUT} {text!r}` has {parts} parts for {stages}"
+        what = f"{ref(_LAYOUT, repr(text))} has {parts} parts for {stages}"
         why = "every stage holds one part, or one for each of its virtual stages"
         fix = f"write {expected}{_stages_for(parts, pp, vpp)}"
         yield Problem((_LAYOUT, _PP, *([_VPP] if vpp else [])), what, why, fix)
@@ -64,14 +65,14 @@ def written_layout(context: Context) -> Iterator[Problem]:
 def _stages_for(parts: int, pp: int, vpp: int | None) -> str:
     """Return the alternative fix: the sizes that fit a layout of this many parts; "" without one."""
     if parts == 1:
-        return f", or remove `{_LAYOUT}`"
+        return f", or {remove(_LAYOUT)}"
     if vpp is None:
-        return f", or `{_PP}: {parts}`"
+        return f", or {assign(_PP, parts)}"
     if parts == pp:
-        return f", or remove `{_VPP}`"
+        return f", or {remove(_VPP)}"
     if parts % pp == 0:
-        return f", or `{_VPP}: {parts // pp}`"
-    return f", or `{_PP}: {parts // vpp}`" if parts % vpp == 0 and parts > vpp else ""
+        return f", or {assign(_VPP, parts // pp)}"
+    return f", or {assign(_PP, parts // vpp)}" if parts % vpp == 0 and parts > vpp else ""
 
 
 def _is_shaped_wrong(context: Context) -> bool:
@@ -91,7 +92,7 @@ def layers(context: Context) -> Iterator[Problem]:
     except ValueError as error:
         asked = [name for name in _given_shapes(parallel) if not name.startswith("account")]
         if asked:
-            named = " and ".join(f"`{name} {getattr(parallel, name)}`" for name in asked)
+            named = " and ".join(ref(name, getattr(parallel, name)) for name in asked)
             why = f"the parts together must have the model's {architecture.num_layers} layers"
             fix = _nearest_numbers(parallel, architecture.num_layers, asked)
             yield Problem((*asked, _PP), f"{named}: {error}", why, fix)
@@ -105,17 +106,18 @@ def _too_many_parts(parallel: ParallelSettings, num_layers: int, error: str) -> 
     counted = _given_shapes(parallel)
     most = num_layers + len(counted)
     if vpp and pp <= most:
-        fix = (
-            f"write `{_VPP}: {most // pp}`, the largest possible"
-            if most // pp > 1
-            else f"remove `{_VPP}`: each stage has one layer"
-        )
+        largest, one = f"{write(_VPP, most // pp)}, the largest possible", f"{remove(_VPP)}: each stage has one layer"
         what = f"{pp} stages of {vpp} virtual stages: {error}"
-        return Problem((_VPP, _PP, *counted), what, "every virtual stage has at least one layer", fix)
-    fix = f"write `{_PP}: {most}`, the largest possible"
+        return Problem(
+            (_VPP, _PP, *counted),
+            what,
+            "every virtual stage has at least one layer",
+            largest if most // pp > 1 else one,
+        )
+    fix = f"{write(_PP, most)}, the largest possible"
     if vpp:
-        fix += f", and remove `{_VPP}`"
-    what = f"`{_PP} {pp}`: {error}"
+        fix += f", and {remove(_VPP)}"
+    what = f"{ref(_PP, pp)}: {error}"
     return Problem((_PP, *counted), what, "every stage has at least one layer", fix)
 
 
@@ -126,7 +128,7 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
         while (left := num_layers - sum(counts)) != 0:
             index = counts.index(min(counts)) if left > 0 else counts.index(max(counts))
             counts[index] += 1 if left > 0 else -1
-        return f"write `{_LAYOUT}: {write_layout(counts)}`"
+        return write(_LAYOUT, write_layout(counts))
     for name in reversed(asked):
         given = getattr(parallel, name)
         for number in sorted(range(1, num_layers), key=lambda number: (abs(number - given), number)):
@@ -134,7 +136,7 @@ def _nearest_numbers(parallel: ParallelSettings, num_layers: int, asked: list[st
                 pipeline_chunks(parallel.model_copy(update={name: number}), num_layers)
             except ValueError:
                 continue
-            return f"write `{name}: {number}`"
+            return write(name, number)
     return f"remove {_names(asked)}"
 
 
@@ -152,7 +154,7 @@ def deepstack(context: Context) -> Iterator[Problem]:
     what = f"the first of {len(counts)} pipeline parts has {counts[0]} of the first {fed} layers"
     why = f"each of these {fed} gets features of the vision encoder, which is in the first part (deepstack)"
     changes = _nearest_with_first_layers(parallel, architecture.num_layers, fed)
-    writes = " and ".join(f"`{name}: {value}`" for name, value in changes.items() if value is not None)
+    writes = " and ".join(assign(name, value) for name, value in changes.items() if value is not None)
     removes = _names(name for name, value in changes.items() if value is None)
     fix = ", and ".join(f"{verb} {each}" for verb, each in (("write", writes), ("remove", removes)) if each)
     yield Problem((*_given_shapes(parallel), *names), what, why, fix)
@@ -182,9 +184,9 @@ def virtual_stages(context: Context) -> Iterator[Problem]:
     parallel, steps = context.settings.parallel, context.settings.batch.gradient_accumulation_steps
     pp, key = parallel.pipeline_model_parallel_size, _VPP if parallel.virtual_pipeline_model_parallel_size else _LAYOUT
     if parallel.virtual_stages is not None and pp > 1 and steps % pp:
-        what = f"`gradient_accumulation_steps {steps}` is not a multiple of `{_PP} {pp}`"
+        what = f"{ref('gradient_accumulation_steps', steps)} is not a multiple of {ref(_PP, pp)}"
         why = "with virtual stages, micro-batches go through the pipeline in rounds of one for each stage"
-        fix = f"write `gradient_accumulation_steps: {either(multiples_around(steps, pp))}`"
+        fix = write("gradient_accumulation_steps", *multiples_around(steps, pp))
         yield Problem(("gradient_accumulation_steps", key, _PP), what, why, fix)
 
 

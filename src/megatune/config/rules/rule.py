@@ -14,6 +14,7 @@ from megatune.config.setting import EXPERTS, Limit, Needs, SettingInfo
 from megatune.config.settings import Settings, all_settings, setting_paths, setting_value
 from megatune.config.values import shown
 from megatune.errors import with_article
+from megatune.references import Text, assign, ref, remove, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,17 @@ class Problem:
 
     Attributes:
         names: of these settings, first the one to change.
-        what, why, fix: as in `megatune.errors.Finding`; settings are in backticks, for `replace_names`.
+        what, why, fix: as in `megatune.errors.Finding`; settings are references.
     """
 
     names: tuple[str, ...]
     what: str
     why: str = ""
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("what", "why", "fix"):
+            object.__setattr__(self, name, Text(getattr(self, name)))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -68,11 +73,6 @@ def multiples_around(value: int, base: int) -> tuple[int, ...]:
     """Return the nearest multiples of `base` below and above `value`, without 0."""
     below = value // base * base
     return (below, below + base) if below else (base,)
-
-
-def either(values: Iterable[int]) -> str:
-    """Format alternatives: "4 or 8"."""
-    return " or ".join(map(str, values))
 
 
 def needs_of(*groups: str) -> Rule:
@@ -164,24 +164,24 @@ def _is_explicit(context: Context, info: SettingInfo, need: Needs, value: Any) -
 
 
 def _problem(context: Context, info: SettingInfo, need: Needs) -> Problem:
-    asked = f"`{info.name}: {_said(setting_value(context.settings, info.path))}`"
+    asked = assign(info.name, _said(setting_value(context.settings, info.path)))
     if need.path == EXPERTS:
         assert context.architecture is not None
         why = f"{with_article(context.architecture.model_type)} has no experts"
-        return Problem((info.name,), f"{asked} with a dense model", why, f"remove `{info.name}`")
+        return Problem((info.name,), f"{asked} with a dense model", why, remove(info.name))
     name, value = need.path.partition(".")[2], setting_value(context.settings, need.path)
     has_value = bool(value) or need.path in context.written
-    what = f"{asked} with `{name}: {_said(value)}`" if has_value else f"{asked} without `{name}`"
+    what = f"{asked} with {assign(name, _said(value))}" if has_value else f"{asked} without {ref(name)}"
     if need.otherwise is not None and not value and not setting_value(context.settings, need.otherwise.path):
-        what += f" or `{need.otherwise.path.partition('.')[2]}`"
+        what += f" or {ref(need.otherwise.path.partition('.')[2])}"
     if need.fix:
         fix = need.fix.format(name=info.name)
     elif need.values and not need.values[0]:
-        fix = f"remove `{info.name}` or `{name}`"
+        fix = remove(info.name, name)
     elif not need.values and need.least is None:
-        fix = f"write `{name}`, or remove `{info.name}`"
+        fix = f"write {ref(name)}, or {remove(info.name)}"
     else:
-        fix = f"write `{name}: {shown(need.values[0] if need.values else need.least)}`, or remove `{info.name}`"
+        fix = f"{write(name, shown(need.values[0] if need.values else need.least))}, or {remove(info.name)}"
     return Problem((info.name, name), what, need.why, fix)
 
 
@@ -195,7 +195,7 @@ def limits(context: Context) -> Iterator[Problem]:
         value, name = setting_value(context.settings, path), path.partition(".")[2]
         if value is not None and value > most:
             said = f"{value:,}" if value < 10**12 else f"{value:.3g}"
-            yield Problem((name,), f"`{name}` {said} is more than {most:,}", why, f"write `{name}: {most}`, or less")
+            yield Problem((name,), f"{ref(name)} {said} is more than {most:,}", why, f"{write(name, most)}, or less")
 
 
 @cache

@@ -16,6 +16,7 @@ from megatune.families.peft_form import peft_problems
 from megatune.families.selection import FREEZE_SETTINGS, is_frozen, is_whole_match
 from megatune.families.trained import ALL_MODULES, module_of, modules, trained_weights
 from megatune.families.weights import HFTensor, Stack, layers_of
+from megatune.references import assign, ref, remove, write
 
 _TARGET, _WHOLE = "lora_target", "additional_target"
 _PARTS = {Stack.VISION: "vision encoder", Stack.PROJECTOR: "projector", Stack.DEEPSTACK: "deepstack mergers"}
@@ -48,15 +49,15 @@ def whole_modules(context: Context) -> Iterator[Problem]:
     tied = _TIED if architecture.tie_word_embeddings else ()
     unknown = [module for module in asked if module not in (*known, *tied)]
     if tied and _TIED[1] in asked and _TIED[0] not in asked:
-        what = f"`{_WHOLE}` has {_TIED[1]}, and the model ties {' and '.join(_TIED)}"
+        what = f"{ref(_WHOLE)} has {_TIED[1]}, and the model ties {' and '.join(_TIED)}"
         fix = f"write {_TIED[0]} instead, which trains the shared matrix"
         yield Problem((_WHOLE,), what, "they share one matrix, which has the name of the first", fix)
     if unknown:
         why = f"modules of {with_article(architecture.model_type)} outside of layers: {', '.join(known)}"
         of_layers = unknown[0] in _names(architecture)
-        fix = did_you_mean(unknown[0], known, f"write `{_WHOLE}: {known[-1]}`, or others of them")
-        fix = f"write `{_TARGET}: {unknown[0]}`, for adapters next to it" if of_layers else fix
-        yield Problem((_WHOLE,), f"`{_WHOLE}` has {', '.join(unknown)}", why, fix)
+        fix = did_you_mean(unknown[0], known, f"{write(_WHOLE, known[-1])}, or others of them")
+        fix = f"{write(_TARGET, unknown[0])}, for adapters next to it" if of_layers else fix
+        yield Problem((_WHOLE,), f"{ref(_WHOLE)} has {', '.join(unknown)}", why, fix)
 
 
 def new_rows(context: Context) -> Iterator[Problem]:
@@ -67,10 +68,10 @@ def new_rows(context: Context) -> Iterator[Problem]:
         return
     needed = [module for module in modules(architecture, per_layer=False) if module in _TIED]
     if missing := [module for module in needed if module not in finetuning.additional_target]:
-        what = f"tokens are added, and `{_WHOLE}` has no {' and no '.join(missing)}"
+        what = f"tokens are added, and {ref(_WHOLE)} has no {' and no '.join(missing)}"
         why = "new rows would be neither in the adapter nor in its base model"
-        fix = f"write `{_WHOLE}: {','.join(dict.fromkeys((*finetuning.additional_target, *needed)))}`"
-        yield Problem((_WHOLE,), what, why, f"{fix}, or `merge_lora: true`")
+        fix = write(_WHOLE, ",".join(dict.fromkeys((*finetuning.additional_target, *needed))))
+        yield Problem((_WHOLE,), what, why, f"{fix}, or {assign('merge_lora', True)}")
 
 
 def experts(context: Context) -> Iterator[Problem]:
@@ -83,15 +84,15 @@ def experts(context: Context) -> Iterator[Problem]:
     if not any(weight.per_expert and weight.engine in adapted for weight, _ in found):
         return
     others = dict.fromkeys(_leaf(tensor) for _, tensor in found if ".self_attn." in tensor.name)
-    instead = f"write `{_TARGET}: {','.join(others)}`"
+    instead = write(_TARGET, ",".join(others))
     said = (
-        ("lora_dropout", f"`lora_dropout {finetuning.lora_dropout:g}`", "peft supports no dropout for experts", 0),
-        ("use_dora", "`use_dora: true`", "peft does not support DoRA for experts", False),
+        ("lora_dropout", ref("lora_dropout", finetuning.lora_dropout), "peft supports no dropout for experts", 0),
+        ("use_dora", assign("use_dora", True), "peft does not support DoRA for experts", False),
     )
     for name, what, why, off in said:
         if getattr(finetuning, name):
             what = f"{what} with adapters of routed experts"
-            fix = f"write `{name}: {str(off).lower()}`, or {instead}"
+            fix = f"{write(name, off)}, or {instead}"
             yield Problem((name, _TARGET), what, why, fix)
 
 
@@ -102,9 +103,9 @@ def saved(context: Context) -> Iterator[Problem]:
         return
     for name, why in peft_problems(architecture, finetuning):
         said = "true" if name == "use_dora" else ", ".join(finetuning.lora_target)
-        fix = "remove `use_dora`, or name layers of attention only"
-        fix = fix if name == "use_dora" else f"write `{_TARGET}: all`"
-        yield Problem((name,), f"`{name}: {said}` cannot be saved for peft", why, fix)
+        fix = f"{remove('use_dora')}, or name layers of attention only"
+        fix = fix if name == "use_dora" else write(_TARGET, "all")
+        yield Problem((name,), f"{assign(name, said)} cannot be saved for peft", why, fix)
 
 
 def parts(context: Context) -> Iterator[Problem]:
@@ -119,18 +120,18 @@ def parts(context: Context) -> Iterator[Problem]:
         switch = FREEZE_SETTINGS[stack]
         if stack in having or getattr(finetuning, switch) is not False:
             continue
-        what = f"`{switch}: false`, and no adapter is in the {_PARTS[stack]}"
+        what = f"{assign(switch, False)}, and no adapter is in the {_PARTS[stack]}"
         # Layers of a projector have the same last names as other layers.
         size = 2 if stack is Stack.PROJECTOR else 1
         named = [_leaf(tensor, size) for weight, tensor in matrices(architecture) if weight.stack is stack]
         if not named:
             why = f"that of {with_article(architecture.model_type)} has no linear layer that can have one"
-            yield Problem((switch,), what, why, f"remove `{switch}`, or write `finetuning_type: full`")
+            yield Problem((switch,), what, why, f"{remove(switch)}, or {write('finetuning_type', 'full')}")
             continue
         more = f"; {ALL_TARGETS[0]} does not include it" if stack is Stack.PROJECTOR else ""
-        why = f"with lora a part is trained only if `lora_target` names its linear layers, such as {named[0]}{more}"
+        why = f"with lora a part is trained only if {ref(_TARGET)} names its linear layers, such as {named[0]}{more}"
         targets = ",".join((*finetuning.lora_target, named[0]))
-        yield Problem((switch, _TARGET), what, why, f"write `{_TARGET}: {targets}`, or remove `{switch}`")
+        yield Problem((switch, _TARGET), what, why, f"{write(_TARGET, targets)}, or {remove(switch)}")
 
 
 def _of_adapters(context: Context) -> tuple[Architecture | None, FinetuningSettings]:
@@ -152,7 +153,7 @@ def _names(architecture: Architecture) -> list[str]:
 
 def _no_target(target: str, architecture: Architecture) -> Problem:
     """Return the problem of a name that matches no linear layer with an adapter."""
-    known, what = _names(architecture), f"`{_TARGET}` has {target}"
+    known, what = _names(architecture), f"{ref(_TARGET)} has {target}"
     weights = FAMILIES[architecture.model_type].weight_map(architecture)
     some = _layers_that_match(target, architecture)
     if some:
@@ -162,7 +163,7 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
     matching = [weight for weight in weights if any(module_path(one).endswith(f".{leaf}") for one in weight.hf)]
     if target in (module_of(OUTPUT_LAYER), module_of(EMBEDDING)):
         why = "adapters of the output layer and of word embeddings are not supported"
-        fix = f"write `{_WHOLE}: {target}`, which trains it fully"
+        fix = f"{write(_WHOLE, target)}, which trains it fully"
         return Problem((_TARGET,), what, why, f"remove {target}" if architecture.tie_word_embeddings else fix)
     if matching and all(weight.per_layer and len(weight.hf[0].shape) == 2 for weight in matching):
         is_router = matching[0].engine.endswith("router.weight")
@@ -172,10 +173,10 @@ def _no_target(target: str, architecture: Architecture) -> Problem:
         return Problem((_TARGET,), what, why, f"remove {target}")
     if matching:
         whole = leaf in modules(architecture, per_layer=False)
-        fix = f"write `{_WHOLE}: {leaf}`, which trains it fully" if whole else f"remove {target}"
+        fix = f"{write(_WHOLE, leaf)}, which trains it fully" if whole else f"remove {target}"
         return Problem((_TARGET,), what, f"{leaf} is not a matrix, so it has no adapter", fix)
     why = f"linear layers of {with_article(architecture.model_type)}: {', '.join(known)}"
-    return Problem((_TARGET,), what, why, did_you_mean(leaf, known, f"write `{_TARGET}: all`"))
+    return Problem((_TARGET,), what, why, did_you_mean(leaf, known, write(_TARGET, "all")))
 
 
 def _layers_that_match(target: str, architecture: Architecture) -> str:
@@ -193,8 +194,8 @@ def _frozen(target: str, stacks: set[Stack], finetuning: FinetuningSettings) -> 
     if getattr(finetuning, switch) is None:
         switch = FREEZE_SETTINGS[Stack.VISION]
     part = _PARTS.get(next(iter(stacks)), "language model")
-    what = f"`{_TARGET}` has {target}, which is in the {part}, and `{switch}: true`"
-    fix = f"write `{switch}: false`, or remove {target}"
+    what = f"{ref(_TARGET)} has {target}, which is in the {part}, and {assign(switch, True)}"
+    fix = f"{write(switch, False)}, or remove {target}"
     return Problem((_TARGET, switch), what, "frozen parts have no adapters", fix)
 
 
@@ -212,9 +213,9 @@ def known_modules(context: Context) -> Iterator[Problem]:
         ("freeze_extra_modules", finetuning.freeze_extra_modules, others, "outside of layers"),
     ):
         if unknown := [module for module in asked if module not in known]:
-            what = f"`{name}` has {', '.join(unknown)}"
+            what = f"{ref(name)} has {', '.join(unknown)}"
             why = f"modules of {with_article(architecture.model_type)} {where}: {', '.join(known)}"
-            fix = did_you_mean(unknown[0], known, f"write `{name}: {known[0]}`, or others of them")
+            fix = did_you_mean(unknown[0], known, f"{write(name, known[0])}, or others of them")
             yield Problem((name,), what, why, fix)
 
 
@@ -230,14 +231,14 @@ def something(context: Context) -> Iterator[Problem]:
         return
     frozen = [name for name in _OF_MODEL if getattr(finetuning, name)]
     if not finetuning.freeze_language_model and finetuning.finetuning_type == "freeze":
-        what, fix = "`freeze_trainable_modules` is empty", "write `freeze_trainable_modules: all`"
+        what, fix = f"{ref('freeze_trainable_modules')} is empty", write("freeze_trainable_modules", "all")
         yield Problem(("freeze_trainable_modules",), what, "nothing would be trained", fix)
     elif architecture.vision is None:
-        what, why = "`freeze_language_model: true` leaves nothing to train", "the model has no vision encoder"
-        yield Problem(("freeze_language_model",), what, why, "remove `freeze_language_model`")
+        what, why = f"{assign(_OF_MODEL[0], True)} leaves nothing to train", "the model has no vision encoder"
+        yield Problem(_OF_MODEL[:1], what, why, remove(_OF_MODEL[0]))
     else:
-        what = f"{', '.join(f'`{name}: true`' for name in frozen)} leave nothing to train"
-        yield Problem(tuple(frozen), what, "", f"write `{frozen[1]}: false`, or remove `freeze_language_model`")
+        what = f"{', '.join(assign(name, True) for name in frozen)} leave nothing to train"
+        yield Problem(tuple(frozen), what, "", f"{write(frozen[1], False)}, or {remove('freeze_language_model')}")
 
 
 RULES = (known_modules, *_OF_ADAPTERS, something)

@@ -14,6 +14,7 @@ from megatune.config.groups.data import TILES, DataSettings
 from megatune.data.media.processor import Bounds, MediaProcessor
 from megatune.encoders import Vision
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.references import write
 
 IMAGE_FILE, VIDEO_FILE, JOINT_FILE = (
     "preprocessor_config.json",
@@ -114,7 +115,7 @@ def _square_sizes(config: Mapping[str, Any], vision: Vision, data: DataSettings,
     if config.get("do_pan_and_scan"):
         findings.append(Finding("the processor of images has do_pan_and_scan = True; crops are not supported", where))
     if config.get("crop_to_patches") and not data.crop_to_patches:
-        what, fix = "the processor of images has crop_to_patches = True", "write `crop_to_patches: true`"
+        what, fix = "the processor of images has crop_to_patches = True", write("crop_to_patches", True)
         findings.append(Finding(what, where, "the setting is needed to plan the number of tokens", fix))
     for key, value in zip(("min_patches", "max_patches"), TILES, strict=True):
         if data.crop_to_patches and config.get(key, value) != value:

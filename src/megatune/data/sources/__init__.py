@@ -18,6 +18,7 @@ from megatune.data.sources.detection import DatasetSource, FormatDetector, Sourc
 from megatune.data.sources.registry import DATASET_INFO, DatasetEntry, parse_entry, parse_reference, read_registry
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
 from megatune.hub.repository import Hub, Repository, fetch_all, is_repository_id, open_repository, use_modelscope
+from megatune.references import ref, write
 
 if TYPE_CHECKING:
     from megatune.config.settings import Settings
@@ -211,10 +212,10 @@ def _unknown(name: str, directory: _DatasetDir, *, is_swift: bool) -> MegatuneEr
         fix = "name a file or a folder, relative to the working directory, or a data set on a hub: OWNER/NAME"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     if data_suffix(Path(name)) or "/" in name:
-        fix = "correct the path, which is relative to the working directory or to dataset_dir"
+        fix = f"correct the path, which is relative to the working directory or to {ref('dataset_dir')}"
         return MegatuneError(Finding(f"no such file or folder: {name}", "dataset", fix=fix), ExitCode.INPUT)
     if directory.folder is not None and not directory.folder.is_dir():
-        what, fix = f"folder {directory.folder} not found", "write dataset_dir: the folder of the data sets"
+        what, fix = f"folder {directory.folder} not found", write("dataset_dir", "FOLDER")
         return MegatuneError(Finding(what, "dataset_dir", f"dataset {name!r} is looked up in it", fix), ExitCode.INPUT)
     known = ", ".join(sorted(directory.info)[:10])
     known = f"name one of: {known}" if known else f"{directory.where} names no data set"

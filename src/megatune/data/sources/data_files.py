@@ -16,6 +16,7 @@ from typing import Any
 from megatune.data.readers import DATA_SUFFIXES, data_suffix, json_type, read_rows
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.hub.repository import Hub, fetch_all, open_repository, read_file
+from megatune.references import ref
 
 README = "README.md"
 DEFAULT_SUBSET = "default"
@@ -84,7 +85,7 @@ def hub_files(
     repository = open_repository(hub, repo_id, where)
     name = f"{repo_id} on {repository.host}"
     card = read_card(read_file(repository, README) or "", name)
-    fix = "download it to a folder, and name its files in `dataset`"
+    fix = f"download it to a folder, and name its files in {ref('dataset')}"
     data_files = DataFiles(list(repository.sizes), card, name=repo_id.rpartition("/")[2], where=name, fix=fix)
     return fetch_all(repository, data_files.choose(subsets, split, folder))
 

@@ -18,6 +18,7 @@ from megatune.data.templates.tool_texts import fill
 from megatune.data.templates.tools import agent_template, load_entry, read_table
 from megatune.data.tokenizer_files import check_pretraining_tokenizer
 from megatune.errors import ExitCode, Finding, MegatuneError, did_you_mean
+from megatune.references import ref, remove
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +95,7 @@ def template_of_swift(
         return written
     if written.system is None and not written.system_in_question:
         what = f"default_system: ms-swift's template {written.name} has no place for a system message"
-        raise MegatuneError(Finding(what, fix="remove default_system"), ExitCode.SETTINGS)
+        raise MegatuneError(Finding(what, fix=remove("default_system")), ExitCode.SETTINGS)
     return replace(written, default_system=data.default_system)
 
 
@@ -147,7 +148,7 @@ def _system_of(model: str, name: str) -> str:
     try:
         return Path(model, name).read_text(encoding="utf-8").replace("{name}", Path(model).name)
     except OSError as error:
-        why, fix = "ms-swift takes the default system message from it", "give default_system"
+        why, fix = "ms-swift takes the default system message from it", f"give {ref('default_system')}"
         raise MegatuneError(Finding(f"the model has no {name}: {error}", model, why, fix), ExitCode.INPUT) from None
 
 

@@ -16,7 +16,7 @@ from megatune.config.pipeline import pipeline_chunks, write_layout
 from megatune.config.rules import finetuning, layout, memory, pipeline, run, trained
 from megatune.config.rules.rule import Context, Problem, Rule, is_met
 from megatune.config.setting import EXPERTS, SettingInfo
-from megatune.config.settings import Settings, all_settings, plain, with_settings
+from megatune.config.settings import Settings, all_settings, with_settings
 from megatune.errors import MegatuneError
 from megatune.plan.case import Case, PlannedModel
 from megatune.plan.catalogue import find_machine, find_model
@@ -179,7 +179,7 @@ def _plannable(case: Case, assumed: Assumed) -> BaseCase:
 def problems(case: Case) -> list[Problem]:
     """Return the problems that `PLANNED_RULES` find in a case, with our own names of settings."""
     context = Context(case.settings, case.model.architecture, case.world_size)
-    return [replace(problem, what=plain(problem.what)) for rule in PLANNED_RULES for problem in rule(context)]
+    return [problem for rule in PLANNED_RULES for problem in rule(context)]
 
 
 @dataclass(frozen=True)

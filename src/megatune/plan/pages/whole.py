@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatune.config.dialects.dialect import LLAMAFACTORY
-from megatune.config.settings import plain, with_settings
+from megatune.config.settings import with_settings
 from megatune.config.values import counted
 from megatune.pages import Entry, Item, Page
 from megatune.plan.answer import Answer, Question
@@ -57,6 +57,7 @@ from megatune.plan.schedule import bubble_shares
 from megatune.plan.search import equal_within
 from megatune.plan.time.estimate import TIME_PARTS
 from megatune.plan.uncertainty import memory_bound, safe_bytes
+from megatune.references import spell
 
 # Settings that decide what is trained.
 _TRAINABLE = (
@@ -72,7 +73,7 @@ def pages(found: Answer, top: int) -> Iterator[Page]:
     if own is not None:
         yield from _plan(own, question)
         if slow := warning(ACROSS_MACHINES, own):
-            yield Page("", [f"WARNING: {plain(slow)}"])
+            yield Page("", [f"WARNING: {spell(slow)}"])
         if not own.fits:
             enough = any(fix.after.fits for fix in found.fixes)
             lines = [f"  {fix}" for fix in found.fixes]

@@ -13,7 +13,7 @@ from megatune.config.derived import with_adapter_settings, with_model_defaults
 from megatune.config.load import Loaded
 from megatune.config.rules.finetuning import warnings
 from megatune.config.rules.rule import unused
-from megatune.config.settings import Settings, plain, plain_finding, with_settings
+from megatune.config.settings import Settings, with_settings
 from megatune.config.values import counted
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
@@ -38,6 +38,7 @@ from megatune.plan.pages.words import (
 )
 from megatune.plan.rows import RowLengths
 from megatune.plan.uncertainty import memory_range
+from megatune.references import assign, ref, spell
 
 _SEARCHED = 256  # processes up to which the search for another layout is fast
 _ROW_STEP = 64  # tokens; the resolution of row lengths
@@ -124,9 +125,10 @@ def preflight(
 def describe_idle_gpus(planned: Estimate, idle_gpus: int) -> Iterator[str]:
     """Yield a line on GPUs of this machine that the run does not use."""
     if idle_gpus and not planned.case.machine.device.on_cpu:
+        more = assign("num_processes", planned.case.world_size + idle_gpus)
         yield (
-            f"{idle_gpus} GPUs of this machine are idle: `num_processes: {planned.case.world_size + idle_gpus}` would"
-            " train on all of them, with more rows in a step or fewer `gradient_accumulation_steps`"
+            f"{idle_gpus} GPUs of this machine are idle: {more} would train on all of them, with more rows in a step or"
+            f" fewer {ref('gradient_accumulation_steps')}"
         )
 
 
@@ -164,7 +166,7 @@ def with_rows(
     planned = estimate(replace(case, lengths=lengths, image_tokens=of_row, largest_picture=largest))
     shown = [describe_lengths(planned.case), *([describe_media(planned.case)] if media is not None else [])]
     lines = [f"plan       {'; '.join(shown)}: {fullest(planned)}; about {seconds(planned.time.total)} a step"]
-    phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (plain_finding, plain)
+    phrased, advice = (loaded.phrased, loaded.advice) if loaded is not None else (Finding.spelled, spell)
     messages = warnings_of(planned) if planned.fits else [allowed(planned, phrased)]
     lines += [f"warning    {advice(each)}" for each in messages]
     return Preflight(settings=case.settings, planned=planned, lines=tuple(lines))
@@ -222,7 +224,7 @@ def _plan_lines(planned: Estimate) -> Iterator[str]:
 # --- a run that does not fit -----------------------------------------------------------------------------------------
 
 
-def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = plain_finding) -> str:
+def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = Finding.spelled) -> str:
     """Return the warning of a run that may not fit, or that memory_check allows to start anyway.
 
     Raises:
@@ -230,10 +232,10 @@ def allowed(planned: Estimate, phrased: Callable[[Finding], Finding] = plain_fin
     """
     finding = _too_large(planned)
     if may_fit(planned):
-        return str(finding)
+        return str(phrased(finding))
     if planned.case.settings.run.memory_check == "error":
         raise MegatuneError(phrased(finding), ExitCode.SETTINGS)
-    return f"{finding.what}; `memory_check: warn` allows it to start"
+    return f"{finding.what}; {assign('memory_check', 'warn')} allows it to start"
 
 
 def longest_row(planned: Estimate) -> int:
@@ -271,7 +273,7 @@ def _too_large(planned: Estimate) -> Finding:
     lines = [f"{head}:", *(f"        {each.text}" for each in fixes)] if fixes else []
     if longest := longest_row(planned):
         rows = "the longest rows that fit: memory is planned for rows of that length"
-        lines.append(f"        `cutoff_len: {longest}`, {rows}")
+        lines.append(f"        {assign('cutoff_len', longest)}, {rows}")
     if (adapters := _adapters(planned)) is not None:
         lines.append(f"        {adapters.text}: trains adapters instead of the model")
     lines.append("        megatune plan searches all layouts, for this or another machine")
@@ -280,7 +282,7 @@ def _too_large(planned: Estimate) -> Finding:
         what = f"this run may not fit: {which} is planned to hold {size(stage.total)}, between {least} and {most}"
     else:
         what = f"this run cannot fit: {which} would hold {size(stage.total)}, {least} at least"
-        lines.append("        `memory_check: warn` starts it anyway")
+        lines.append(f"        {assign('memory_check', 'warn')} starts it anyway")
     return Finding(f"{what}, and {device.name} has {size(device.memory)}", why=why, fix="\n".join(lines).strip())
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.progress import amount
+from megatune.references import ref, write
 
 _logger = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -234,17 +235,17 @@ def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None
     for source in sources:
         if resolved == source.resolve() or resolved in source.resolve().parents:
             why = f"{source} is read from there"
-            finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
+            finding = Finding(f"{target} cannot be written", ref("export_dir"), why, "choose another folder")
             raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     here = Path.cwd()
     if resolved == here or resolved in here.parents:
         why = "the folder that this command runs in would be replaced"
-        finding = Finding(f"{target} cannot be written", "export_dir", why, "choose another folder")
+        finding = Finding(f"{target} cannot be written", ref("export_dir"), why, "choose another folder")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     if target.is_file():
-        finding = Finding(f"{target} is a file", "export_dir", "", "name a folder")
+        finding = Finding(f"{target} is a file", ref("export_dir"), "", "name a folder")
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        fix = "choose another folder, or write overwrite_output_dir: true, which deletes what is in it"
-        finding = Finding(f"{target} is not empty", "export_dir", "", fix)
+        fix = f"choose another folder, or {write('overwrite_output_dir', True)}, which deletes what is in it"
+        finding = Finding(f"{target} is not empty", ref("export_dir"), "", fix)
         raise MegatuneError(finding, ExitCode.CANNOT_WRITE)
