@@ -112,7 +112,7 @@ def test_adapters_are_merged(here: Path) -> None:
 REFUSED = {
     ("--to_hf", "--to_mcore", "--model", "m"): (64, "keep the one"),
     ("--to_hf", "--output_dir", "x"): (64, "mcore_model is missing"),
-    ("--to_mcore", "--output_dir", "x"): (64, "model is missing"),
+    ("--to_mcore", "--output_dir", "x"): (64, "model_name_or_path is missing"),
     ("--to_hf", "--model", "m", "--output_dir", "x"): (64, "there is nothing to convert"),
     ("--to_hf", "--mcore_model", "nowhere"): (66, "mcore_model: no folder 'nowhere'"),
     ("--to_mcore", "maybe", "--model", "m"): (64, "--model: names the model a second time"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
+from megatune.cli.main import main
 from megatune.cli.swift import command_of, variables_of
 
 
@@ -53,3 +58,29 @@ def test_infer_takes_a_file_of_flags_and_the_hub(tmp_path) -> None:
     path.write_text("ENV: {USE_HF: 1}\n")
     hugging_face = command_of("swift", "infer").read([str(path)])
     assert variables_of(hugging_face, {}) == {"USE_HF": "1", "USE_MODELSCOPE_HUB": "0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "export",
+            ["output_dir is missing", "fix: --output_dir FOLDER", "adapters is missing", "fix: --adapters FOLDER"],
+        ),
+        ("export --to_mcore true", ["model is missing", "fix: --model FOLDER"]),
+        ("export --adapters nowhere --output_dir x", ["--adapters: there is no folder nowhere"]),
+        ("export --model here --to_mcore true --output_dir full", ["output_dir: full is", "write --exist_ok true"]),
+        ("infer --model here --adapters nowhere", ["--adapters: there is no folder nowhere"]),
+        ("deploy", ["model is missing"]),
+    ],
+)
+def test_messages_name_the_flags_of_ms_swift(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("here/config.json", "full/file"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    assert main(["swift", *words.split()]) > 0
+    error = capsys.readouterr().err
+    for each in said:
+        assert each in error
+    assert not re.search("model_name_or_path|adapter_name_or_path|export_dir|overwrite_output_dir", error)

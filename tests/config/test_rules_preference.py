@@ -10,6 +10,7 @@ from megatune.config.load import load
 from megatune.config.rules import check
 from megatune.config.rules.finetuning import warnings
 from megatune.config.settings import all_settings
+from megatune.references import spell
 
 MOE = replace(QWEN, moe=MixtureOfExperts(num_experts=8, layers=(True,) * 12, router_topk=2, moe_ffn_hidden_size=64))
 DPO, KTO, RM, LORA = "stage=dpo", "stage=kto", "stage=rm", "finetuning_type=lora"
@@ -239,5 +240,5 @@ def test_what_is_wrong_is_told_with_its_fix(overrides, message):
 def test_a_learning_rate_of_supervised_fine_tuning_is_warned_of(overrides, usual):
     settings = load(overrides=[*BASE, *overrides]).settings
     rate = settings.optimizer.learning_rate
-    text = f"`learning_rate {rate:g}` is usual for supervised fine-tuning, but preference training needs {usual}"
-    assert list(warnings(settings)) == ([text] if usual else [])
+    text = f"learning_rate {rate:g} is usual for supervised fine-tuning, but preference training needs {usual}"
+    assert list(map(spell, warnings(settings))) == ([text] if usual else [])

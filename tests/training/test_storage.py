@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.training import storage
-from megatune.training.storage.files import OutputLock, check_target, ensure_disk_space, writing
+from megatune.training.storage.files import OutputLock, check_target, ensure_disk_space, write_atomically, writing
 from megatune.training.storage.manifest import digest_files, problem_of, read_manifest
 from megatune.training.storage.store import CheckpointStore, clean_partials, finalize_model, list_checkpoints, rotate
 
@@ -441,3 +441,17 @@ def test_kill_9_releases_the_lock_though_a_worker_lives_on(
             OutputLock(tmp_path)
     assert list(tmp_path.iterdir()) == []
     OutputLock(tmp_path).release()
+
+
+def test_a_text_may_have_a_name_with_bytes_that_are_not_utf8(tmp_path):
+    """As Python reads them from a command line."""
+    path = tmp_path / "start.log"
+    write_atomically(path, json.dumps({"output_dir": "ou\udcfft"}, ensure_ascii=False))
+    assert json.loads(path.read_text(encoding="utf-8")) == {"output_dir": "ou\udcfft"}
+
+
+def test_a_name_with_bytes_that_are_not_utf8_is_printed():
+    script = "from megatune.launch.output import exit_when_output_lost\nexit_when_output_lost()\nprint('ou\\udcfft')"
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=env, timeout=120, check=True)
+    assert done.stdout == b"ou\\udcfft\n"

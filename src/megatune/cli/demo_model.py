@@ -9,6 +9,7 @@ from typing import Annotated
 
 from megatune.cli.command import Command
 from megatune.config.options import Flag
+from megatune.config.values import has_undecoded_bytes
 from megatune.demo.sizes import ModelSizes
 from megatune.errors import ExitCode, Finding
 
@@ -54,6 +55,9 @@ def run(verb: str, words: Sequence[str]) -> int:
     options = given.options
     missing = [(name, fix) for name, fix in _REQUIRED if getattr(options, name) is None]
     wrong = [Finding(f"{name} is missing", COMMAND.program, fix=fix) for name, fix in missing]
+    if has_undecoded_bytes(options.output):
+        why = "the library of tokenizers reads no other names"
+        wrong.append(Finding(f"{options.output} is not UTF-8", "--output", why, "choose another name"))
     if options.tie_word_embeddings and options.untied:
         wrong.append(Finding("--tied and --untied contradict each other", COMMAND.program, fix="remove one of them"))
     given.stop(wrong)

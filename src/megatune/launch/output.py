@@ -84,6 +84,8 @@ def _replace(name: str, number: int, on_loss: Callable[[OSError], None]) -> None
         _point(number, os.devnull)
     kept = ("encoding", "errors", "line_buffering", "write_through") if old is not None else ()
     same = {key: getattr(old, key) for key in kept}
+    if same.get("errors") == "strict":  # names of files may have bytes, or characters, that it cannot print
+        same["errors"] = "backslashreplace"
     output = _Output(number, on_loss)
     # With PYTHONUNBUFFERED there is no binary buffer, either.
     setattr(sys, name, io.TextIOWrapper(output if same.get("write_through") else io.BufferedWriter(output), **same))

@@ -141,7 +141,9 @@ def write_roles(keys: Keys) -> None:
         fix = "join the machines to a Ray cluster, and write a file with all their devices: docs/rl.md"
         keys.reading.report(what, "environment", why, fix)
     keys.put("num_gpus_per_node", keys.devices, "run.num_processes")
-    keys.put("pretrain", keys.setting("model.model_name_or_path"), "model.model_name_or_path")
+    if (model := keys.setting("model.model_name_or_path")) is None:
+        keys.reading.report("model is missing", why="there is nothing to train", fix="write --model MODEL")
+    keys.put("pretrain", model or "missing", "model.model_name_or_path")
     keys.put("output_dir", keys.setting("run.output_dir"), "run.output_dir")
     keys.put("seed", keys.setting("run.seed"), "run.seed")
     if command.variables.get("USE_MODELSCOPE_HUB") == "1":

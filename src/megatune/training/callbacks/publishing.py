@@ -65,7 +65,7 @@ class Card(Callback):
         """Write the card, but do not replace one that a user wrote."""
         if path.exists() and OWN_CARD not in path.read_text(encoding="utf-8", errors="replace"):
             return
-        path.write_text(self.text(), encoding="utf-8")
+        path.write_text(self.text(), encoding="utf-8", errors="backslashreplace")
 
     def text(self) -> str:
         """Return the card: YAML front matter and Markdown."""

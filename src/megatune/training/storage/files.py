@@ -39,9 +39,12 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the content of `path` atomically: readers see the old or the new file, also after a crash."""
+    """Replace the content of `path` atomically: readers see the old or the new file, also after a crash.
+
+    Bytes of a name that are not UTF-8 are written as in JSON: \\udcff.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
