@@ -250,7 +250,7 @@ def test_messages_of_refused_keys(tmp_path):
         "    fix: remove loraplus_lr_embedding, or write loraplus_lr_embedding: 1e-06\n"
         "run.yaml:3: pure_bf16: true is not supported\n"
         "    why: master weights are kept in fp32, because small updates would be lost in bf16\n"
-        "    fix: write bf16: true; exp_avg_dtype and exp_avg_sq_dtype: bf16 save memory\n"
+        "    fix: remove pure_bf16; write bf16: true; exp_avg_dtype and exp_avg_sq_dtype: bf16 save memory\n"
         "run.yaml:4: rope_scaling: dynamic is not supported\n"
         "    why: dynamic has no effect up to max_position_embeddings, which LLaMA-Factory multiplies by the factor\n"
         "    fix: write rope_scaling: yarn"
@@ -305,7 +305,7 @@ def test_keys_of_version_1_are_refused_with_the_key_to_write(key):
     finding = next(each for each in load(overrides=[f"{key}=2"]).findings)
     assert finding.what == f"{key}: 2 is not supported"
     assert "version 1" in finding.why
-    assert finding.fix.startswith(("write ", "remove it: "))
+    assert finding.fix.startswith((f"remove {key}; write ", "remove it: "))
 
 
 def test_two_names_of_one_setting_may_say_the_same(tmp_path):

@@ -269,8 +269,17 @@ WRONG = [
     ),
     (
         'default_system: "\\0"',
-        "run.yaml:1: not readable as YAML\n    why: '\\x00' is in a text\n"
-        "    fix: write one `key: value` per line; quote text that contains `: `",
+        "run.yaml:1: not readable as YAML\n    why: '\\x00' is in a text\n    fix: remove '\\x00'",
+    ),
+    (
+        "seed: " + "9" * 301,
+        f"run.yaml:1: not readable as YAML\n    why: cannot read '{'9' * 100}...' as int\n"
+        "    fix: write a shorter number, or quote it as text",
+    ),
+    ("seed: !!int x", "run.yaml:1: not readable as YAML\n    why: cannot read 'x' as int\n    fix: remove the tag"),
+    (
+        "lr_scheduler_kwargs: {a: 1, a: 2}",
+        "run.yaml:1: not readable as YAML\n    why: 'a' is written twice\n    fix: keep one of the two",
     ),
     (b"run_name: \xff", "run.yaml: not UTF-8 text (byte 10)\n    fix: save the file as UTF-8"),
 ]

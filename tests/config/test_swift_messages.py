@@ -6,6 +6,7 @@ import pytest
 from test_swift import CONFIG, findings, read, value
 
 from megatune.config.dialects.swift import swift_lines
+from megatune.config.load import load
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ ADVICE = [
     ("--distributed_backend word", "remove --distributed_backend"),  # the flag that was typed, of version 3
     ("--tuner_type lora --target_modules all-linear all-router", "write --target_modules all-linear"),
     ("--main_grads_dtype fp8", "write --main_grads_dtype fp32"),
-    ("--use_megatron_fsdp true", "write --use_distributed_optimizer instead"),
+    ("--use_megatron_fsdp true", "remove --use_megatron_fsdp; write --use_distributed_optimizer instead"),
     ("--top_p 2.5", "remove --top_p, or write --top_p 1.0"),  # it belongs to grpo, whatever its value
     (
         "--lr_decay_style WSD",
@@ -58,6 +59,23 @@ ADVICE = [
 def test_fixes_help_when_they_are_typed(flags, fix):
     (message,) = read(flags).loaded.check()
     assert message.fix == fix
+
+
+@pytest.mark.parametrize("kind", ["sft", "cls", "ppo", "dop", "null"])
+def test_a_type_that_rlhf_does_not_have_is_refused(kind):
+    """Also one that is the name of another stage, which was trained."""
+    (message,) = read(f"--rlhf_type {kind}", verb="rlhf").loaded.check()
+    assert message.what == f"rlhf_type: {kind} is not supported"
+    assert message.why == "`megatron rlhf` has the types dpo, kto, rm, grpo and gkd"
+
+
+def test_messages_name_the_flag_that_was_typed():
+    flag = "--num_layers_per_virtual_pipeline_stage"
+    (message,) = read(f"{flag} 1", config={**CONFIG, "num_hidden_layers": 4}).loaded.check()
+    assert message.fix == f"write --pipeline_model_parallel_size 2, or remove {flag}"
+    (message,) = (each for each in load(overrides=["save_merged_model=true"]).check() if "save_merged" in each.where)
+    assert message.what == "save_merged_model: true with finetuning_type: full"
+    assert message.fix == "write finetuning_type: lora, or remove save_merged_model"
 
 
 def test_stages_are_named_by_what_chooses_them():

@@ -156,7 +156,7 @@ def yaml_finding(error: yaml.YAMLError, name: str) -> Finding:
         fix = "write `key: value`, and put a space after the colon: `max_steps: 2`"
         return Finding("this line is not a key and its value", where, "no colon with a space after it was found", fix)
     why = f"{error.context}, {problem}" if error.context else problem
-    fix = "write one `key: value` per line; quote text that contains `: `"
+    fix = error.note or 'write one `key: value` per line; quote text with other signs than letters: key: "TEXT"'
     if "undefined alias" in problem:
         fix = "quote text that starts with *, or write its anchor, &NAME, in an earlier line"
     return Finding("not readable as YAML", where, why, fix)
@@ -203,8 +203,10 @@ class Builder:
             off = f", or write {entry.written(row.passes[0])}" if row.passes else ""
             said = shown(entry.value.data) if entry.value.text is None else entry.value.text
             said = "***" if entry.key.endswith(("_token", "_secret", "_key")) else said
-            what, fix = f"{entry.name}: {said} is not supported", row.fix or f"remove {entry.written()}{off}"
-            self.add(Finding(what, entry.where, row.unsupported, fix), name)
+            fix = f"remove {entry.written()}" + (f"; {row.fix}" if row.fix else off)
+            if entry.key in re.split(r"\W+", row.fix) or row.fix.startswith("remove "):
+                fix = row.fix  # to write it with another value, or another reason to remove it
+            self.add(Finding(f"{entry.name}: {said} is not supported", entry.where, row.unsupported, fix), name)
             return False
         if row.ignored and not row.has_no_effect(value):
             self.ignored.setdefault(row.ignored, []).append(entry.key)

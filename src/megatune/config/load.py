@@ -137,8 +137,8 @@ class Loaded:
         )
 
     def phrased(self, finding: Finding) -> Finding:
-        """Rewrite a finding with the dialect's names; settings that the user wrote by our names keep them."""
-        what, why = (self.dialect.translate(text, self._own, self.rows) for text in (finding.what, finding.why))
+        """Rewrite a finding with the dialect's names, or those that the user wrote."""
+        what, why = (self.dialect.translate(text, self._typed, self.rows) for text in (finding.what, finding.why))
         return Finding(what, finding.where, why, self.advice(finding.fix))
 
     def placed(self, finding: Finding) -> Finding:
@@ -153,12 +153,11 @@ class Loaded:
 
     def advice(self, text: str) -> str:
         """Rewrite a fix with the dialect's names."""
-        return self.dialect.translate(text, self._own, self.rows, is_fix=True)
+        return self.dialect.translate(text, self._typed, self.rows, is_fix=True)
 
     @property
-    def _own(self) -> list[str]:
-        entries = self.entries.items()
-        return [path for path, entry in entries if entry.is_given and entry.name == all_settings()[path].name]
+    def _typed(self) -> dict[str, str]:
+        return {path: entry.name for path, entry in self.entries.items() if entry.is_given}
 
     def require_valid(
         self, architecture: Architecture | None = None, world_size: int | None = None, rules: Iterable[Rule] = RULES

@@ -198,7 +198,7 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
         yaml.YAMLError: a mapping has a key twice, an unknown tag, or too deep nesting.
     """
     if depth > _MAX_DEPTH:
-        raise yaml.MarkedYAMLError(problem="values are nested too deeply", problem_mark=node.start_mark)
+        raise _refused("values are nested too deeply", node, "remove the alias inside its own anchor, or some levels")
     if isinstance(node, yaml.ScalarNode):
         return Value(_scalar(node), _text(node))
     if isinstance(node, yaml.SequenceNode):
@@ -208,9 +208,9 @@ def value_of(node: yaml.Node, depth: int = 0) -> Value:
     data: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
+            raise _refused("a key must be text", key_node, "write `key: value`")
         if (key := _text(key_node)) in data:
-            raise yaml.MarkedYAMLError(problem=f"{key!r} is written twice", problem_mark=key_node.start_mark)
+            raise _refused(f"{key!r} is written twice", key_node, "keep one of the two")
         data[key] = value_of(value_node, depth + 1).data
     return Value(data)
 
@@ -293,10 +293,15 @@ def import_object(path: str, what: str, where: str = "") -> Any:
     return found
 
 
+def _refused(problem: str, node: yaml.Node, fix: str) -> yaml.MarkedYAMLError:
+    """Return an error with its fix, as its note."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark, note=fix)
+
+
 def _text(node: yaml.ScalarNode) -> str:
     """Return the text of a node; refuse characters that paths, variables or files cannot have."""
     if found := _NO_TEXT.search(node.value):
-        raise yaml.MarkedYAMLError(problem=f"{found[0]!r} is in a text", problem_mark=node.start_mark)
+        raise _refused(f"{found[0]!r} is in a text", node, f"remove {found[0]!r}")
     return str(node.value)
 
 
@@ -315,7 +320,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
             except ValueError:
                 pass  # a wrong explicit tag: !!int abc
     problem = f"cannot read {short(text)} as {node.tag.removeprefix('tag:yaml.org,2002:')}"
-    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    raise _refused(problem, node, "write a shorter number, or quote it as text" if text.isdigit() else "remove the tag")
 
 
 def coerce(value: Value, info: SettingInfo) -> Any:

@@ -35,10 +35,11 @@ that the key sets, or a mapping of these columns:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -50,6 +51,7 @@ from megatune.references import Reference, either, spell
 
 ACCUMULATION = "batch.gradient_accumulation_steps"
 AUX_LOSS = "experts.moe_aux_loss_coeff"
+_NONE: Mapping[str, str] = MappingProxyType({})
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
 
@@ -311,20 +313,27 @@ class Dialect:
     def _is_variable(self, key: str) -> bool:
         return key in self.rows and self.rows[key].variable
 
-    def translate(self, text: str, own: Collection[str] = (), rows: int | None = None, *, is_fix: bool = False) -> str:
+    def translate(
+        self, text: str, typed: Mapping[str, str] = _NONE, rows: int | None = None, *, is_fix: bool = False
+    ) -> str:
         """Spell the references to settings in a text by the keys and values of the system.
 
         Args:
-            own: "group.name" of settings that keep our names, because the user wrote those.
+            typed: "group.name" -> the key that the user wrote for it, which is preferred.
             rows: rows of a micro-batch on all replicas; None if the world size is unknown.
             is_fix: whether the text is a fix: other texts only add the key of the global batch.
         """
 
         def say(found: Reference) -> str:
             path = setting_paths()[found.name]
-            key = found.name if path in own else self.key_of(path)
-            row, spelled, joint = self.row_of(key), self._spelled(key), self._separator(key)
-            assert row is not None, "it is the key of a setting"
+            key = typed.get(path, "")
+            if found.form == "removed" and self.knows(key):
+                return self._spelled(key)
+            row = self.row_of(key)
+            if row is None or path not in row.paths:
+                key, row = self.key_of(path), self.row_of(self.key_of(path))
+                assert row is not None, "it is the key of a setting"
+            spelled, joint = self._spelled(key), self._separator(key)
             if row.global_batch and found.form != "removed" and (not is_fix or rows is None):
                 return f"{found} (from {spelled})"
             if not found.values:

@@ -353,9 +353,9 @@ def losses(command: Command) -> None:
 
 def preferences(command: Command) -> None:
     """Translate the flags of rlhf, by its type and loss."""
+    command.check("losses_of_stages")
     if command.verb == "rlhf" and not command.given("rlhf_type"):
         command.default("rlhf_type", "dpo")
-    command.check("losses_of_stages")
     if command.verb != "rlhf":
         return
     if command.stage in SAMPLED:
