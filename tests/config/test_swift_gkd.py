@@ -110,7 +110,7 @@ REFUSED = [
     ("--num_layers_per_virtual_pipeline_stage 1 --pipeline_model_parallel_size 2",
      "num_layers_per_virtual_pipeline_stage: 2 is not supported", "remove --num_layers_per_virtual_pipeline_stage"),
     ("--router_replay_mode R3", "router_replay_mode: R3 is not supported", "write --router_replay_mode disabled"),
-    ("--save_safetensors false", "save_format: torch_dist is not supported", "remove --save_safetensors"),
+    ("--save_safetensors false", "save_safetensors: false is not supported", "remove --save_safetensors"),
     ("--fp8_format e4m3", "fp8_format: e4m3 is not supported", "remove --fp8_format"),
     ("--rope_scaling yarn", "rope_scaling: yarn is not supported", "remove --rope_scaling"),
     ("--max_model_len 2048", "max_model_len: 2048 is not supported", "remove --max_model_len"),

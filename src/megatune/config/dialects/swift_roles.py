@@ -106,10 +106,14 @@ class Keys:
 
     def refuse_others(self) -> None:
         """Refuse settings that were not translated and whose effect users would miss."""
+        typed = {entry.where: entry for entry in self.run.command.typed.values()}
         for entry, is_missed in self._others():
             if is_missed:
-                what, fix = f"{entry.key}: {shown(entry.value.data)} is not supported", f"remove {entry.where}"
-                self.reading.report(what, entry.where, f"{self.stage} does not support it here", fix)
+                entry = typed.get(entry.where, entry)  # it may set something with another name
+                what = f"{entry.key}: {shown(entry.value.data)} is not supported"
+                self.reading.report(
+                    what, entry.where, f"{self.stage} does not support it here", f"remove {entry.where}"
+                )
 
     def note_others(self) -> None:
         """Note which flags have no effect."""
