@@ -15,8 +15,8 @@ KEYS = {
 CONFIG = "ROLE.strategy_args.strategy_config."
 # Mappings whose keys are read one by one.
 MAPPINGS = {"tracker_kwargs", "checkpoint_config", "rewards.DOMAIN.tag_included", f"{CONFIG}additional_configs"}
-# Key -> its default there and here. null of sizes is 1, of lora_target no adapters, of freeze_module_prefix all trained,
-# and bf16 is applied where no dtype is written.
+# Key -> its default there and here. null of sizes is 1, of lora_target no adapters, of freeze_module_prefix nothing
+# frozen, and the others are applied where ROLL's files are read.
 DIFFERENT = {
     "exp_name": ("(the name of the script)", "rlvr"),
     "track_with": ("tensorboard", ["tensorboard"]),
