@@ -54,7 +54,7 @@ def test_a_free_port_is_chosen_on_one_machine():
     ("model_parallel_size", "num_processes", "num_devices", "env", "texts"),
     [
         (1, 4, 0, {"NPROC_PER_NODE": "2"}, ["num_processes: 4 contradicts NPROC_PER_NODE=2"]),
-        (1, 3, 0, TWO_NODES, ["num_processes: 3 cannot be spread evenly over NNODES=2", "fix: `num_processes: 4`"]),
+        (1, 3, 0, TWO_NODES, ["num_processes: 3 cannot be spread evenly over NNODES=2", "fix: num_processes: 4"]),
         (1, None, 0, {"NNODES": "2", "NODE_RANK": "0"}, ["NNODES=2 without MASTER_ADDR"]),
         (1, None, 0, {"NNODES": "2", "MASTER_ADDR": "a"}, ["NNODES=2 without NODE_RANK"]),
         (1, None, 0, TWO_NODES | {"NODE_RANK": "2"}, ["NODE_RANK=2 is outside of NNODES=2"]),
