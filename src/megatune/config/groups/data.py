@@ -29,10 +29,8 @@ _SHUFFLED = Needs("data.disable_shuffling", (False,), "one sorts rows, the other
 _INTERLEAVED = Needs(
     _MIX, ("interleave_over", "interleave_under", "interleave_once"), "concat takes every data set completely"
 )
-_OFTEN, _BY_PROBS = (
-    "both set how often each data set is used",
-    f"write {ref('interleave_probs')} instead of {ref('{name}')}",
-)
+_OFTEN = "both set how often each data set is used"
+_BY_PROBS = f"write {ref('interleave_probs')} instead of {ref('{name}')}"
 _WHOLE = Needs(_MIX, ("concat",), _OFTEN, _BY_PROBS)
 _CUT = write("truncation_strategy", "drop", "left", "right")
 _NO_BUDGET = Needs(
