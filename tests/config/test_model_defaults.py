@@ -86,6 +86,6 @@ def test_a_weight_of_transformers_formula_is_converted_once() -> None:
 def test_a_written_weight_is_judged_as_it_was_written(words: str) -> None:
     name = words.partition("=")[0]
     (finding,) = completed(words, architecture=DENSE)[0].check(DENSE)
-    assert finding.what == "moe_aux_loss_coeff: 0.1 with a dense model"
+    assert finding.what == f"{name}: 0.1 with a dense model"
     (finding,) = completed(f"{name}=-1")[0].check(SPARSE)
     assert finding.what.startswith(name)
