@@ -98,6 +98,13 @@ def test_what_plain_torch_writes(model_dir: MakeModel, tmp_path: Path) -> None:
     assert_same_bits(tensors(tmp_path / "hf"), tensors(model_dir("llama")))
 
 
+def test_a_chunk_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    files, whole = TorchDistFiles(tmp_path, 10**9), torch.zeros(1000, 100)
+    files.add("rows", (1, 100), (0, 0), whole[:1])
+    files.close({}, 1)
+    assert (tmp_path / "__0_0.distcp").stat().st_size < 10_000
+
+
 def one_in_rows(folder: Path, name: str) -> None:
     """Write a tensor anew, each row of it a chunk by itself."""
     files = TorchDistFiles(folder / "new", 10**9)

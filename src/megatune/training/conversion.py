@@ -19,7 +19,6 @@ from megatune.bridge.file_set import MAX_FILE_BYTES
 from megatune.bridge.merged_model import Merged, MergedModel
 from megatune.bridge.safetensors_files import SafetensorsFolder
 from megatune.bridge.torch_dist.export import MegatronModel
-from megatune.bridge.torch_dist.source import TorchDistFolder
 from megatune.config.settings import Settings
 from megatune.config.values import counted
 from megatune.data.templates import has_chat_template
@@ -102,9 +101,6 @@ def to_hf(
     began = time.perf_counter()
     check_target(target, [weights, *adapters], overwrite)
     check_digests(weights)
-    folder, _ = open_checkpoint(model_dir, load_architecture(model_dir))
-    if isinstance(folder, TorchDistFolder):
-        folder.check_files()
     written = _write(model_dir, adapters, target, dtype, max_file_bytes)
     files = counted(written.num_files, "file")
     return f"{merging(adapters)}{weights} to Hugging Face: {speed(written.num_bytes, began)} in {files}, in {target}"

@@ -220,7 +220,7 @@ class TorchDistFiles:
         assert isinstance(declared, TensorStorageMetadata)
         assert (declared.properties.dtype, declared.size) == (chunk.dtype, torch.Size(shape)), name
         file, start = self._begin()
-        torch.save(chunk.detach().contiguous().cpu(), file)
+        torch.save(chunk.detach().clone(memory_format=torch.contiguous_format).cpu(), file)  # not what it is a view of
         self._note(MetadataIndex(name, offsets, len(declared.chunks)), file, start)
         declared.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
 

@@ -1,20 +1,21 @@
-"""Read slices of a torch_dist checkpoint's weights as Hugging Face tensors, without reading other bytes."""
+"""Read slices of a torch_dist checkpoint's weights as Hugging Face tensors, chunk by chunk."""
 
 from __future__ import annotations
 
-import io
 import math
+import os
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from megatune.architecture import Architecture
-from megatune.bridge.checked_files import RangedFile
 from megatune.bridge.safetensors_files import ModelFolder, TensorEntry
 from megatune.bridge.torch_dist.table import Chunk, StoredTensor, check_common_file, read_table, unsafe_name_error
 from megatune.errors import ExitCode, Finding, MegatuneError
@@ -35,6 +36,7 @@ from megatune.families.weights import (
 from megatune.hub.megatron import METADATA, iteration_folder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT = 2  # chunks in memory
 
 
 class _Piece(NamedTuple):
@@ -88,13 +90,6 @@ class TorchDistFolder(ModelFolder):
         """Return the dtype of a tensor: if it is stored with a difference, that in which adding it back is exact."""
         first = self._pieces[name][0]
         return torch.float32 if first.less else first.stored.dtype
-
-    def check_files(self) -> None:
-        """Compare the headers of all chunks with the table, before any weight is read."""
-        for stored in {
-            piece.stored.name: piece.stored for pieces in self._pieces.values() for piece in pieces
-        }.values():
-            self._reader.check(stored)
 
     def read_box(self, name: str, box: Box) -> Tensor:
         _, *rest = self.shapes[name]
@@ -193,18 +188,12 @@ def torch_dist_files(folder: str | Path) -> list[Path]:
     return [found / METADATA, *sorted(found.glob("*.distcp"))]
 
 
-class _Place(NamedTuple):
-    """The location of a chunk's elements in its file: the byte offset of element 0, and the strides."""
-
-    start: int
-    stride: tuple[int, ...]
-
-
 class ChunkReader:
-    """Reads boxes of tensors. The header of an archive is compared with the table before anything is allocated."""
+    """Reads boxes of tensors. As in torch.distributed.checkpoint's FileSystemReader, a chunk is read whole. The last
+    ones are kept, since the rows of queries, keys and values, or of gate and up, are read alternately."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Path, int], _Place] = {}
+        self._load = lru_cache(_KEPT)(_load)
 
     def read(self, tensor: StoredTensor, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return the box from corner `start` to corner `stop`, in the tensor's dtype, on the CPU.
@@ -218,51 +207,37 @@ class ChunkReader:
                 (max(first, corner), min(last, corner + size))
                 for first, last, corner, size in zip(start, stop, chunk.offsets, chunk.sizes, strict=True)
             ]
-            if any(first >= last for first, last in inside):
-                continue
-            target = found[tuple(slice(a - first, b - first) for (a, b), first in zip(inside, start, strict=True))]
-            corner = [a - offset for (a, _), offset in zip(inside, chunk.offsets, strict=True)]
-            target.copy_(self._part(tensor, chunk, corner, target.shape))
+            if all(first < last for first, last in inside):
+                target, source = (
+                    tuple(
+                        slice(first - offset, last - offset) for (first, last), offset in zip(inside, of, strict=True)
+                    )
+                    for of in (start, chunk.offsets)
+                )
+                found[target] = self._load(chunk, tensor.dtype, tensor.name)[source]
         return found
 
-    def check(self, tensor: StoredTensor) -> None:
-        """Compare the headers of all its chunks with the table."""
-        for chunks in tensor.by_first.values():
-            for chunk in chunks:
-                self._place(tensor, chunk)
 
-    def _part(self, tensor: StoredTensor, chunk: Chunk, corner: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read a box of a chunk: all bytes in the file from its first to its last element."""
-        place, itemsize = self._place(tensor, chunk), tensor.dtype.itemsize
-        first = place.start + itemsize * sum(index * step for index, step in zip(corner, place.stride, strict=True))
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, place.stride, strict=True))
-        try:
-            content = RangedFile(chunk.path).read(first, first + span * itemsize)
-        except OSError:
-            raise _invalid(chunk, tensor, "the file is truncated") from None
-        return content.view(tensor.dtype).as_strided(list(shape), list(place.stride))
+class _Window(_ReaderView):
+    """The part of a file with a chunk. Torch's own seeks past the end, where zipfile looks for the last bytes."""
 
-    def _place(self, tensor: StoredTensor, chunk: Chunk) -> _Place:
-        key = chunk.path, chunk.start
-        if key not in self._places:
-            self._places[key] = _locate(tensor, chunk)
-        return self._places[key]
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        offset, whence = (self.len + offset, os.SEEK_SET) if whence == os.SEEK_END else (offset, whence)
+        return super().seek(offset, whence)
 
 
-def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
-    """Load a chunk without its elements, as written by torch.save, and check its header."""
+def _load(chunk: Chunk, dtype: torch.dtype, name: str) -> Tensor:
+    """Load a chunk, and compare it with the table."""
     try:
-        with open(chunk.path, "rb", buffering=0) as file:
+        with open(chunk.path, "rb") as file:
             view: Any = _Window(file, chunk.start, chunk.length)
-            with zipfile.ZipFile(view) as archive:
+            with zipfile.ZipFile(view) as archive:  # compressed content may unpack to more than the memory holds
                 infos = archive.infolist()
                 if sum(info.file_size for info in infos) > chunk.length or any(info.compress_type for info in infos):
-                    raise _invalid(chunk, tensor, "it is not a tensor")
-                if any(archive.read(info) != b"little" for info in infos if info.filename.endswith("/byteorder")):
-                    raise _invalid(chunk, tensor, "its byte order differs from this machine's")
+                    raise _invalid(chunk, dtype, name, "it is not a tensor")
             view.seek(0)
             try:
-                found = torch.load(view, map_location="meta", weights_only=True)
+                found = torch.load(view, map_location="cpu", weights_only=True)
             except Exception:
                 view.seek(0)
                 if names := get_unsafe_globals_in_checkpoint(view):
@@ -272,51 +247,15 @@ def _locate(tensor: StoredTensor, chunk: Chunk) -> _Place:
         raise
     except Exception as error:  # zipfile and torch raise anything for files that are not archives of a tensor
         why = f"it is not a tensor written by torch.save ({type(error).__name__})"
-        raise _invalid(chunk, tensor, why) from None
+        raise _invalid(chunk, dtype, name, why) from None
     if not isinstance(found, Tensor) or found.layout is not torch.strided:
-        raise _invalid(chunk, tensor, "it is not a tensor")
-    if (found.dtype, tuple(found.shape)) != (tensor.dtype, chunk.sizes):
-        raise _invalid(chunk, tensor, f"the file has {list(found.shape)} of {found.dtype} there")
-    storage, itemsize = found.untyped_storage(), tensor.dtype.itemsize
-    begin = int(getattr(storage, "_checkpoint_offset"))  # noqa: B009  (the offset in the archive)
-    first, stride = int(found.storage_offset()), tuple(map(int, found.stride()))
-    last = first + sum((size - 1) * step for size, step in zip(chunk.sizes, stride, strict=True))
-    if math.prod(chunk.sizes) and (last + 1) * itemsize > min(int(storage.nbytes()), chunk.length - begin):
-        raise _invalid(chunk, tensor, "its elements lie outside its storage")
-    return _Place(chunk.start + begin + first * itemsize, stride)
+        raise _invalid(chunk, dtype, name, "it is not a tensor")
+    if (found.dtype, tuple(found.shape)) != (dtype, chunk.sizes):
+        raise _invalid(chunk, dtype, name, f"the file has {list(found.shape)} of {found.dtype} there")
+    return found
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as a file object."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("before the first byte")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._position)
-        data = self._file.read(max(0, min(len(buffer), self._length - self._position)))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-def _invalid(chunk: Chunk, tensor: StoredTensor, why: str) -> MegatuneError:
-    what = f"byte {chunk.start} is not {list(chunk.sizes)} of {tensor.dtype}, a part of {tensor.name!r:.200}"
+def _invalid(chunk: Chunk, dtype: torch.dtype, name: str, why: str) -> MegatuneError:
+    what = f"byte {chunk.start} is not {list(chunk.sizes)} of {dtype}, a part of {name!r:.200}"
     fix = "copy the checkpoint again: files may be swapped or truncated"
     return MegatuneError(Finding(what, str(chunk.path), why, fix), ExitCode.INPUT)
