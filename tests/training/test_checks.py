@@ -15,11 +15,12 @@ from megatune.config.load import load
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families import load_architecture
+from megatune.hub.digests import FileDigest
 from megatune.launch import devices
 from megatune.training import start as training_start
 from megatune.training.checks import DiskSpace, check_files
 from megatune.training.start import Launch, start
-from megatune.training.storage.manifest import FileDigest, Manifest, write_manifest
+from megatune.training.storage.manifest import Manifest, write_manifest
 
 ROWS = [{"instruction": f"Say {i}.", "output": f"{i}.", "system": "Be brief.", "id": i} for i in range(3)]
 

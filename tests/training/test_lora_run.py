@@ -11,6 +11,7 @@ import pytest
 from pool import RankPool
 from runs import assert_same_runs, assert_same_tensors, leave_as_crashed, run, settings_of, tensors
 
+from megatune.config.settings import Settings
 from megatune.demo.checkpoint import make_checkpoint
 from megatune.training.storage.manifest import digest_file
 
@@ -113,3 +114,30 @@ def test_an_adapter_goes_on_in_a_new_run(pool: RankPool, models: dict[str, Path]
     )
     run(pool, 1, beside, tmp_path)
     assert_same_tensors(tmp_path / "first", tmp_path / "second")
+
+
+def test_an_adapter_goes_on_with_the_same_merged_adapters_only(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Neither their alphas nor their order may change, which are in no weight file."""
+    names = [str(tmp_path / "first"), str(tmp_path / "second")]
+    for number, name in enumerate(names):
+        short = {"max_steps": 2, "save_steps": 2, "seed": number, "learning_rate": 1e-2}
+        run(pool, 1, settings_of(models["qwen3"], Path(name), **LORA, **short), tmp_path)
+
+    def settings(chain: list[str]) -> Settings:
+        more = {"adapter_name_or_path": chain, "create_new_adapter": True}
+        return settings_of(models["qwen3"], tmp_path / "out", **LORA, **STEPS, **more)
+
+    run(pool, 1, settings(names), tmp_path, crash_at=3)
+    with pytest.raises(Exception, match="adapters merged into it have other scaling factors"):
+        run(pool, 1, settings(names[::-1]), tmp_path)
+    config, state = tmp_path / "second/adapter_config.json", tmp_path / "out/checkpoint-2/training/state.json"
+    before = config.read_text()
+    config.write_text(before.replace('"lora_alpha": 8', '"lora_alpha": 4'))
+    assert config.read_text() != before
+    with pytest.raises(Exception, match="adapters merged into it have other scaling factors"):
+        run(pool, 1, settings(names), tmp_path)
+    config.write_text(before)
+    assert "-" in json.loads(state.read_text())["base"]
+    run(pool, 1, settings(names), tmp_path)

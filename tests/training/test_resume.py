@@ -14,8 +14,8 @@ from pool import COLLECTIVE_SECONDS, RankPool
 
 from megatune.config.settings import Settings
 from megatune.errors import ExitCode, MegatuneError
+from megatune.hub.digests import FileDigest
 from megatune.training.storage import manifest
-from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore
 
 

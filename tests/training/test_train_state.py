@@ -29,6 +29,17 @@ def test_rows_that_another_version_makes_otherwise_are_noticed() -> None:
     assert finding.why == "changed: the prepared rows"
 
 
+def test_merged_adapters_are_compared_unless_the_checkpoint_is_of_an_earlier_version() -> None:
+    """Digests had no part for their order and scaling factors."""
+    now = TrainState(base="weights-merged", reference="weights-merged")
+    assert not list(changed_since(Path("c"), now, now))
+    assert not list(changed_since(Path("c"), TrainState(base="weights", reference="weights"), now))
+    for before in (TrainState(base="weights-other"), TrainState(base="other"), TrainState()):
+        assert [finding.what for finding in changed_since(Path("c"), before, now)] == [
+            "the adapters were trained with another base"
+        ]
+
+
 def days_of(checkpoint: Path | None, data: dict[str, str]) -> str | None:
     """On a rank: the day on which templates are written, of a run that resumes from a checkpoint."""
     from megatune.engine.groups import build

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatune.bridge.checked_files import BLOCK_BYTES, block_digests, digests_of
 from megatune.bridge.safetensors_files import TensorEntry, header_of
 from megatune.engine import device
+from megatune.hub.digests import FileDigest
 
 BUCKET_BYTES = 2**24  # a power of two, to which torch rounds up pinned memory; a multiple of BLOCK_BYTES
 MIN_BUCKETS = 4  # one is filled while one is written, and neither thread waits for every step of the other
@@ -106,15 +107,6 @@ def index_files(stem: str, places: Mapping[str, tuple[str, int]]) -> list[SmallF
         "weight_map": {name: file.rpartition("/")[2] for name, (file, _) in sorted(places.items())},
     }
     return [SmallFile(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedFile:
-    """A written file: its name, its bytes, and their digest (xxh3_128, 32 hexadecimal digits)."""
-
-    name: str
-    size: int
-    digest: str
 
 
 def create_parent(folder: Path, name: str) -> Path:
@@ -222,13 +214,13 @@ class FileStream:
 
     # --- the thread that writes ---------------------------------------------------------------------------------------
 
-    def write(self) -> list[StreamedFile]:
+    def write(self) -> list[FileDigest]:
         """Write and sync all files.
 
         Raises:
             OSError: writing failed; remaining files are consumed first, since other ranks take part in sending them.
         """
-        found: list[StreamedFile] = []
+        found: list[FileDigest] = []
         failed: BaseException | None = None
         file: _OpenFile | None = None
         while True:
@@ -276,11 +268,11 @@ class _OpenFile:
         while content:
             content = content[self._file.write(content) :]
 
-    def close(self) -> Iterator[StreamedFile]:
+    def close(self) -> Iterator[FileDigest]:
         """Sync the file, and write the digests of its blocks."""
         os.fsync(self._file.fileno())
         self._file.close()
-        yield StreamedFile(self._name, self._size, self._whole.hexdigest())
+        yield FileDigest(self._name, self._size, self._whole.hexdigest())
         if self._blocks is not None and len(self._blocks) > 1:
             digests = digests_of(self._path).relative_to(self._folder).as_posix()
             digests_file = _OpenFile(self._folder, digests, is_checked=False)

@@ -1,4 +1,4 @@
-"""Digests of large files, cached between runs: an unchanged file is not read again."""
+"""Digests of files; those of large files are cached between runs: an unchanged file is not read again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 Algorithm: TypeAlias = Literal["xxh3_128", "sha256"]
 
 _SETTLED_NS = 2_000_000_000  # a file may change again within the resolution of its time stamp
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """A file of a folder: relative path (with forward slashes), size in bytes, digest (32 hexadecimal digits)."""
+
+    name: str
+    size: int
+    xxh3_128: str
 
 
 def cache_dir() -> Path:

@@ -29,9 +29,10 @@ from megatune.engine.optimizer import load_scalars, main_shards, scalars
 from megatune.errors import ExitCode, Finding, MegatuneError
 from megatune.families.trained import trained_weights
 from megatune.families.weights import hf_shapes
+from megatune.hub.digests import FileDigest
 from megatune.training.conversion import write_torch_dist
 from megatune.training.model_files import scored_config, small_files, with_dtype, write_chat_template
-from megatune.training.storage.manifest import TRAINING_FOLDER, FileDigest
+from megatune.training.storage.manifest import TRAINING_FOLDER
 from megatune.training.train_state import STATE_NAME, TrainState, changed_since, read_state
 
 # In state.json: the token whose embedding gets no gradient. Saving a reward model may add one to config.json; a resumed

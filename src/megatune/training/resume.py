@@ -16,19 +16,21 @@ from pathlib import Path
 
 import xxhash
 
-from megatune.bridge.adapter_files import ADAPTER
 from megatune.bridge.assemble import weight_files
 from megatune.bridge.checked_files import RangedFile, ReadCheck, begin_check, digests_of
-from megatune.bridge.safetensors_files import SafetensorsFolder
+from megatune.bridge.file_set import gather_dict
 from megatune.config.settings import Settings, with_settings
 from megatune.engine import groups
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.families import load_architecture
+from megatune.families.peft_config import WEIGHTS_FILE
+from megatune.families.peft_reading import read_adapter
 from megatune.families.quantized import form_of
-from megatune.hub.digests import remembered_digest
+from megatune.hub.digests import FileDigest, remembered_digest
 from megatune.launch.context import RankContext
 from megatune.progress import Progress, amount
 from megatune.training.agreement import on_rank_0, wait_for_note
-from megatune.training.storage.manifest import FileDigest, added_files, problem_of, problem_with, read_manifest
+from megatune.training.storage.manifest import added_files, problem_of, problem_with, read_manifest
 from megatune.training.train_state import checkpoints_to_try
 
 _POLL_SECONDS = 0.2
@@ -163,15 +165,22 @@ def digest_base(context: RankContext, model_dir: Path, settings: Settings) -> st
 
     Returns:
         32 hexadecimal digits, the same on every rank, which do not depend on the names and order of files, but on the
-        quantization of the base.
+        quantization of the base. With merged adapters also a dash and 32 digits for their order and scaling factors.
     """
     finetuning = settings.finetuning
     context.beat("digest", 0, limit=settings.run.ddp_timeout)
     merged = finetuning.adapter_name_or_path[: None if finetuning.create_new_adapter else -1]
-    paths = weight_files(model_dir) + [path for each in merged for path in SafetensorsFolder(each, ADAPTER).files()]
+    architecture, adapters = load_architecture(model_dir, *settings.task), [Path(each) for each in merged]
+    scalings = [read_adapter(folder, architecture).scalings for folder in adapters]
+    paths = [*weight_files(model_dir), *(folder / WEIGHTS_FILE for folder in adapters)]
     files = [FileDigest(str(path), path.stat().st_size, "") for path in paths]
-    mine = [(file.size, remembered_digest(Path(file.name))) for file in shares(files, context.world_size)[context.rank]]
-    digests = sorted(digest for part in groups.all_gather_object(mine) for digest in part)
+    mine = {file.name: remembered_digest(Path(file.name)) for file in shares(files, context.world_size)[context.rank]}
+    found = gather_dict(mine)
+    digests = sorted((file.size, found[file.name]) for file in files)
     if (form := form_of(finetuning)) is not None:
         digests.append((0, repr(form)))
-    return xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())
+    base = xxhash.xxh3_128_hexdigest(json.dumps(digests).encode())
+    if not adapters:
+        return base
+    chain = [(found[str(folder / WEIGHTS_FILE)], each) for folder, each in zip(adapters, scalings, strict=True)]
+    return f"{base}-{xxhash.xxh3_128_hexdigest(json.dumps(chain, sort_keys=True).encode())}"

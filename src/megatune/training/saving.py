@@ -21,12 +21,12 @@ from megatune.bridge.file_stream import MIN_BUCKETS, FileStream, HostBuffers
 from megatune.config.settings import Settings
 from megatune.engine import device, groups
 from megatune.engine.model import gather_parameters
+from megatune.hub.digests import FileDigest
 from megatune.launch.devices import free_memory
 from megatune.progress import Progress, amount
 from megatune.training.agreement import find_outcome, on_rank_0, post_outcome, posted_outcomes
 from megatune.training.checkpoint import CheckpointFiles, complete_checkpoint, layout_of
 from megatune.training.storage.files import ensure_disk_space, writing
-from megatune.training.storage.manifest import FileDigest
 from megatune.training.storage.store import CheckpointStore, rotate
 from megatune.training.train_state import TrainState
 
@@ -214,7 +214,7 @@ class _Save(threading.Thread):
         outcome: object
         try:
             with device.bind_thread(self._device), writing(self._folder, self._needed):
-                outcome = [FileDigest(file.name, file.size, file.digest) for file in self._stream.write()]
+                outcome = self._stream.write()
         except Exception as error:
             outcome = self._error = error
         self._has_written = True

@@ -118,16 +118,23 @@ def changed_since(checkpoint: Path, state: TrainState, expected: TrainState) -> 
     found = {parts[ROWS] for parts in (state.rows_parts, expected.rows_parts) if ROWS in parts}
     if state.rows_digest != expected.rows_digest or len(found) > 1:
         yield _other_rows(checkpoint, _changed_parts(state.rows_parts, expected.rows_parts))
-    if state.base != expected.base:
+    if not _is_same(state.base, expected.base):
         what = "the adapters were trained with another base"
         why = "the model's weights, or those of an adapter merged into them, have changed, or are quantized differently"
+        if _is_same(*(each.base.partition("-")[0] for each in (state, expected))):
+            why = "adapters merged into it have other scaling factors (lora_alpha, use_rslora) or are in another order"
         fix = "name the base that the run began with, or start a new run from the adapters: adapter_name_or_path"
         yield Finding(what, str(checkpoint), why, fix)
-    elif state.reference != expected.reference:
+    elif not _is_same(state.reference, expected.reference):
         what = "answers were compared with another reference"
-        why = "the weights of ref_model, or of the model that the run started from, have changed since then"
+        why = "ref_model, or the model that the run started from, or an adapter merged into it, has changed since then"
         fix = "name the earlier reference, or start again from the model with overwrite_output_dir: true"
         yield Finding(what, str(checkpoint), why, fix)
+
+
+def _is_same(before: str, now: str) -> bool:
+    """Compare digests of `training.resume.digest_base`. Until November 2026 they had no part for merged adapters."""
+    return before in (now, now.partition("-")[0])
 
 
 def _changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> str:

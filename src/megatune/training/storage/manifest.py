@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from megatune.errors import ExitCode, Finding, MegatuneError
+from megatune.hub.digests import FileDigest
 from megatune.training.storage.files import write_atomically
 
 FORMAT_VERSION = 1
@@ -23,15 +24,6 @@ MANIFEST_NAME = "training/manifest.json"
 TRAINING_FOLDER = "training/"
 _READ_BY_NAME = (".safetensors", ".index.json", ".distcp", ".metadata", "config.json")
 _CHUNK_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """A file of a checkpoint: relative path (with forward slashes), size in bytes, digest (32 hexadecimal digits)."""
-
-    name: str
-    size: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatune.hub.digests import FileDigest
 from megatune.training.storage.files import sync, writing
 from megatune.training.storage.manifest import (
     MANIFEST_NAME,
     TRAINING_FOLDER,
-    FileDigest,
     Manifest,
     digest_files,
     read_manifest,
