@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from torch_dist_kit import to_mcore
 
 from megatune.bridge.assemble import load_model, open_checkpoint
 from megatune.bridge.merged_model import MergedModel
+from megatune.bridge.torch_dist import source
 from megatune.bridge.torch_dist.export import TorchDistFiles
-from megatune.bridge.torch_dist.table import read_table
+from megatune.bridge.torch_dist.table import Chunk, read_table
 from megatune.config.settings import Settings
 from megatune.engine.groups import build
 from megatune.errors import MegatuneError, with_article
 from megatune.families import FAMILIES, load_architecture
-from megatune.families.table import Box, whole_box
+from megatune.families.table import Box, rows_of, whole_box
+from megatune.families.weights import Slice, engine_shape, layers_of
 
 # Megatron-Core has no layers whose heads have two sizes.
 REFUSED = ("gemma4", "gemma4_text")
@@ -60,6 +64,25 @@ def test_a_rank_may_read_no_rows(model_dir: MakeModel, tmp_path: Path) -> None:
     folder, _ = open_checkpoint(to_mcore(model, tmp_path / "mcore"), load_architecture(model))
     for name, shape in folder.shapes.items():
         assert folder.read_box(name, Box(1, 1, 0, whole_box(shape).right)).shape == (0, whole_box(shape).right)
+
+
+def test_a_rank_reads_every_chunk_once(model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its rows alternate between tensors, as those of a gated delta net do."""
+    architecture, rank = load_architecture(model_dir("qwen3_next")), Slice(tp_size=2, tp_rank=1)
+    folder, _ = open_checkpoint(to_mcore(model_dir("qwen3_next"), tmp_path / "mcore"), architecture)
+    read, load = list[Chunk](), source._load
+
+    def noted(chunk: Chunk, *rest: Any) -> torch.Tensor:
+        read.append(chunk)
+        return load(chunk, *rest)
+
+    monkeypatch.setattr(source, "_load", noted)
+    for weight in FAMILIES["qwen3_next"].weight_map(architecture):
+        for layer in layers_of(weight, architecture):
+            target = torch.empty(math.prod(engine_shape(weight, architecture, rank)))
+            folder.fill(target, rows_of(weight, architecture, rank, layer))
+    assert read
+    assert len(set(read)) == len(read)
 
 
 def test_gates_and_ups_that_alternate_are_apart_in_megatrons(model_dir: MakeModel, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from megatune.families.weights import (
 from megatune.hub.megatron import METADATA, iteration_folder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KEPT = 2  # chunks in memory
+_KEPT_BYTES = 2**28  # of chunks in memory, unless a single one is larger
 
 
 class _Piece(NamedTuple):
@@ -190,10 +189,10 @@ def torch_dist_files(folder: str | Path) -> list[Path]:
 
 class ChunkReader:
     """Reads boxes of tensors. As in torch.distributed.checkpoint's FileSystemReader, a chunk is read whole. The last
-    ones are kept, since the rows of queries, keys and values, or of gate and up, are read alternately."""
+    ones are kept, since rows of several tensors may be read alternately, such as a head's queries, keys and values."""
 
     def __init__(self) -> None:
-        self._load = lru_cache(_KEPT)(_load)
+        self._kept: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def read(self, tensor: StoredTensor, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return the box from corner `start` to corner `stop`, in the tensor's dtype, on the CPU.
@@ -209,13 +208,19 @@ class ChunkReader:
             ]
             if all(first < last for first, last in inside):
                 target, source = (
-                    tuple(
-                        slice(first - offset, last - offset) for (first, last), offset in zip(inside, of, strict=True)
-                    )
-                    for of in (start, chunk.offsets)
+                    tuple(slice(first - zero, last - zero) for (first, last), zero in zip(inside, origin, strict=True))
+                    for origin in (start, chunk.offsets)
                 )
-                found[target] = self._load(chunk, tensor.dtype, tensor.name)[source]
+                found[target] = self._chunk(tensor, chunk)[source]
         return found
+
+    def _chunk(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+        key = tensor.name, chunk.offsets
+        if key not in self._kept:
+            while self._kept and sum(each.nbytes for each in self._kept.values()) + chunk.length > _KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = _load(chunk, tensor.dtype, tensor.name)
+        return self._kept[key]
 
 
 class _Window(_ReaderView):
