@@ -144,6 +144,18 @@ def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert not Path("hf").exists()
 
 
+def test_damage_in_files_of_others_is_found_while_they_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have no digests; what was written before is deleted."""
+    assert main(["export", "--model", "m", "--to_mcore", "--output_dir", "out"]) == 0
+    shutil.rmtree("out/training")
+    path = Path("out/iter_0000001/__0_0.distcp")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2].ljust(len(content), b"\0"))
+    assert main(["export", "--mcore_model", "out", "--to_hf", "--output_dir", "hf"]) == 66
+    assert "it is not a tensor written by torch.save" in capsys.readouterr().err
+    assert sorted(path.name for path in here.iterdir()) == ["m", "out"]
+
+
 # A process that is killed when it has written so many chunks.
 KILLED = """
 import os, signal, sys

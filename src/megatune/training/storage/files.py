@@ -210,7 +210,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield an empty folder that replaces `target` at the end.
+    """Yield an empty folder that replaces `target` at the end, or is deleted if the block fails.
 
     Raises:
         MegatuneError: CANNOT_WRITE.
@@ -221,7 +221,11 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         for folder in (partial, replaced):
             shutil.rmtree(folder, ignore_errors=True)
         partial.mkdir(parents=True)
-        yield partial
+        try:
+            yield partial
+        except Exception:  # of a damaged source, which may be found late
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         for path in partial.rglob("*"):
             sync(path)
         sync(partial)
