@@ -58,7 +58,7 @@ def test_images_of_a_text_are_read() -> None:
 
 def test_ms_swift_reads_them_alike() -> None:
     for version in (3, 4):
-        form = SwiftFormat(version=version, renames=(("sort", "label"),))
+        form = SwiftFormat(swift_version=version, renames=(("sort", "label"),))
         found = form.to_example({"messages": [U], "sort": 1}, "cls", labels=CLASSES)
         assert found == Conversation((QUESTION,), label=(1.0,))
 

@@ -429,7 +429,7 @@ def _name(node: ast.AST) -> str:
 
 @pytest.mark.parametrize(("history", "shown"), [(5, "5"), (True, "true"), ({"a": 1}, '{"a": 1}'), ("{}", "{}")])
 def test_what_ms_swift_reads_as_a_history_is_a_list(history: object, shown: str) -> None:
-    told = complaint({"query": "a", "response": "b", "history": history}, SwiftFormat(version=4))
+    told = complaint({"query": "a", "response": "b", "history": history}, SwiftFormat(swift_version=4))
     assert told == f"bad-history: field 'history': expected a list of [question, answer] pairs ({shown})"
 
 
@@ -449,6 +449,6 @@ def test_results_follow_the_order_of_their_calls_whatever_their_ids_are(
     calls = [{"id": each, "function": {"name": f"f{number}", "arguments": "{}"}} for number, each in enumerate(ids)]
     results = [said("tool", f"of {each}", tool_call_id=each) for each in of_results]
     row = openai(said("user"), said("assistant", "", tool_calls=calls), *results, said("assistant"))
-    example = SwiftFormat(version=4).to_example(row, "sft")
+    example = SwiftFormat(swift_version=4).to_example(row, "sft")
     found = [message.content for message in example.messages if message.role == "tool"]
     assert found == [f"of {each}" for each in (ids if in_order else of_results)]

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatune.data.formats import AlpacaFormat, MessagesFormat, QueryFormat, RowFormat, TextFormat, detect
+from megatune.data.formats import (
+    AlpacaFormat,
+    MessagesFormat,
+    OpenAIFormat,
+    QueryFormat,
+    RowFormat,
+    TextFormat,
+    detect,
+)
 from megatune.data.formats.columns import Columns, Tags
 
 OPENAI = Tags("role", "content", "user", "assistant", "tool", "function_call", "system")
@@ -25,12 +33,12 @@ def said(role: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("row", "form"),
     [
-        ({"messages": [said("user")]}, MessagesFormat(Columns(messages="messages"), OPENAI)),
-        ({"messages": [said("system"), said("user")]}, MessagesFormat(Columns(messages="messages"), OPENAI)),
+        ({"messages": [said("user")]}, OpenAIFormat(Columns(messages="messages"), OPENAI)),
+        ({"messages": [said("system"), said("user")]}, OpenAIFormat(Columns(messages="messages"), OPENAI)),
         ({"messages": [turn("human")]}, MessagesFormat(Columns(messages="messages"), Tags())),
         ({"conversations": [turn("human")]}, MessagesFormat(Columns(), Tags())),
-        ({"conversations": [said("user")]}, MessagesFormat(Columns(), OPENAI)),
-        ({"conversation": [said("user")]}, MessagesFormat(Columns(messages="conversation"), OPENAI)),
+        ({"conversations": [said("user")]}, OpenAIFormat(Columns(), OPENAI)),
+        ({"conversation": [said("user")]}, OpenAIFormat(Columns(messages="conversation"), OPENAI)),
         # Half of one form, half of the other.
         (
             {"conversations": [{"role": "human", "content": "x"}]},
@@ -42,11 +50,11 @@ def said(role: str) -> dict[str, str]:
         ),
         (
             {"messages": [said("user"), said("assistant"), said("observation")]},
-            MessagesFormat(Columns(messages="messages"), Tags("role", "content", "user", "assistant", "observation")),
+            OpenAIFormat(Columns(messages="messages"), Tags("role", "content", "user", "assistant", "observation")),
         ),
         # What to expect where the messages do not tell; each of their problems is then a row's.
-        ({"messages": "hi"}, MessagesFormat(Columns(messages="messages"), OPENAI)),
-        ({"messages": None}, MessagesFormat(Columns(messages="messages"), OPENAI)),
+        ({"messages": "hi"}, OpenAIFormat(Columns(messages="messages"), OPENAI)),
+        ({"messages": None}, OpenAIFormat(Columns(messages="messages"), OPENAI)),
         ({"conversations": []}, MessagesFormat(Columns(), Tags())),
         # alpaca
         ({"instruction": "x", "input": "", "output": "x"}, AlpacaFormat(Columns(), Tags())),
@@ -83,19 +91,19 @@ def said(role: str) -> dict[str, str]:
         ),
         (
             {"messages": [said("user")], "rejected_response": "x"},
-            MessagesFormat(Columns(messages="messages", rejected="rejected_response"), OPENAI, True),
+            OpenAIFormat(Columns(messages="messages", rejected="rejected_response"), OPENAI, True),
         ),
         (
             {"messages": [said("user")], "rejected_messages": []},
-            MessagesFormat(Columns(messages="messages", rejected="rejected_messages"), OPENAI, True),
+            OpenAIFormat(Columns(messages="messages", rejected="rejected_messages"), OPENAI, True),
         ),
         (
             {"prompt": [said("user")], "chosen": [said("assistant")], "rejected": [said("assistant")]},
-            MessagesFormat(Columns(messages="prompt"), OPENAI, True),
+            OpenAIFormat(Columns(messages="prompt"), OPENAI, True),
         ),
         (
             {"prompt": "x", "chosen": [said("user"), said("assistant")], "rejected": []},
-            MessagesFormat(Columns(messages=None), OPENAI, True),
+            OpenAIFormat(Columns(messages=None), OPENAI, True),
         ),
         (
             {"chosen": [turn("human"), turn("gpt")], "rejected": []},

@@ -21,6 +21,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.data.cache import key as key_of
 from megatune.data.cache.key import local_parts, prepared_key
+from megatune.data.sources import datasets_of
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub import digests
@@ -90,6 +91,34 @@ def test_columns_are_in_the_key_by_what_they_do(folder: Path) -> None:
     keys = [key(folder, dataset=["rows.jsonl"], columns=columns) for columns in named]
     assert len(set(keys)) == 3
     assert key(folder, dataset=["rows.jsonl"], columns={"B": "response", "A": "query"}) == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "formatting"),
+    [
+        (ROWS[0], "alpaca"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "openai"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "sharegpt"),
+        ({"query": "x", "response": "y"}, "query_response"),
+        ({"text": "x"}, "text"),
+    ],
+)
+@pytest.mark.parametrize("swift_version", [0, 4])
+def test_data_sets_are_in_the_key_by_the_names_of_earlier_versions(
+    row: dict[str, Any], formatting: str, swift_version: int, folder: Path
+) -> None:
+    """Their checkpoints resume."""
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    chosen = DataSettings(dataset=["rows.jsonl"], dataset_dir=str(folder), swift_version=swift_version)
+    (source,) = datasets_of(Settings(run=RunSettings(stage="pt" if "text" in row else "sft"), data=chosen))
+    described = key_of._described(source)
+    assert sorted(described) == [
+        "columns", "fetched", "fields", "files", "formatting", "name", "num_samples", "ranking", "renames",
+        "swift_version", "tags",
+    ]  # fmt: skip
+    assert described["formatting"] == ("ms_swift" if swift_version else formatting)
+    assert described["swift_version"] == swift_version
+    assert described["fields"] == (tuple(row) if swift_version else ())
 
 
 OTHER_VALUES = {

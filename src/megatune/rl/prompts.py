@@ -122,7 +122,7 @@ def swift_reader(
     model = ModelSettings(model_name_or_path=str(tokenizer.name_or_path))
     settings = Settings(model=model, data=DataSettings(**values))
     template = template_of_swift(settings, tokenizer)
-    form = SwiftFormat(version=settings.data.swift_version)
+    form = SwiftFormat(swift_version=settings.data.swift_version)
 
     def read(row: Mapping[str, Any]) -> PromptRow:
         conversation = form.to_question(row, media=vision is not None)

@@ -125,17 +125,16 @@ def prepared_key(
     files = _digests((*train, *evaluation), file_digest)
     chosen = _chosen(settings)
     content = {
-        part: [
-            {**asdict(one), "format": repr(one.format), "files": [(file.name, files[file]) for file in one.files]}
-            for one in chosen_sources
-        ]
+        part: [{**_described(one), "files": [(file.name, files[file]) for file in one.files]} for one in chosen_sources]
         for part, chosen_sources in (("train", train), ("evaluation", evaluation))
     }
     media: dict[str, list[Any]] = {}
     if vision is not None:
         bounds = vision.processor.image
         own = [each for each in (bounds.tiles, bounds.tokens) if each is not None]
-        media = {"pictures": [repr(vision.processor), vision.media_dir, *own]}
+        # By the class's name of earlier versions, whose checkpoints resume.
+        processor = repr(vision.processor).replace("MediaProcessor", "PictureProcessor", 1)
+        media = {"pictures": [processor, vision.media_dir, *own]}
     days = {DAY: data.template_date or date.today().isoformat()} if _states_day(settings, tokenizer) else {}
     made_by = {
         "tokenizer": _tokenizer_digest(tokenizer, data.template),
@@ -151,6 +150,13 @@ def prepared_key(
         **days,
     }
     return RowsKey(_name({**chosen, **content, **made_by}), parts, chosen)
+
+
+def _described(source: DatasetSource) -> dict[str, Any]:
+    """Return a data set with its format, by the names of earlier versions, whose checkpoints resume."""
+    described = asdict(source)
+    of_swift = {"swift_version": 0, "renames": (), "fields": ()}
+    return {**of_swift, **described.pop("format"), **described, "formatting": source.format.formatting}
 
 
 def local_parts(settings: Settings) -> dict[str, str]:

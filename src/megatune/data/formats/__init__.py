@@ -9,17 +9,29 @@ from collections.abc import Mapping
 
 from megatune.data.formats.base import RowFormat
 from megatune.data.formats.columns import OPENAI_TAGS, Columns
-from megatune.data.formats.standard import AlpacaFormat, MessagesFormat, QueryFormat, TextFormat
+from megatune.data.formats.standard import AlpacaFormat, MessagesFormat, OpenAIFormat, QueryFormat, TextFormat
 
-__all__ = ["FORMATS", "AlpacaFormat", "MessagesFormat", "QueryFormat", "RowFormat", "TextFormat", "detect"]
+__all__ = [
+    "FORMATS",
+    "AlpacaFormat",
+    "MessagesFormat",
+    "OpenAIFormat",
+    "QueryFormat",
+    "RowFormat",
+    "TextFormat",
+    "detect",
+]
 
 # By their names in dataset_info.json, whose entries may name other columns and tags.
 FORMATS: dict[str, RowFormat] = {
-    "alpaca": AlpacaFormat(),
-    "sharegpt": MessagesFormat(),
-    "openai": MessagesFormat(Columns(messages="messages"), OPENAI_TAGS),
-    "query_response": QueryFormat(Columns(prompt=None, query=None, response=None)),
-    "text": TextFormat(Columns(prompt="text")),
+    each.formatting: each
+    for each in (
+        AlpacaFormat(),
+        MessagesFormat(),
+        OpenAIFormat(Columns(messages="messages"), OPENAI_TAGS),
+        QueryFormat(Columns(prompt=None, query=None, response=None)),
+        TextFormat(Columns(prompt="text")),
+    )
 }
 _IN_ORDER = (MessagesFormat, AlpacaFormat, QueryFormat, TextFormat)  # the first that matches a row is its format
 

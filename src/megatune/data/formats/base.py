@@ -56,12 +56,13 @@ class RowFormat:
     tags: Tags = TAGS
     ranking: bool = False
 
+    formatting: ClassVar[str]  # the name in dataset_info.json; of SwiftFormat, which a setting chooses, "ms_swift"
     # The parts of rows, besides those of all formats, whose columns are fixed; () if they are looked up in each row.
     parts: ClassVar[tuple[str, ...]] = ()
     system_names: ClassVar[tuple[str, ...]] = ()  # other columns of the system message
 
     @classmethod
-    def detect(cls, fields: Mapping[str, Any]) -> Self | None:
+    def detect(cls, fields: Mapping[str, Any]) -> RowFormat | None:
         """Return the format of a row with these fields; None if they do not have it."""
         return None
 

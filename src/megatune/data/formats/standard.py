@@ -87,6 +87,7 @@ class _StringsFormat(RowFormat):
 class AlpacaFormat(_StringsFormat):
     """Rows of an instruction, an input and an output."""
 
+    formatting = "alpaca"
     parts = ("prompt", "query", "history", "response")
     query_names, response_names = ("instruction",), ("output",)
 
@@ -109,6 +110,7 @@ class AlpacaFormat(_StringsFormat):
 class QueryFormat(_StringsFormat):
     """Rows of a query and a response, each in the named column or the first under its names that is not null."""
 
+    formatting = "query_response"
     system_names = SYSTEM_NAMES
 
     @classmethod
@@ -138,6 +140,8 @@ class QueryFormat(_StringsFormat):
 class TextFormat(RowFormat):
     """Rows of one text, for stage pt."""
 
+    formatting = "text"
+
     @classmethod
     def detect(cls, fields: Mapping[str, Any]) -> Self | None:
         """Match text or content."""
@@ -163,10 +167,11 @@ class TextFormat(RowFormat):
 class MessagesFormat(RowFormat):
     """Rows of a list of messages, in turns of the user (or tools) and the assistant."""
 
+    formatting = "sharegpt"
     parts = ("messages",)
 
     @classmethod
-    def detect(cls, fields: Mapping[str, Any]) -> Self | None:
+    def detect(cls, fields: Mapping[str, Any]) -> MessagesFormat | None:
         """Match messages, conversations or conversation; or a `prompt` of messages with a rejected answer or a response
         under one of its names; or a `chosen` that is a whole conversation with a rejected answer, whose `prompt` only
         repeats its beginning.
@@ -182,7 +187,8 @@ class MessagesFormat(RowFormat):
         elif column is None and not (ranking and _is_list(fields.get("chosen"), at_least=2)):
             return None
         tags = tags_of_messages(fields[column or "chosen"], column or "messages")
-        return cls(detected_columns(fields, messages=column, **named), tags, ranking)
+        kind = OpenAIFormat if (tags.role_tag, tags.user_tag) == ("role", "user") else MessagesFormat
+        return kind(detected_columns(fields, messages=column, **named), tags, ranking)
 
     def text(self, row: Mapping[str, Any]) -> tuple[str, str]:
         chat = messages_of(row, self._column, self.tags)
@@ -221,6 +227,13 @@ class MessagesFormat(RowFormat):
     @property
     def _column(self) -> str:
         return self.columns.messages or "messages"
+
+
+@dataclass(frozen=True)
+class OpenAIFormat(MessagesFormat):
+    """Rows of a list of messages under OpenAI's names."""
+
+    formatting = "openai"
 
 
 def _is_list(value: object, at_least: int = 1) -> bool:

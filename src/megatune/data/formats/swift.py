@@ -75,14 +75,16 @@ class SwiftFormat(RowFormat):
     """The rows of ms-swift's command lines, chosen by their settings.
 
     Attributes:
-        version: the version of ms-swift whose rules read the rows.
+        swift_version: whose rules read the rows.
         renames: the data set's name -> ms-swift's name of columns.
         fields: the columns of the first rows; they are null in rows that lack them.
     """
 
-    version: int = 4
+    swift_version: int = 4
     renames: tuple[tuple[str, str], ...] = ()
     fields: tuple[str, ...] = ()
+
+    formatting = "ms_swift"
 
     def to_example(
         self, row: Mapping[str, Any], stage: str, *, media: bool = False, labels: Labels | None = None
@@ -93,7 +95,7 @@ class SwiftFormat(RowFormat):
             RowError: ms-swift drops such a row.
             UnsupportedRow: the row has audio or bounding boxes, or images or videos for a text model.
         """
-        version = self.version
+        version = self.swift_version
         fields = _standardized({**dict.fromkeys(self.fields), **row}, dict(self.renames), version)
         messages = _checked(fields["messages"])
         shared = {key: fields.get(key) for key in ("tools", "images", "videos")}

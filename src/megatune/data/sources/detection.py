@@ -91,7 +91,9 @@ class FormatDetector:
 
     def _format(self, text: str, rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> RowFormat:
         if self.swift_version:
-            return SwiftFormat(version=self.swift_version, renames=tuple(self.columns.items()), fields=tuple(names))
+            return SwiftFormat(
+                swift_version=self.swift_version, renames=tuple(self.columns.items()), fields=tuple(names)
+            )
         if (columns := columns_by_own_name(self.columns, names)) is None:
             what = f"columns: {to_yaml(self.columns)} is ambiguous: rows have all of these fields"
             fix = f"describe the data set in {DATASET_INFO}, whose columns map a part of a row to the field"
