@@ -21,7 +21,7 @@ from megatune.config.setting import Mark
 from megatune.config.settings import Settings, marked
 from megatune.data.cache import key as key_of
 from megatune.data.cache.key import local_parts, prepared_key
-from megatune.data.sources import datasets_of
+from megatune.data.sources import resolve_datasets
 from megatune.data.templates.named import NAMED_TEMPLATES
 from megatune.errors import ExitCode, MegatuneError
 from megatune.hub import digests
@@ -109,9 +109,8 @@ def test_data_sets_are_in_the_key_by_the_names_of_earlier_versions(
 ) -> None:
     """Their checkpoints resume."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    chosen = DataSettings(dataset=["rows.jsonl"], dataset_dir=str(folder), swift_version=swift_version)
-    (source,) = datasets_of(Settings(run=RunSettings(stage="pt" if "text" in row else "sft"), data=chosen))
-    described = key_of._described(source)
+    stage = "pt" if "text" in row else "sft"
+    described = key_of._described(*resolve_datasets(["rows.jsonl"], folder, stage, swift_version=swift_version))
     assert sorted(described) == [
         "columns", "fetched", "fields", "files", "formatting", "name", "num_samples", "ranking", "renames",
         "swift_version", "tags",
