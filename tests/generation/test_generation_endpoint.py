@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import io
@@ -179,6 +180,26 @@ def test_completions_continue_a_text(client: openai.OpenAI, generator: Generator
         chunks = list(given) if stream else [given]
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
         assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_an_ended_answer_makes_room_for_the_next(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the client is faster than the thread that answered."""
+    streams = Streams(generator.backend, max_waiting=0)
+
+    async def ask() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def delayed(*arguments: Any) -> None:
+            call(*arguments)
+            time.sleep(0.05)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", delayed)
+        return [
+            [event async for event in streams.stream(lambda: generator.chat_prompt(HI), OPTIONS)][-1] for _ in range(2)
+        ]
+
+    assert [type(last) for last in asyncio.run(ask())] == [Reply, Reply]
 
 
 def test_sampling_is_that_of_the_request(client: openai.OpenAI) -> None:

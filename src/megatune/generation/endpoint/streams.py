@@ -44,7 +44,7 @@ class Streams:
         if self._stopped:
             raise _ending()
         if self._unfinished >= self._backend.max_concurrency + self._max_waiting:
-            raise ApiError(503, f"{self._max_waiting} requests are waiting; try again later", code="queue_full")
+            raise ApiError(503, "too many requests are waiting; try again later", code="queue_full")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
         left = threading.Event()
 
@@ -55,19 +55,23 @@ class Streams:
         def is_stopped() -> bool:
             return left.is_set() or self._stopped
 
+        def answer() -> Reply | BaseException:
+            if is_stopped():
+                return _ending()
+            with self._tokenizing:
+                prompt = make()
+            tell(prompt)
+            reply = self._backend.write(prompt, sampling, tell, is_stopped)
+            return _ending() if is_stopped() else reply
+
         def work() -> None:
             try:
-                if not is_stopped():
-                    with self._tokenizing:
-                        prompt = make()
-                    tell(prompt)
-                    reply = self._backend.write(prompt, sampling, tell, is_stopped)
-                tell(_ending() if is_stopped() else reply)
+                last = answer()
             except BaseException as error:
-                tell(error)
-            finally:
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(self._finish)
+                last = error
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish)  # first: a client that has its answer may send the next prompt
+            tell(last)
 
         self._unfinished += 1
         self._threads.submit(work)
