@@ -35,7 +35,6 @@ from megatune.plan.uncertainty import safe_bytes, time_uncertainty
 
 sort_key = attrgetter("sort_key")
 _NUM_TOO_LARGE = 10
-_NEARLY = 0.98  # lower bound of the real seconds, as a share of interpolated ones
 _ROUNDING = 1 - 1e-9  # keeps a lower bound valid for any order of summation
 # Differences below this factor are within the error of an estimate.
 _TOLERANCE = 1.02
