@@ -7,6 +7,7 @@ response is used, or its last message if that is the assistant's (ms-swift's for
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
@@ -43,7 +44,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowFormat:
+class RowFormat(ABC):
     """A format of rows: detects its rows, and converts them.
 
     Attributes:
@@ -66,22 +67,7 @@ class RowFormat:
         """Return the format of a row with these fields; None if they do not have it."""
         return None
 
-    def text(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """Read the text of stage pt, and return its column, too."""
-        raise NotImplementedError
-
-    def messages(self, row: Mapping[str, Any], stage: str) -> Messages:
-        """Read the messages of stage sft or kto, which end with the answer."""
-        raise NotImplementedError
-
-    def question(self, row: Mapping[str, Any]) -> Messages:
-        """Read the messages of a row whose answer may be missing."""
-        raise NotImplementedError
-
-    def prompts(self, row: Mapping[str, Any], chosen: Answer | None, rejected: Answer) -> tuple[list[Messages], Answer]:
-        """Return every prompt that the row of a pair states, and the chosen answer, which may be in another column."""
-        raise NotImplementedError
-
+    @abstractmethod
     def to_example(
         self, row: Mapping[str, Any], stage: str, *, media: bool = False, labels: Labels | None = None
     ) -> Example:
@@ -98,38 +84,14 @@ class RowFormat:
             UnsupportedRow: the row has audio or bounding boxes, images or videos for a text model, or a format without
                 rows for this stage.
         """
-        example: Example
-        self._refuse_audio(row)
-        if stage == "pt":
-            for name in (self.columns.images, self.columns.videos):
-                if name is not None and row.get(name):
-                    what = f"stage pt trains text, and field {name!r} has images or videos"
-                    raise UnsupportedRow(what, "write stage: sft")
-            example = self.full_text(row)
-        elif labels is not None:
-            example = replace(self.to_question(row, media=media), label=labels.read(row, self.columns.label))
-        else:
-            example = self.chat(row, stage, media)
-        if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
-            what = "its texts have <bbox> or <ref-object>, and training on bounding boxes is not supported"
-            raise UnsupportedRow(what)
-        return example
 
+    @abstractmethod
     def to_question(self, row: Mapping[str, Any], *, media: bool = False) -> Conversation:
         """Read a row as a prompt: a conversation that ends with the row's answer only if the row has one.
 
         Raises:
             RowError, UnsupportedRow: as in `to_example`, for stage sft.
         """
-        self._refuse_audio(row)
-        return self._conversation(row, self.question(row), media)
-
-    def full_text(self, row: Mapping[str, Any]) -> str:
-        """Read the text of stage pt; reject an empty one."""
-        text, column = self.text(row)
-        if not text or text.isspace():
-            raise RowError("empty-text", "the text is empty", f"field {column!r}")
-        return text
 
     def with_own_names(self, own: Mapping[str, str]) -> Self:
         """Return the format with the columns' own names.
@@ -148,12 +110,72 @@ class RowFormat:
         used = {getattr(self.columns, part) for part in parts}
         return [name for name in names if name not in used] if self.parts else []
 
+
+@dataclass(frozen=True)
+class StagedFormat(RowFormat):
+    """A format whose rows are read by stage: as texts, to classify, or as conversations and pairs."""
+
+    def to_example(
+        self, row: Mapping[str, Any], stage: str, *, media: bool = False, labels: Labels | None = None
+    ) -> Example:
+        example: Example
+        self._refuse_audio(row)
+        if stage == "pt":
+            for name in (self.columns.images, self.columns.videos):
+                if name is not None and row.get(name):
+                    what = f"stage pt trains text, and field {name!r} has images or videos"
+                    raise UnsupportedRow(what, "write stage: sft")
+            example = self.full_text(row)
+        elif labels is not None:
+            example = replace(self.to_question(row, media=media), label=labels.read(row, self.columns.label))
+        else:
+            example = self.chat(row, stage, media)
+        if row.get("objects") and any(tag in text for text in texts(example) for tag in _GROUNDING):
+            what = "its texts have <bbox> or <ref-object>, and training on bounding boxes is not supported"
+            raise UnsupportedRow(what)
+        return example
+
+    def full_text(self, row: Mapping[str, Any]) -> str:
+        """Read the text of stage pt; reject an empty one."""
+        text, column = self.text(row)
+        if not text or text.isspace():
+            raise RowError("empty-text", "the text is empty", f"field {column!r}")
+        return text
+
+    @abstractmethod
+    def text(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Read the text of stage pt, and return its column, too."""
+
+    @abstractmethod
+    def chat(self, row: Mapping[str, Any], stage: str, media: bool) -> Example:
+        """Read the conversation of stage sft or kto, or the pair of stage dpo or rm."""
+
     def _refuse_audio(self, row: Mapping[str, Any]) -> None:
         if self.columns.audios is not None and row.get(self.columns.audios):
             raise UnsupportedRow(f"field {self.columns.audios!r}: training on audio is not supported")
 
+
+@dataclass(frozen=True)
+class ChatFormat(StagedFormat):
+    """A format of conversations and pairs."""
+
+    @abstractmethod
+    def messages(self, row: Mapping[str, Any], stage: str) -> Messages:
+        """Read the messages of stage sft or kto, which end with the answer."""
+
+    @abstractmethod
+    def question(self, row: Mapping[str, Any]) -> Messages:
+        """Read the messages of a row whose answer may be missing."""
+
+    @abstractmethod
+    def prompts(self, row: Mapping[str, Any], chosen: Answer | None, rejected: Answer) -> tuple[list[Messages], Answer]:
+        """Return every prompt that the row of a pair states, and the chosen answer, which may be in another column."""
+
+    def to_question(self, row: Mapping[str, Any], *, media: bool = False) -> Conversation:
+        self._refuse_audio(row)
+        return self._conversation(row, self.question(row), media)
+
     def chat(self, row: Mapping[str, Any], stage: str, media: bool) -> Example:
-        """Read the conversation of stage sft or kto, or the pair of stage dpo or rm."""
         columns = self.columns
         if stage in PAIR_STAGES:
             pair = self._pair(row, media)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from megatune.data.bad_rows import RowError, UnsupportedRow
 from megatune.data.conversation import Conversation, Message
-from megatune.data.formats.base import Answer, RowFormat, read_answer, without_last
+from megatune.data.formats.base import Answer, ChatFormat, StagedFormat, read_answer, without_last
 from megatune.data.formats.columns import (
     MESSAGES_NAMES,
     QUERY_NAMES,
@@ -35,7 +35,7 @@ from megatune.data.formats.messages import Messages, check_turns, described, mes
 
 
 @dataclass(frozen=True)
-class _StringsFormat(RowFormat):
+class _StringsFormat(ChatFormat):
     """A format of rows of strings, with the earlier turns in a list of pairs."""
 
     query_names: ClassVar[tuple[str, ...]] = QUERY_NAMES
@@ -137,7 +137,7 @@ class QueryFormat(_StringsFormat):
 
 
 @dataclass(frozen=True)
-class TextFormat(RowFormat):
+class TextFormat(StagedFormat):
     """Rows of one text, for stage pt."""
 
     formatting = "text"
@@ -164,7 +164,7 @@ class TextFormat(RowFormat):
 
 
 @dataclass(frozen=True)
-class MessagesFormat(RowFormat):
+class MessagesFormat(ChatFormat):
     """Rows of a list of messages, in turns of the user (or tools) and the assistant."""
 
     formatting = "sharegpt"
